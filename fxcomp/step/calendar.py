@@ -13,9 +13,12 @@ first step that may take the next look.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 20
@@ -23,6 +26,10 @@ WINDOW = 20
 
 SETTLED = 20
 """Steps under a plan before gradients are looked at: so many make a median, and warm what they use."""
+
+
+LASTS = ("patience", "patient_until", "solved_at", "look_from", "check_from")
+"""What a saved state has of a calendar."""
 
 
 class Use(Enum):
@@ -41,7 +48,7 @@ class Use(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RaceTurn:
     """The steps that count for one of the plans that race, by its number."""
 
     number: int
@@ -62,7 +69,7 @@ class Calendar:
     """The first steps of the stages of a warm-up, and of the plan that stays."""
     followed_from: int = 0
     """The first step of the plan that is followed now."""
-    turn: Turn | None = None
+    turn: RaceTurn | None = None
     """The turn that is on, or the first one to come; None while no plans race."""
     timed_every: int = 0
     """One in so many steps is timed; 0 for none."""
@@ -140,7 +147,7 @@ class Calendar:
 
     def give_turn(self, number: int, step: int, count: int) -> None:
         """Let so many steps from one on count for a plan that races."""
-        self.turn = Turn(number, self.free_steps(step, count))
+        self.turn = RaceTurn(number, self.free_steps(step, count))
 
     def stay(self) -> None:
         """Follow one plan from now on: no warm-up is left, however far back a job goes on."""
@@ -151,6 +158,30 @@ class Calendar:
         self.patience = 1 if changed else 2 * self.patience
         self.patient_until = step + self.patience * self.judged_every
 
-    def resume(self, step: int) -> None:
-        """Go on at another step of the job, under the same plan."""
-        self.followed_from = self.patient_until = self.solved_at = step
+    # Saved and loaded
+
+    def to_json(self) -> dict[str, int | None]:
+        """Return what lasts when a job is started again: what it has waited for already."""
+        return {name: getattr(self, name) for name in LASTS}
+
+    def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Go on at another step of the job, under the same plan. Raises BadState.
+
+        Without `saved` nothing is waited for yet. Timing, turns and the warm-up are those of this start.
+        """
+        self.followed_from = step
+        begun: dict[str, int | None] = {
+            "patience": 1,
+            "patient_until": step,
+            "solved_at": step,
+            "look_from": None,
+            "check_from": None,
+        }
+        for name, value in begun.items():
+            known = value if saved is None else saved.get(name, value)
+            if known is not None and not isinstance(known, int):
+                raise BadState(
+                    f"the state's calendar has {name} = {known!r}, which is no number of steps.\n"
+                    "  Load a state as state_dict() returned it."
+                )
+            setattr(self, name, known)

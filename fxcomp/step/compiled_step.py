@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.capture.batch_type import batch_type
-from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -25,23 +22,16 @@ from fxcomp.search.decision import Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
-from fxcomp.step.alike import Alike
-from fxcomp.step.calendar import Use
 from fxcomp.step.errors.adaptation import PlanMove
 from fxcomp.step.errors.watch import ErrorWatch
-from fxcomp.step.explain import Explainer
-from fxcomp.step.group import MicroBatchGroup
-from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.execution import Execution
+from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.steering import Replanner, Steering
-from fxcomp.step.step_times import Looks
-from fxcomp.step.unused import FindsUnused, UnusedHere, note_on_densified, note_on_unused
+from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
-
-WHOLE = None, Use.TURN, Use.TIMED
-"""Uses of steps whose whole times say how long a step is."""
 
 _TO_DYNAMO = (
     "an fxcomp step is compiled already, with its backward pass and optimizer, and cannot be part of another graph."
@@ -66,14 +56,12 @@ class CompiledStep:
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
-        self._options, self._site = options, site
-        self._ranks, self._lockstep = site.ranks, Lockstep(site.ranks)
-        self._loss_scale = force.inputs.training.loss_scale
-        self._group = MicroBatchGroup(force.inputs.sums, options.accumulate, site, self._loss_scale)
+        self._site, self._ranks = site, site.ranks
         self._calendar = force.calendar
         self._calendar.verified = options.checks.verified
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
+        self._execution = Execution(force, self.monitor.times, site, options)
         self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
@@ -88,8 +76,6 @@ class CompiledStep:
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), self._steering]
-        self._alike = Alike(self.training, site) if site.ranks.world_size > 1 else None
-        self._finds_unused = FindsUnused(self.training, site) if options.find_unused_parameters else None
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
@@ -112,111 +98,48 @@ class CompiledStep:
         return self._run_outside(self, batch, last=last)
 
     def _call(self, batch: Any, *, last: bool) -> Any:
-        self._lockstep.enter(self.steps, goes_on=self._group.has_begun)
+        group, lockstep, scale = self._execution.group, self._execution.lockstep, self.training.loss_scale
+        lockstep.enter(self.steps, goes_on=group.has_begun)
         try:
             if not torch.is_grad_enabled():
                 raise UnsupportedMode(_GRADIENTS_ARE_OFF)
-            if self._loss_scale is not None:
-                self._loss_scale.check_updated()
-                self._group.check_scale()
-            return self._step(batch) if self._group.ends(last=last) else self._sum_up(batch)
+            if scale is not None:
+                scale.check_updated()
+                group.check_scale()
+            if self.in_force.enter_stage_of(self.steps):
+                self.monitor.forget(self.steps)
+            if not group.ends(last=last):
+                return self._execution.sum_up(batch)
+            step = self._execution.step(self.steps, batch, self._observers)
+            self._count(step)
+            for each in self._observers:
+                each.between(self.steps)
+            return step.result
         except BaseException as error:
-            if self._lockstep.has_begun:
-                self._group.clear()
-            self._lockstep.leave(error, self.in_force.runtime)
+            if lockstep.has_begun:
+                group.clear()
+            lockstep.leave(error, self.in_force.runtime)
             raise
 
-    def _sum_up(self, batch: Any) -> Any:
-        """Run a micro-batch that ends no group: nothing is sent and no parameter changes."""
-        self._enter_stage()
-        kind, leaves = batch_type(batch)
-        program = self.in_force.find_micro(batch, kind, leaves)
-        inputs, runtime = self.in_force.inputs, self.in_force.runtime
-        begin = self.monitor.times.look()
-        with torch.no_grad(), compat.without_autocast():
-            arguments = inputs.of(program, leaves, self.in_force.state)
-            self._lockstep.has_begun = True
-            loss, aux = program.run(runtime, arguments)
-            runtime.finish()
-        looks = begin, self.monitor.times.look()
-        self._group.add(looks, program.captured.unused, is_like_first=self.in_force.serves_first(kind))
-        return program.captured.result(loss, aux)
-
-    def _step(self, batch: Any) -> Any:
-        self._enter_stage()
-        kind, leaves = batch_type(batch)
-        program = self.in_force.find(batch, kind, leaves)
-        self._group.complete(is_weighted=program.captured.is_weighted)
-        is_like_first = self.in_force.serves_first(kind)
-        use = self._calendar.use_of(self.steps)
-        step = StepUnderWay(self.steps, use, self.in_force, batch, is_like_first)
-        watching = [each for each in self._observers if use in each.wants]
-        begin = self.monitor.times.look()
-        for each in watching:
-            each.before(step)
-        with torch.no_grad(), compat.without_autocast():  # what autocast does is in the graph
-            result = self._run(step, leaves, watching)
-        is_like_first = self._group.is_like_first and is_like_first
-        self._steps_unlike_first += not is_like_first
-        took = self._group.took((begin, self.monitor.times.look()))
-        self._group.clear()
-        self._count(took, timed=use in WHOLE and is_like_first)
-        for each in self._observers:
-            each.between(self.steps)
-        return result
-
-    def _run(self, step: StepUnderWay, leaves: Sequence[Any], watching: Sequence[Observer]) -> Any:
-        program, runtime = step.program, step.runtime
-        inputs, state = self.in_force.inputs, self.in_force.state
-        if self._options.compress.feedback.scale_with_lr:
-            state.scale_to_rates(inputs.rates(), inputs.names_by_group())
-        arguments = inputs.of(program, leaves, state)
-        self._lockstep.has_begun = True
-        if self._alike is not None:
-            self._alike.begin(self.steps, program, runtime, inputs.numbers, self.in_force.programs.options)
-        agreement = self._group.agree()
-        runtime.before_packing = [] if agreement is None else [agreement.check]
-        with self._holding_unused(program) as unused:
-            try:
-                loss, aux = step.run(arguments)
-            finally:
-                runtime.on_gradient = runtime.on_update = None
-            for each in watching:
-                each.after(step, aux)
-            runtime.finish()
-            if not runtime.counters.skipped:
-                inputs.has_stepped(program, unused.held if unused else ())
-                state.settle()
-        return program.captured.result(loss, aux)
-
-    def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
-        if self._finds_unused is None:
-            return nullcontext()
-        unused = self._group.unused(program.captured.unused)
-        return self._finds_unused.begin(unused, self.in_force.state, self.in_force.runtime)
-
-    def _enter_stage(self) -> None:
-        if self.in_force.enter_stage_of(self.steps):
-            self.monitor.forget(self.steps)
-
-    def _count(self, looks: Sequence[Looks], *, timed: bool) -> None:
+    def _count(self, step: StepUnderWay) -> None:
         counters = self.in_force.runtime.take_counters()
         for optimizer in self.training.optimizers:
             compat.count_as_stepped(optimizer)
-        if self._loss_scale is not None:
-            self._loss_scale.tell(skipped=counters.skipped)
+        if self.training.loss_scale is not None:
+            self.training.loss_scale.tell(skipped=counters.skipped)
         self.steps += 1
+        self._steps_unlike_first += not step.is_like_first
         self.skipped_steps += counters.skipped
         self.payload_bytes = counters.payload_bytes
-        if timed and not counters.skipped:
-            self.monitor.times.add(self.steps - 1, looks, counters.waits)
+        if step.says_how_long and not counters.skipped:
+            self.monitor.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there.
 
         A step that nobody refers to any more is closed by itself. A `with` statement closes one at its end.
         """
-        self._lockstep.close(self.in_force.runtime)
+        self._execution.lockstep.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:
         return self
@@ -231,7 +154,7 @@ class CompiledStep:
         or goes out with the next step where it is fed back no more; the optimizer's state stays. Raises CannotReplan.
         """
         self._steering.check_replan(self.steps)
-        self._lockstep.check()
+        self._execution.lockstep.check()
         with self._ranks.together("replan"):
             return self._steering.replan(self.steps)
 
@@ -322,28 +245,15 @@ class CompiledStep:
     @property
     def counted_notes(self) -> tuple[str, ...]:
         """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
-        notes = [note] if (note := self._steering.note_on_race(self.steps)) else []
-        if (prelude := self.in_force.program.captured.prelude) is not None:
-            notes.append(prelude.said)
-        if not self.in_force.is_warm:
-            *stages, last = self._calendar.warm_from
-            notes.append(f"warming up until step {last}: stage {self.in_force.stage + 1} of {len(stages)}")
-        if self.errors is not None:
-            notes.append(self.errors.said)
-        if self._steps_unlike_first:
-            notes.append(
-                f"{self._steps_unlike_first} of {self.steps} steps had other batches than the first, of"
-                f" {self.in_force.first_kind.text}: every time here, predicted or measured, is of batches like that"
-            )
-        if self.skipped_steps:
-            notes.append(f"{self.skipped_steps} of {self.steps} steps left out: a gradient was not finite")
-        return tuple(notes)
+        race, errors = self._steering.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
+        unlike_first, skipped = self._steps_unlike_first, self.skipped_steps
+        return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike_first, skipped=skipped)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
-        self._group.check_is_over()
+        self._execution.group.check_is_over()
         saved = self.in_force.state_dict(self.steps)
         return saved if self.errors is None else {**saved, "errors": self.errors.state()}
 
@@ -367,14 +277,13 @@ class CompiledStep:
         Raises BadState, or PeerFailed where another rank's state does not fit; nothing is trained after that until a
         state has been loaded. After something was raised inside a step on some rank, this is how ranks go on.
         """
-        self._lockstep.check_open()
+        self._execution.lockstep.check_open()
         with self._ranks.together("load_state_dict", after_a_stop=True):
-            self._group.clear()
+            self._execution.group.clear()
             states = self._ranks.attempt("reading a checkpoint", lambda: states_of(state))
             steps = self.in_force.load(states)
             if steps is not None:
                 self.steps = steps
-                self._calendar.resume(steps)
                 self.monitor.forget(steps)
                 for each in self._observers:
                     each.resume(steps, states)

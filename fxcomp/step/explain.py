@@ -23,6 +23,31 @@ EVERY_STEP_VERIFIED = (
 )
 
 
+def notes_of(
+    force: PlanInForce, race: str, errors: str, steps: int, unlike_first: int, skipped: int
+) -> tuple[str, ...]:
+    """List what is to be said of a step that has run so often: of its race, its errors, decisions and warm-up.
+
+    `unlike_first` steps had other batches than the first one, and `skipped` were left out.
+    """
+    notes = [race] if race else []
+    if (prelude := force.program.captured.prelude) is not None:
+        notes.append(prelude.said)
+    if not force.is_warm:
+        *stages, last = force.calendar.warm_from
+        notes.append(f"warming up until step {last}: stage {force.stage + 1} of {len(stages)}")
+    if errors:
+        notes.append(errors)
+    if unlike_first:
+        notes.append(
+            f"{unlike_first} of {steps} steps had other batches than the first, of {force.first_kind.text}: every time"
+            " here, predicted or measured, is of batches like that"
+        )
+    if skipped:
+        notes.append(f"{skipped} of {steps} steps left out: a gradient was not finite")
+    return tuple(notes)
+
+
 class Explainer:
     """Makes the explanation of one step function, whose plans are chosen by these terms."""
 

@@ -19,6 +19,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.step_times import Looks
 
 
 @dataclass(slots=True)
@@ -30,13 +31,21 @@ class StepUnderWay:
     force: PlanInForce
     batch: Any
     is_like_first: bool
-    """The batch is like the first one, which predictions are for."""
+    """The batch is like the first one, which predictions are for; at the end, all batches of its group."""
     run: Callable[[Sequence[Any]], Any] = field(init=False)
     """Runs the emitted lines on their arguments; an observer may have them run in another way."""
+    result: Any = None
+    took: Sequence[Looks] = ()
+    """When each of its micro-batches ran."""
 
     def __post_init__(self) -> None:
         program, runtime = self.program, self.runtime
         self.run = lambda arguments: program.run(runtime, arguments)
+
+    @property
+    def says_how_long(self) -> bool:
+        """Its whole time is that of a step: it is like the first one, and no longer than others."""
+        return self.is_like_first and self.use in (None, Use.TURN, Use.TIMED)
 
     @property
     def program(self) -> Program:

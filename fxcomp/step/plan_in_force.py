@@ -12,18 +12,20 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.compress import NO_WARMUP, Stage, Warmup
+from fxcomp.plan.compress import NO_WARMUP, Warmup
 from fxcomp.plan.error_feedback import check_momentum, check_rates
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
-from fxcomp.state.saved_state import Given
+from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
-from fxcomp.step.micro_programs import MicroPrograms
-from fxcomp.step.programs import Programs
+from fxcomp.step.programs import MicroPrograms, Programs
+
+CALENDAR = "calendar"
+"""The part of a saved state that says what steps to come are for."""
 
 
 class PlanInForce:
@@ -41,12 +43,16 @@ class PlanInForce:
         self._compiler, self._capture = compiler, capture
         self._site = site = trained.site
         self.inputs = inputs
-        self.stages = warmup.stages(decision.plan)
+        stages = warmup.stages(decision.plan)
+        self.plans: tuple[Plan, ...] = tuple(stage.plan for stage in stages)
         """The plans that are followed one after the other; the last one stays."""
-        self.calendar = Calendar(warm_from=tuple(stage.first_step for stage in self.stages))
+        self.calendar = Calendar(warm_from=tuple(stage.first_step for stage in stages))
         """The uses of the job's steps."""
-        self._stage: int = 0
-        self._follower = Follower(trained, decision, len(self.stages) - 1)
+        self.stage: int = 0
+        """The place among them of the plan that is followed now."""
+        self._follower = Follower(trained, decision, len(self.plans) - 1)
+        self.trained_sizes = self._follower.trained_sizes
+        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
         self.state.enter_stage(self.plan, site)
@@ -58,8 +64,8 @@ class PlanInForce:
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_programs.of(capture.first)
         self._key = capture.guard.key()
-        for number, stage in enumerate(self.stages):
-            self._adopt(self._made_of_first(stage.plan), number)
+        for number, plan in enumerate(self.plans):
+            self._adopt(self._made_of_first(plan), number)
         self._go_on()
 
     @property
@@ -74,41 +80,31 @@ class PlanInForce:
     @property
     def plan(self) -> Plan:
         """The plan that is followed now."""
-        return self.stages[self._stage].plan
-
-    @property
-    def stage(self) -> int:
-        """The place of that plan among the stages."""
-        return self._stage
+        return self.plans[self.stage]
 
     @property
     def is_warm(self) -> bool:
         """The plan that stays is followed."""
-        return self._stage == len(self.stages) - 1
+        return self.stage == len(self.plans) - 1
 
     @property
     def _number(self) -> int:
         """The number of the plan that is followed: of a stage its place, of any other plan one of its own."""
-        return self._follower.now.number if self.is_warm else self._stage
+        return self._follower.now.number if self.is_warm else self.stage
 
     @property
     def standing(self) -> Program:
         """The first capture under the plan that stays; predictions are about it."""
         return self._standing[self._follower.now.number]
 
-    @property
-    def trained_sizes(self) -> dict[str, int]:
-        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
-        return self._follower.trained_sizes
-
     # Following
 
     def enter_stage_of(self, step: int) -> bool:
         """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
         stage = self.calendar.stage_at(step)
-        if stage == self._stage:
+        if stage == self.stage:
             return False
-        self._stage = stage
+        self.stage = stage
         self.state.enter_stage(self.plan, self._site)
         self.runtime.forget_buffers()
         return True
@@ -122,10 +118,6 @@ class PlanInForce:
     def predicted(self) -> Timeline:
         """The predicted step of the plan that is followed, for batches like the first one, whatever ran last."""
         return self._standing[self._number].timeline
-
-    def serves_first(self, kind: BatchType) -> bool:
-        """Tell batches like the first one, which the prediction is for."""
-        return kind == self.first_kind
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
@@ -141,7 +133,7 @@ class PlanInForce:
 
     def _stay_with(self, plan: Plan) -> None:
         """Follow one plan from now on, without warm-up."""
-        self.stages, self._stage = (Stage(0, plan),), 0
+        self.plans, self.stage = (plan,), 0
         self.calendar.stay()
 
     def emit_in_turns(self, plan: Plan) -> Turns[Program]:
@@ -234,7 +226,7 @@ class PlanInForce:
     def _go_on(self) -> None:
         """Go on with the plan that is followed now, and its state."""
         if self.is_warm:
-            self.stages = (*self.stages[:-1], replace(self.stages[-1], plan=self.decision.plan))
+            self.plans = (*self.plans[:-1], self.decision.plan)
         self.program = self._standing[self._number]
         """The program that ran last, or runs next."""
         self.runtime.forget_buffers()
@@ -246,16 +238,19 @@ class PlanInForce:
         """Copy this rank's state under the plan in force, and its residuals under plans that race with it."""
         if self._follower.racing:
             self._scale_to_rates()
-        return self._follower.state_dict(self._follower.now, self.plan, steps)
+        saved = self._follower.state_dict(self._follower.now, self.plan, steps)
+        return {**saved, CALENDAR: self.calendar.to_json()}
 
     def load(self, given: Given) -> int | None:
         """Take back saved states, and the stage that they were in; every rank calls it.
 
         Returns the number of steps that had been run, None if no rank was given anything. Raises BadState.
         """
-        plans = {stage.plan.digest for stage in self.stages}
+        plans = {plan.digest for plan in self.plans}
         steps = self._follower.load(given, plans, self._start_over)
         if steps is not None:
+            everyone = self._site.ranks.gather("the calendar", _saved_calendar(given))
+            self.calendar.resume(steps, next((saved for saved in everyone if saved is not None), None))
             self._follower.now.follow_scale(1.0)  # gradients come unscaled
             self.runtime.owed = self.state.owed
         return steps
@@ -284,3 +279,7 @@ class PlanInForce:
         """Take over the first capture's program under the plan of a number."""
         self._standing[number] = program
         self.programs.adopt(self._capture.kind, number, self._key, program)
+
+
+def _saved_calendar(given: Given) -> Any:
+    return next((state[CALENDAR] for state in states_given(given) if CALENDAR in state), None)

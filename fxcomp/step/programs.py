@@ -7,12 +7,16 @@
 A size of 0 or 1 is no symbol. So a family may have several symbolic programs: for batches of one row, for others, and
 for those in which two sizes happened to be equal where Python asked.
 
+A value that leads to another capture again and again is told once: such a job looks merely slow.
+
 Everything here is bounded: graphs, the keys that lead to them, and what is remembered of shapes.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +27,8 @@ from fxcomp.capture.batch_type import BatchType, Change, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
 from fxcomp.errors import CaptureFailed
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.prelude import OtherAnswer, Prelude
-from fxcomp.step.recaptures import Recaptures
 
 CAPTURES = 8
 """The limit of captured programs: the one that was not used for longest goes. Each plan that races has so many."""
@@ -283,3 +287,65 @@ class Programs:
         self._preludes[known].remove(prelude)
         if not self._preludes[known]:
             del self._preludes[known]
+
+
+VALUES = 4
+"""So many different values in a row are worth a word."""
+
+SOON = 20
+"""Captures follow each other in a row if not more than so many steps lie between them."""
+
+
+class Recaptures:
+    """The latest captures that one and the same thing led to."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._values: list[str] = []
+        self._seconds: list[float] = []
+        self._steps_ago = 0
+        self._said: set[str] = set()
+
+    def count_step(self) -> None:
+        """Note that a step was run."""
+        self._steps_ago += 1
+
+    def add(self, change: Change, seconds: float) -> None:
+        """Note a capture, what led to it and what it cost; warn if that happens again and again."""
+        if change.what != self._what or self._steps_ago > SOON:
+            self._what, self._values, self._seconds = change.what, [change.before], []
+        self._steps_ago = 0
+        self._values.append(change.after)
+        self._seconds.append(seconds)
+        different = list(dict.fromkeys(self._values))
+        if len(different) < VALUES or change.what in self._said:
+            return
+        self._said.add(change.what)
+        warnings.warn(
+            f"fxcomp: {change.what} changed: {', '.join(different[-VALUES:])}. A compiled step takes it for a constant;"
+            f" each new value captures the step again, which takes {statistics.median(self._seconds):.2g} s.\n"
+            f"  {change.remedy}",
+            stacklevel=compat.users_level(),
+        )
+
+
+Emit = Callable[[Captured], Program]
+
+
+class MicroPrograms:
+    """The programs that were used last. Local: ranks do not communicate in it."""
+
+    def __init__(self, emit: Emit):
+        self._emit = emit
+        self._known: OrderedDict[int, Program] = OrderedDict()
+        """By the capture's id, which its program keeps alive."""
+
+    def of(self, captured: Captured) -> Program:
+        """Find the program of a capture; made at its first use."""
+        key = id(captured)
+        if key not in self._known:
+            self._known[key] = self._emit(captured)
+        self._known.move_to_end(key)
+        while len(self._known) > CAPTURES:
+            self._known.popitem(last=False)
+        return self._known[key]

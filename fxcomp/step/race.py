@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from fxcomp.search.decision import Raced
 from fxcomp.search.runners import Runner
-from fxcomp.step.calendar import Calendar, Turn
+from fxcomp.step.calendar import Calendar, RaceTurn
 
 WARM_STEPS = 2
 """The first steps under a plan, which allocate, are no part of a race."""
@@ -121,7 +121,7 @@ class Race:
         """Set when the race is over."""
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> RaceTurn:
         """Whose turn it is, and when."""
         assert self._calendar.turn is not None, "the race is on"
         return self._calendar.turn

@@ -98,7 +98,8 @@ class Steering(Observer):
 
     def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
         """Go on at another step of the job. A race that was not over begins again."""
-        self._drop_adaptation(steps)
+        if self.adaptation is not None:
+            self.adaptation.forget()
         if self._race is not None:
             self._race = self._next_race(self._race.runners, steps)
 
@@ -106,7 +107,7 @@ class Steering(Observer):
 
     def _line_up(self, step: int, topic: str) -> None:
         """Make the programs of the plans that will race, if there are several; every rank calls it."""
-        choice, stays = self._in_force.decision.choice, self._in_force.stages[-1].plan
+        choice, stays = self._in_force.decision.choice, self._in_force.plans[-1]
         runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
         if runners:
             self._drop_adaptation(step)

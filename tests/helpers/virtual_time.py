@@ -22,6 +22,7 @@ from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift import watch as watching
 from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_costs
+from fxcomp.step.execution import Execution
 from fxcomp.step.observer import StepUnderWay
 
 Factor = Callable[[Cost], float]
@@ -123,17 +124,17 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         known.append(read(*arguments))
         return known[-1]
 
-    def run(step: CompiledStep, under_way: StepUnderWay, *arguments: Any) -> Any:
-        result = really_run(step, under_way, *arguments)
-        clock.wall_s += clock.step_us(under_way.program, step.costs.processors) / 1e6
+    def run(execution: Execution, under_way: StepUnderWay, *arguments: Any) -> Any:
+        result = really_run(execution, under_way, *arguments)
+        clock.wall_s += clock.step_us(under_way.program, under_way.force.decision.costs.processors) / 1e6
         return result
 
-    read, really_run = watching.predict_costs, CompiledStep._run
+    read, really_run = watching.predict_costs, Execution._run
     wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
     with (
         patch.object(watching, "Stopwatch", Watched),
         patch.object(watching, "predict_costs", remembered),
-        patch.object(CompiledStep, "_run", run),
+        patch.object(Execution, "_run", run),
         patch.object(step_times, "clock_of", lambda _: wall),
     ):
         yield

@@ -1,12 +1,14 @@
 """A step is for one thing at most, by what ranks have agreed on and its number."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 
+from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
-from fxcomp.step.calendar import SETTLED, WINDOW, Calendar, Turn, Use
+from fxcomp.step.calendar import LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
 from fxcomp.step.drift.watch import timing_interval
 
 VERIFIED = [NO_STEPS, VerifiedSteps(None), *map(VerifiedSteps, (1, 2, 3, 5, 7, 20))]
@@ -23,7 +25,7 @@ QUIET = [
 ]
 """One plan is followed."""
 
-RACING = [replace(each, turn=Turn(1, each.free_steps(each.followed_from + 3, 4)))
+RACING = [replace(each, turn=RaceTurn(1, each.free_steps(each.followed_from + 3, 4)))
           for each in QUIET if not each.verified.is_all]  # fmt: skip
 
 WARMING = [replace(each, warm_from=(each.followed_from, each.followed_from + 5, 10_000)) for each in QUIET]
@@ -109,7 +111,7 @@ def test_a_step_is_of_the_last_stage_that_has_begun():
 def test_a_turn_is_of_steps_that_are_not_verified():
     calendar = Calendar(VerifiedSteps(3))
     calendar.give_turn(2, 6, 4)
-    assert calendar.turn == Turn(2, (7, 8, 10, 11))
+    assert calendar.turn == RaceTurn(2, (7, 8, 10, 11))
     assert calendar.turn.ends == 12
 
 
@@ -120,6 +122,25 @@ def test_patience_doubles_as_long_as_planning_again_changes_nothing():
         calendar.be_patient(100, changed=changed)
         until.append(calendar.patient_until)
     assert until == [140, 180, 120, 140]
+
+
+def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one():
+    before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), 2, look_from=50, check_from=60)
+    before.be_patient(35, changed=False)
+    before.solved_at = 20
+    saved = json.loads(json.dumps(before.to_json()))
+    after = Calendar(VerifiedSteps(7), timed_every=4)
+    after.resume(39, saved)
+    assert after.to_json() == before.to_json()
+    lasting = {name: getattr(before, name) for name in LASTS}
+    assert after == Calendar(VerifiedSteps(7), followed_from=39, timed_every=4, **lasting)
+    after.resume(10)
+    assert after == Calendar(VerifiedSteps(7), (0,), 10, timed_every=4, patient_until=10, solved_at=10)
+
+
+def test_a_calendar_that_is_none_is_refused():
+    with pytest.raises(BadState, match="solved_at = 'soon', which is no number of steps"):
+        Calendar().resume(3, {"solved_at": "soon"})
 
 
 @pytest.mark.parametrize("begun", [0, 7, 20])

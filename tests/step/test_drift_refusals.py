@@ -27,8 +27,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
-from fxcomp.step.drift.correct import describe
-from fxcomp.step.drift.correct_links import link_factors, with_links
+from fxcomp.step.drift.correct import describe, link_factors, with_links
 from fxcomp.step.drift.judge import LEAST_RATIO, Finding, Row, agreed_rows, judge
 from fxcomp.step.drift.predicted_costs import Cost, predict_costs
 from fxcomp.step.drift.watch import timing_interval

@@ -18,7 +18,7 @@ from fxcomp.runtime.arena import Residuals
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.state.gradient_state import residual_layout
-from fxcomp.step.errors.look import Look
+from fxcomp.step.errors.look import ErrorLook
 
 SHAPES = {"a": (30, 40), "b": (50,), "c": (20, 20)}
 TOPK = parse_compressor("topk(0.01)")
@@ -40,15 +40,15 @@ def compress(runtime: Runtime, plan: Plan, residuals: Residuals, gradients: dict
         runtime.compress(f"payload_{number}", TOPK, flat, residuals.of(number), bucket.sizes)
 
 
-def looking(shapes: dict[str, tuple[int, ...]], residuals: Residuals, ranks: int) -> Look:
+def looking(shapes: dict[str, tuple[int, ...]], residuals: Residuals, ranks: int) -> ErrorLook:
     """A look of one rank, whose sums are those of all."""
     site: Any = SimpleNamespace(
         device=CPU, rank=0, ranks=SimpleNamespace(world_size=ranks), sum_over_ranks=lambda _: None
     )
-    return Look(STANDARD, 0, shapes, residuals, site)
+    return ErrorLook(STANDARD, 0, shapes, residuals, site)
 
 
-def measured(look: Look) -> ErrorTable:
+def measured(look: ErrorLook) -> ErrorTable:
     look.measure(torch.zeros(()))
     assert look.table is not None
     return look.table

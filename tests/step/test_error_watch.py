@@ -27,7 +27,7 @@ from fxcomp.errors import BadState, PeerFailed
 from fxcomp.step import calendar
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.errors import watch
-from fxcomp.step.errors.look import Look
+from fxcomp.step.errors.look import ErrorLook
 from fxcomp.step.race import LONGEST
 
 EVERY = 5
@@ -143,9 +143,9 @@ def left_out() -> tuple[int, dict[str, float], int, bool]:
         return cross_entropy(model, batch)
 
     job, kept = JOBS["mlp"], list[weakref.ref[Tensor]]()
-    see = Look.see
+    see = ErrorLook.see
 
-    def followed(look: Look, name: str, gradient: Tensor, start: int = 0) -> None:
+    def followed(look: ErrorLook, name: str, gradient: Tensor, start: int = 0) -> None:
         kept.append(weakref.ref(gradient))
         see(look, name, gradient, start)
 
@@ -155,7 +155,7 @@ def left_out() -> tuple[int, dict[str, float], int, bool]:
 
     with often():
         step = compiled(job, skip_nonfinite=True, loss=loss)
-    with patch.object(Look, "see", followed):
+    with patch.object(ErrorLook, "see", followed):
         at = measured_at(step, 24, batch)
         skipped = step.skipped_steps
         before = step.error_table.is_measured

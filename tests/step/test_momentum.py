@@ -158,11 +158,11 @@ def simulate(names: list[str | None], device: Device, options: dict[str, int]) -
     step = compiled([flat(name, device if name else Device.GPU) for name in names], warm_up=options)
 
     def state(number: int) -> Tensor | None:
-        compressor = step.in_force.stages[-1].plan.buckets[number].strategy.compressor
+        compressor = step.in_force.plans[-1].buckets[number].strategy.compressor
         kept = compressor is not None and compressor.has_state
         return step.in_force.state.compressor_states.of(number).clone() if kept else None
 
-    other = Simulated(step.in_force.stages[-1].plan, state)
+    other = Simulated(step.in_force.plans[-1], state)
     apart = 0.0
     for i in range(16):
         batch = JOB.batch(i, dist.get_rank())

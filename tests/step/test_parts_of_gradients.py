@@ -20,7 +20,7 @@ import fxcomp
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.step.verify.means import weighted_sum
+from fxcomp.step.verify.update import weighted_sum
 
 JOB = JOBS["mlp"]
 MOMENTUM, RATE, STEPS = 0.9, 0.05, 8

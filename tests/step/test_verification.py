@@ -27,9 +27,9 @@ from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.ops import PACK
 from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.verify import compare
+from fxcomp.step.verify import differences as compare
 from fxcomp.step.verify.differences import Differences
-from fxcomp.step.verify.means import Means
+from fxcomp.step.verify.update import Means
 
 BATCH = JOBS["mlp"].batch(0)
 ADAMW: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.99))  # noqa: E731

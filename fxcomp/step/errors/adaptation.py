@@ -133,9 +133,14 @@ class Adaptation:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Forget what is under way: another plan is followed."""
-        self._work, self._force.calendar.solved_at = None, step
+        """Forget what is under way: another plan is followed, chosen by the errors of now."""
+        self.forget()
+        self._force.calendar.solved_at = step
         self._errors.mark()
+
+    def forget(self) -> None:
+        """Forget what is under way: the job goes on elsewhere."""
+        self._work = None
 
     def _is_due(self, step: int) -> bool:
         is_left_alone = self._force.plan.is_dense and not self.moves

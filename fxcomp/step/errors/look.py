@@ -72,7 +72,7 @@ class ExtraWork:
         return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
 
 
-class Look:
+class ErrorLook:
     """One look, in one step; every rank makes one. `number` counts looks, so that each draws other values.
 
     `wants` says that this rank may look. The others are told, and none does if one may not, or has no room for it.

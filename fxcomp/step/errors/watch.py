@@ -29,7 +29,7 @@ from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.errors.applied import AppliedError, lags
-from fxcomp.step.errors.look import Look, needed_bytes
+from fxcomp.step.errors.look import ErrorLook, needed_bytes
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
@@ -122,10 +122,14 @@ class ErrorWatch(Observer):
         """Its error over the table's, 1 at least: v, and so its spectrum, depends on the plan."""
         self._marked = ASSUMED
         self._drift: tuple[ErrorTable, ErrorTable, Plan, str] | None = None
-        self._under_way: Look | AppliedError | None = None
+        self._under_way: ErrorLook | AppliedError | None = None
         self._begun = self._steps = steps
-        self._calendar.look_from = steps
-        self._calendar.check_from = steps if self._checks else None
+        calendar = self._calendar
+        calendar.look_from = steps if calendar.look_from is None else calendar.look_from
+        if not self._checks:
+            calendar.check_from = None
+        elif calendar.check_from is None:
+            calendar.check_from = steps
 
     @property
     def _checks(self) -> bool:
@@ -141,7 +145,7 @@ class ErrorWatch(Observer):
         """
         if step.use is Use.LOOK:
             columns, residuals = self._families[self._next], self._force.state.residuals
-            seen = Look(columns, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
+            seen = ErrorLook(columns, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
         else:
             seen = AppliedError(self._force.trained_sizes, self._site.device, step.number)
             if not seen.work.lacks_room:
@@ -168,7 +172,7 @@ class ErrorWatch(Observer):
         elif seen is not None:
             self._be_refused(seen, steps)
 
-    def _take_look(self, look: Look, steps: int) -> None:
+    def _take_look(self, look: ErrorLook, steps: int) -> None:
         self.looks += 1
         took_us = self._slowest(look)
         self._looked_us += took_us
@@ -180,7 +184,7 @@ class ErrorWatch(Observer):
         self._calendar.look_from = steps - 1 + wait
         self._next = (self._next + 1) % len(self._families)
 
-    def _be_refused(self, look: Look, steps: int) -> None:
+    def _be_refused(self, look: ErrorLook, steps: int) -> None:
         """Try again later, after one step more each time: where every 21st batch is another, not always at that one."""
         self._refusals += 1
         self._calendar.look_from = steps + LOOKS + self._refusals % LOOKS
@@ -225,7 +229,7 @@ class ErrorWatch(Observer):
         if self._calendar.check_from is None and self._checks:
             self._calendar.check_from = self._steps
 
-    def _slowest(self, seen: Look | AppliedError) -> float:
+    def _slowest(self, seen: ErrorLook | AppliedError) -> float:
         """Agree on how long a look or a check took on the slowest rank, and a step on the fastest one."""
         times = self._monitor.times
         mine = [seen.work.took_us(), 1e3 * times.median_ms if times.step_ms else 0.0]

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.capture.training import Training, WeightedLoss
 from fxcomp.graph.captured import Captured, written_parameters
-from fxcomp.step.verify.compare import largest
 
 
 @dataclass(slots=True)
@@ -218,3 +217,14 @@ def _root(node: Node) -> Node:
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def largest(value: Tensor) -> float:
+    """Find the largest finite magnitude; 0 if there is none."""
+    if value.numel() == 0:
+        return 0.0
+    found = value.detach().abs().max().item()
+    if found == found and found != float("inf"):
+        return float(found)
+    finite = value[value.isfinite()]
+    return float(finite.abs().max().item()) if finite.numel() else 0.0

@@ -39,12 +39,10 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.inputs import Sums
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
-from fxcomp.step.verify.compare import largest
 from fxcomp.step.verify.differences import Differences
-from fxcomp.step.verify.eager import EagerResult, rounding_of, run_eagerly
-from fxcomp.step.verify.means import square_sum
+from fxcomp.step.verify.eager import EagerResult, largest, rounding_of, run_eagerly
 from fxcomp.step.verify.replicas import Replicas
-from fxcomp.step.verify.update import UpdateCheck
+from fxcomp.step.verify.update import UpdateCheck, square_sum
 
 MARGIN = 1.1
 """Allocators round up (assumed)."""

@@ -1,0 +1,101 @@
+"""Execute emitted programs: a step for those who observe it, or a micro-batch that ends no group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fxcomp import compat
+from fxcomp.capture.batch_type import batch_type
+from fxcomp.codegen.program import Program
+from fxcomp.options import StepOptions
+from fxcomp.site import Site
+from fxcomp.step.alike import Alike
+from fxcomp.step.group import MicroBatchGroup
+from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.observer import Observer, StepUnderWay
+from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.step_times import StepTimes
+from fxcomp.step.unused import FindsUnused, UnusedHere
+
+
+class Execution:
+    """Runs the programs of the plan in force, with all that a step of several ranks compares on its way."""
+
+    def __init__(self, force: PlanInForce, times: StepTimes, site: Site, options: StepOptions):
+        self._force, self._times = force, times
+        self.lockstep = Lockstep(site.ranks)
+        """Keeps ranks at the same step."""
+        inputs = force.inputs
+        training = inputs.training
+        self.group = MicroBatchGroup(inputs.sums, options.accumulate, site, training.loss_scale)
+        """The micro-batches that are summed up."""
+        self._alike = Alike(training, site) if site.ranks.world_size > 1 else None
+        self._finds_unused = FindsUnused(training, site) if options.find_unused_parameters else None
+        self._scales_with_lr = options.compress.feedback.scale_with_lr
+
+    def sum_up(self, batch: Any) -> Any:
+        """Run a micro-batch that ends no group: nothing is sent and no parameter changes."""
+        kind, leaves = batch_type(batch)
+        program = self._force.find_micro(batch, kind, leaves)
+        inputs, runtime = self._force.inputs, self._force.runtime
+        begin = self._times.look()
+        with torch.no_grad(), compat.without_autocast():
+            arguments = inputs.of(program, leaves, self._force.state)
+            self.lockstep.has_begun = True
+            loss, aux = program.run(runtime, arguments)
+            runtime.finish()
+        looks = begin, self._times.look()
+        self.group.add(looks, program.captured.unused, is_like_first=kind == self._force.first_kind)
+        return program.captured.result(loss, aux)
+
+    def step(self, number: int, batch: Any, observers: Sequence[Observer]) -> StepUnderWay:
+        """Run the step of this number, which ends a group, for those who want its use."""
+        kind, leaves = batch_type(batch)
+        program = self._force.find(batch, kind, leaves)
+        self.group.complete(is_weighted=program.captured.is_weighted)
+        use, is_like_first = self._force.calendar.use_of(number), kind == self._force.first_kind
+        step = StepUnderWay(number, use, self._force, batch, is_like_first)
+        watching = [each for each in observers if use in each.wants]
+        begin = self._times.look()
+        for each in watching:
+            each.before(step)
+        with torch.no_grad(), compat.without_autocast():  # what autocast does is in the graph
+            step.result = self._run(step, leaves, watching)
+        step.took = self.group.took((begin, self._times.look()))
+        step.is_like_first &= self.group.is_like_first
+        self.group.clear()
+        return step
+
+    def _run(self, step: StepUnderWay, leaves: Sequence[Any], watching: Sequence[Observer]) -> Any:
+        program, runtime = step.program, step.runtime
+        inputs, state = self._force.inputs, self._force.state
+        if self._scales_with_lr:
+            state.scale_to_rates(inputs.rates(), inputs.names_by_group())
+        arguments = inputs.of(program, leaves, state)
+        self.lockstep.has_begun = True
+        if self._alike is not None:
+            self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)
+        agreement = self.group.agree()
+        runtime.before_packing = [] if agreement is None else [agreement.check]
+        with self._holding_unused(program) as unused:
+            try:
+                loss, aux = step.run(arguments)
+            finally:
+                runtime.on_gradient = runtime.on_update = None
+            for each in watching:
+                each.after(step, aux)
+            runtime.finish()
+            if not runtime.counters.skipped:
+                inputs.has_stepped(program, unused.held if unused else ())
+                state.settle()
+        return program.captured.result(loss, aux)
+
+    def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
+        if self._finds_unused is None:
+            return nullcontext()
+        unused = self.group.unused(program.captured.unused)
+        return self._finds_unused.begin(unused, self._force.state, self._force.runtime)
