@@ -29,7 +29,7 @@ SETTLED = 20
 
 
 LASTS = ("patience", "patient_until", "solved_at", "look_from", "check_from")
-"""What a saved state has of a calendar."""
+"""The part of a calendar that a saved state holds."""
 
 
 class Use(Enum):

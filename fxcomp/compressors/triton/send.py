@@ -62,7 +62,7 @@ def pick(decisions, histograms, SHIFT: constexpr, BINS: constexpr):
 
 @jit
 def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr, BINS: constexpr):
-    """Count the digits of magnitudes that begin with what is known."""
+    """Count the next digits of magnitudes that begin with the known digits."""
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
     found = tl.histogram(tl.where(is_ours, digit, 0), BINS, mask=is_ours)
