@@ -88,6 +88,11 @@ all_gather, reduce and gather by broadcast.
 Shards are as equal as possible and never cut a compressor's block. Leading dense shards may be cut anywhere. Of a small
 bucket some shards are empty. Nothing is padded.
 
+A strategy that ends with the word `shards` leaves each rank its own shard of the mean, as in
+`compress(int4)@gpu > all_to_all@world > decompress@gpu > shards`. [`compress_reduce_scatter`](sharding.md#plain-fsdp)
+follows such plans, and cuts as `fully_shard` does: along the rows of each parameter, with padding. Nothing else takes
+them.
+
 ## Rules
 
 A strategy that breaks a rule is refused. The error names the step, what is held before it, and what would fit:

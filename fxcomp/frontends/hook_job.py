@@ -26,7 +26,6 @@ from fxcomp.errors import RanksApart, UnsupportedFeature
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_plan import fitted
 from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Running, Wrapped, arriving
-from fxcomp.frontends.hook_unused import Unused
 from fxcomp.frontends.start import Start, has_whole_plan
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
@@ -34,6 +33,7 @@ from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
 from fxcomp.step.follower import Followed
+from fxcomp.step.unused import ZeroGradients
 
 Future = torch.futures.Future[Tensor]
 
@@ -99,7 +99,7 @@ class HookJob(BackwardPasses):
         self._running: Running | None = None
         self._gathers = False
         """The pass under way runs when its last bucket has come."""
-        self._unused: Unused | None = None
+        self._unused: ZeroGradients | None = None
         self._flip_gbit: tuple[float | None] | None = None
         """Where the verdict changes, once somebody has asked: that takes a second or so."""
 
@@ -178,7 +178,7 @@ class HookJob(BackwardPasses):
         state = self.planned.state
         self._running = program.start(self.runtime, state)
         if self._wrapped.finds_unused and state.keeps_something:
-            self._unused = Unused(state)
+            self._unused = ZeroGradients(state)
 
     def _feed(self, number: int) -> None:
         """Hand a bucket to the step under way."""
@@ -190,10 +190,10 @@ class HookJob(BackwardPasses):
                 f" with {kind.names[0]!r} now.\n  Register the hook before the first backward pass."
             )
         views = kind.with_views(self._arrived.buffers[number])
+        gradients, owed = dict(zip(kind.names, views[1:], strict=True)), self.planned.state.owed
         if self._unused is not None:
-            self._unused.look_at(kind, views)
-        owed = self.planned.state.owed
-        for name, gradient in zip(kind.names, views[1:], strict=True):
+            self._unused.look_at(gradients)
+        for name, gradient in gradients.items():
             if name in owed:
                 gradient.add_(owed[name].view(gradient.shape))
         program.lend(number, views[0], self.runtime)
@@ -224,7 +224,10 @@ class HookJob(BackwardPasses):
         if not counters.skipped:
             self.planned.state.settle()
         if self._unused is not None:
-            self._unused.put_back(self._layout, self._arrived.buffers, self.site)
+            pairs = zip(self._layout, self._arrived.buffers, strict=True)
+            self._unused.put_back(
+                {n: mean for kind, flat in pairs for n, mean in kind.by_name(flat).items()}, self.site
+            )
             self._unused = None
         self.time_pass(counters.waits, counts=not self._gathers)
 

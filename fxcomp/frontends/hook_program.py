@@ -66,6 +66,10 @@ class DdpBucket:
         parts = torch.split_with_sizes(flat, self.sizes)
         return [flat, *(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))]
 
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return each gradient in the buffer."""
+        return dict(zip(self.names, self.with_views(flat)[1:], strict=True))
+
 
 Layout = tuple[DdpBucket, ...]
 """The buckets of a backward pass, in the order in which they become ready."""
@@ -183,12 +187,12 @@ class HookProgram:
         slots = [tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)]
         return cls(layout, module, source, timeline, tuple(runs), lent, *slots)
 
-    def start(self, runtime: Runtime, state: GradientState) -> Running:
-        """Begin a step. Nothing runs before the first bucket is sent."""
+    def start(self, runtime: Runtime, state: GradientState, first: int = 0) -> Running:
+        """Begin a step, whose first bucket has this number in the state. Nothing runs before a bucket is sent."""
         arguments = arguments_of(
             {
-                InputKind.RESIDUAL: [state.residuals.of(*key) for key in self.residuals],
-                InputKind.COMPRESSOR_STATE: [state.compressor_states.of(*key) for key in self.states],
+                InputKind.RESIDUAL: [state.residuals.of(first + k, slot) for k, slot in self.residuals],
+                InputKind.COMPRESSOR_STATE: [state.compressor_states.of(first + k, slot) for k, slot in self.states],
             }
         )
         running: Running = self.module.step(runtime, *arguments)

@@ -2,9 +2,10 @@
 
     fully_shard: a module's gradients, a part for each rank ──► here ──► this rank's part of the mean
 
-    compress     every part by itself, with what was left out of it before
-    all_to_all   a payload for each rank
-    decompress   the mean of the payloads for this rank's part
+A module that is compressed has an emitted step of its own, which ends as shards:
+
+    bucket_0 = rt.in_place(...)            the parts lie there, one after the other
+    compress_0, all_to_all_0, mean_0       a payload for each rank; the mean of those that come
 
 A module that stays dense takes fully_shard's own reduce_scatter. Everything runs where fully_shard runs it: on the CPU
 in backward's thread, on a GPU on its stream for reductions, while compute goes on. What a pass leaves out counts when
@@ -13,29 +14,35 @@ backward has ended and all parts were finite; until then both residuals are kept
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.errors import UnsupportedFeature
-from fxcomp.frontends.backward_passes import DENSE_PASSES, ReadyTimes
-from fxcomp.frontends.scatter_plan import Scattering
-from fxcomp.frontends.scattered_modules import ScatteredModule
-from fxcomp.plan.plan import Plan
-from fxcomp.runtime.moves import Move
-from fxcomp.runtime.runtime import Runtime
-from fxcomp.site import Site
-from fxcomp.step.calendar import Calendar
-from fxcomp.step.lockstep import Lockstep
-from fxcomp.step.race import WARM_STEPS, Race
-from fxcomp.step.step_times import StepTimes
+from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import BadPlan, UnsupportedFeature
+from fxcomp.frontends.backward_passes import BackwardPasses
+from fxcomp.frontends.hook_program import HookProgram, Layout, arriving
+from fxcomp.frontends.scatter_plan import ModulePlanner, predicted
+from fxcomp.frontends.scattered_modules import ScatteredModule, told_plan
+from fxcomp.frontends.start import BURSTS, Start
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.report import scatter_report
+from fxcomp.report.scatter_report import ScatterFacts
+from fxcomp.report.terminal import sections_to_text
+from fxcomp.search.decision import Decision
+from fxcomp.state.saved_state import Given
+from fxcomp.step.follower import Followed
 
-log = logging.getLogger(__name__)
+CLOSED = (
+    "what compresses these gradients has been closed.\n"
+    "  Call fxcomp.compress_reduce_scatter again with a newly sharded model, on all ranks."
+)
 
 
 @dataclass(slots=True)
@@ -44,156 +51,126 @@ class _ScatterPass:
 
     order: list[int] = field(default_factory=list[int])
     """The modules that have come."""
-    residuals: dict[int, Tensor | None] = field(default_factory=dict[int, Tensor | None])
-    """Residuals to keep if the pass counts; None for those that it has delivered."""
+    before: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Residuals as they were, by the number of the plan's bucket: a pass that does not count leaves them so."""
+    delivered: set[int] = field(default_factory=set[int])
+    """The modules whose gradients have brought what they were owed."""
     agrees: bool = False
     """Ranks agree on whether it counts when it ends: something is left out of it, or delivered."""
     not_finite: Tensor | None = None
     stream: Any = None
 
 
-CLOSED = (
-    "what compresses these gradients has been closed.\n"
-    "  Call fxcomp.compress_reduce_scatter again with a newly sharded model, on all ranks."
-)
+@dataclass(frozen=True, slots=True)
+class _Scattering:
+    """The emitted step of a module."""
+
+    program: HookProgram
+    number: int
+    """Of its bucket in the plan."""
 
 
-class ScatterJob:
+class ScatterJob(BackwardPasses):
     """The plan of one model, what its modules owe, and the backward pass under way."""
 
-    def __init__(self, site: Site, modules: Sequence[ScatteredModule], plan: Scattering) -> None:
-        self.site, self.modules, self.plan, self._scaler = site, modules, plan, plan.options.scaler
-        self._lockstep = Lockstep(site.ranks, CLOSED)
-        self._runtime = Runtime(site.transport, site.device)
+    def __init__(self, start: Start, modules: Sequence[ScatteredModule]) -> None:
+        super().__init__("compress_reduce_scatter", start, CLOSED)
+        self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
-        self.passes = 0
-        self.owed: dict[int, Tensor] = {}
-        """Residuals of each module's gradients here: fp32, a part for each rank."""
-        self.scale = 1.0
-        """The factor of the loss that it is in the unit of."""
-        self._calendar = Calendar()
-        self._race: Race | None = None
-        """Of the plan and dense."""
-        self._compresses = True
-        """False while dense has its turn, and after it has won."""
-        self._delivers = False
-        """Some rank owes what the next dense passes bring."""
+        self._programs: dict[int, dict[int, _Scattering]] = {}
+        """Of the modules that are compressed, by the number of the plan."""
+        self._now: dict[int, _Scattering] = {}
         self._pass = _ScatterPass()
-        self._ready = ReadyTimes(site.device)
-        self.times = StepTimes(site.device)
-        self._ended: Any = None
 
     def install(self) -> None:
         """Take the place of fully_shard's own collective."""
         for number, module in enumerate(self.modules):
             module.module.scatter_by(_ModuleScatter(self, number, self._dense[number]))
 
+    @property
+    def layout(self) -> Layout:
+        """The modules in the order of the model."""
+        return tuple(module.bucket for module in self.modules)
+
     # A pass
 
     def arrive(self, number: int) -> None:
         """The gradients of a module are there; compute has just made them."""
         if not self._pass.order:
-            self._lockstep.enter(self.passes)
-            self._lockstep.has_begun = True
+            self.enter()
             compat.at_end_of_backward(self._end)
-            self._follow_scale()
-            self._pass.agrees = self._delivers or (self._compresses and self.plan.keeps_something)
+            if self.follower is not None:
+                self.follow_scale()
+                state = self.follower.state
+                self._pass.agrees = state.keeps_something or bool(state.owed)
         self._pass.order.append(number)
-        if self._is_timed:
-            self._ready.enter()
+        if self.is_timed:
+            self.ready.enter()
             if self.site.device.type != "cpu":  # compute goes on at once
-                self._ready.leave()
+                self.ready.leave()
 
     def scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         """Fill this rank's part of the mean of a module's gradients."""
         with torch.no_grad(), compat.without_autocast():
             try:
                 self._scatter(number, output, given, group, op)
-                if self._is_timed and self.site.device.type == "cpu":
-                    self._ready.leave()
+                if self.is_timed and self.site.device.type == "cpu":
+                    self.ready.leave()
             except BaseException as error:
                 self.stop(error)
                 raise
 
     def stop(self, error: BaseException) -> None:
-        """End the pass under way, in which something was raised; the other ranks learn of it."""
         self._pass = _ScatterPass()
-        self._lockstep.leave(error, self._runtime)
-
-    @property
-    def _is_timed(self) -> bool:
-        return not self.plan.is_decided and self.passes < DENSE_PASSES
+        super().stop(error)
 
     def _scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
-        module, now = self.modules[number], self._pass
+        now = self._pass
         now.stream = compat.stream_of(given.device)
         # Where parameters without gradients are left out, what is owed waits.
-        is_whole = given.numel() == module.elements
-        if is_whole and self._compresses and self.plan.compressor(number) is not None:
-            self._compress(number, output, given, op)
+        is_whole = given.numel() == self.modules[number].elements
+        if is_whole and number not in now.delivered:
+            self._add_owed(number, given)
+        if is_whole and number in self._now:
+            self._compress(self._now[number], output, given, op)
         else:
-            if is_whole and self._race is None and (owed := self._owed(number)) is not None:
-                given.add_(owed)
-                now.residuals[number] = None
             self._dense[number](output, given, group, op)
         if now.agrees:
             self._look_at(output)
 
-    def _owed(self, number: int) -> Tensor | None:
-        return self._pass.residuals.get(number, self.owed.get(number))
+    def _add_owed(self, number: int, given: Tensor) -> None:
+        """Let gradients bring what no residual feeds back."""
+        module = self.modules[number]
+        owed = {} if self.follower is None else self.follower.state.owed
+        if not owed.keys().isdisjoint(module.module.names):
+            given.add_(module.in_parts(owed, given.device))
+            self._pass.delivered.add(number)
 
-    def _compress(self, number: int, output: Tensor, given: Tensor, op: Any) -> None:
-        module, ranks = self.modules[number], self.site.ranks.world_size
+    def _compress(self, scattering: _Scattering, output: Tensor, given: Tensor, op: Any) -> None:
+        """Run the emitted step of a module."""
         if not (compat.is_mean(op) or compat.is_sum(op)):
             raise UnsupportedFeature(
                 "fully_shard scatters with a divisor of its own for gradients (set_gradient_divide_factor).\n"
                 "  Leave it out, and scale the loss."
             )
-        compressor = self.plan.compressor(number)
-        assert compressor is not None, "its gradients are compressed"
-        compressor = compressor.bound_to([(size,) for size in module.segments], ranks)
-        feeds_back = self.plan.options.compress.feedback.surrounds(compressor)
-        residual = self._fresh_residual(number, given.device) if feeds_back else None
-        values, size = given.float(), compressor.payload_elements(module.segments)
-        if residual is None and (owed := self._owed(number)) is not None:  # of another plan
-            values = values + owed
-            self._pass.residuals[number] = None
-        payloads = given.new_empty(ranks * size, dtype=compressor.payload_dtype)
-        for k in range(ranks):
-            mine = slice(k * module.part, (k + 1) * module.part)
-            kept, payload = None if residual is None else residual[mine], payloads[k * size : (k + 1) * size]
-            compressor.encode(values[mine], kept, payload, module.segments)
-        arrived = torch.empty_like(payloads)
-        self.site.transport.all_to_all(Move(payloads, arrived, ranks, "world")).wait()
-        mean = output if output.dtype is torch.float32 else output.new_empty(output.shape, dtype=torch.float32)
-        compressor.decode(arrived, ranks, module.segments, mean)
-        if compat.is_sum(op):
-            mean.mul_(ranks)
-        if mean is not output:
-            output.copy_(mean)
-        if residual is not None:
-            self._pass.residuals[number] = residual
-
-    def _fresh_residual(self, number: int, device: torch.device) -> Tensor:
-        """Copy what is owed: a pass that does not count leaves it as it was."""
-        known = self._owed(number)
-        if known is None:
-            return torch.zeros(self.modules[number].elements, device=device)
-        return known.clone()
+        state, program, number = self.planned.state, scattering.program, scattering.number
+        if program.residuals and number not in self._pass.before:
+            self._pass.before[number] = state.residuals.of(number).clone()
+        running = program.start(self.runtime, state, number)
+        try:
+            running.send(program.layout[0].with_views(given))
+        except StopIteration as end:
+            mean: Tensor = end.value[1][0]
+        else:
+            raise AssertionError("a module's step ends with its gradients")
+        self.runtime.finish()
+        output.copy_(mean.mul_(self.site.ranks.world_size) if compat.is_sum(op) else mean)
 
     def _look_at(self, part: Tensor) -> None:
         """See whether a part is finite: what is not finite on any rank is not in the part that it went to."""
         seen = (~torch.isfinite(torch.stack(torch.aminmax(part))).all()).to(torch.uint8).view(1)
         before = self._pass.not_finite
         self._pass.not_finite = seen if before is None else before | seen
-
-    def _follow_scale(self) -> None:
-        """Let what is owed be in the unit of the loss's factor."""
-        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        if scale != self.scale:
-            for value in self.owed.values():
-                value.mul_(scale / self.scale)
-            self.scale = scale
 
     # Its end
 
@@ -202,11 +179,15 @@ class ScatterJob:
         now, self._pass = self._pass, _ScatterPass()
         if not now.order:
             return
+        layout = tuple(self.modules[number].bucket for number in dict.fromkeys(now.order))
         try:
             with torch.no_grad():
                 compat.wait_for_stream(now.stream)
                 self._commit(now)
-                self._count_pass(now)
+                if self.is_timed:
+                    self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
+                self.time_pass(self.runtime.take_counters().waits, counts=self.follower is not None)
+                self.end_pass(layout)
         except BaseException as error:
             self.stop(error)
             raise
@@ -215,85 +196,99 @@ class ScatterJob:
         """Keep what the pass owes, unless a part of some rank is not finite: it is skipped then, or lost anyway."""
         if not now.agrees:
             return
-        flag = now.not_finite
+        flag, state = now.not_finite, self.planned.state
         assert flag is not None, "a part has come"
         self.site.transport.all_reduce(flag, "world", "main", "max").wait()
-        if flag.device.type == "cpu":
-            if flag.item():
-                return
-            self._delivers = self._delivers and len(set(now.order)) < len(self.modules)
-        else:  # decided on the device: nobody waits for it
-            now.residuals = {number: self._chosen(flag, number, value) for number, value in now.residuals.items()}
-        for number, value in now.residuals.items():
-            if value is None:
-                self.owed.pop(number, None)
-            else:
-                self.owed[number] = value
-
-    def _chosen(self, flag: Tensor, number: int, value: Tensor | None) -> Tensor | None:
-        before = self.owed.get(number)
-        if value is None:
-            return None if before is None else before * flag
-        return torch.where(flag.bool(), value.new_zeros(()) if before is None else before, value, out=value)
-
-    def _count_pass(self, now: _ScatterPass) -> None:
-        end = self.times.look()
-        if self._ended is not None and self.plan.is_decided:
-            self.times.add(self.passes, [(self._ended, end)], [])
-        self._ended = end
-        if self._is_timed:
-            self._ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
-        self.passes += 1
-        if self._race is not None and self.passes == self._race.turn.ends:
-            self._end_turn(self._race)
-        if not self.plan.is_decided and self.passes >= DENSE_PASSES:
-            self._decide(list(dict.fromkeys(now.order)))
-
-    def _decide(self, order: Sequence[int]) -> None:
-        """Agree on a plan with all ranks."""
-        with self.site.ranks.together("compress_reduce_scatter"):
-            layout = tuple(self.modules[number].bucket for number in order)
-            self.plan.decide(self.site, order, layout, self._ready.medians_us(layout, self.site.device))
-            if self.plan.choice is not None and not self.plan.choice.is_dense:
-                self._race = Race(self.plan.choice.runners, self.passes + WARM_STEPS, self._calendar)
-        log.info("%s\n%s", self.site.cluster, self.plan.plan)
-
-    def _end_turn(self, race: Race) -> None:
-        """Let the other one have its turn, or the better one stay; what is owed goes out with the next dense pass."""
-        race.end_turn(self.times.slowest(race.turn.steps, self.site))
-        self.times.forget()
-        if race.result is None:
-            self._compresses = race.turn.number == 0
+        if not now.delivered and flag.device.type != "cpu":  # decided on the device: nobody waits for it
+            for number, before in now.before.items():
+                kept = state.residuals.of(number)
+                torch.where(flag.bool(), before, kept, out=kept)
+        elif flag.item():
+            for number, before in now.before.items():
+                state.residuals.of(number).copy_(before)
         else:
-            self._race, self._compresses = None, race.result.winner == 0
-            self._delivers = not self._compresses
-            self.plan.tell(str(race.result), follows_dense=not self._compresses)
-        self._ended = self.times.look()
+            for name in (name for number in now.delivered for name in self.modules[number].module.names):
+                state.owed.pop(name, None)
+
+    # Deciding
+
+    def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
+        by_names = {module.module.names: module for module in self.modules}
+        modules = [by_names[bucket.names] for bucket in layout]
+        return start.decide(ModulePlanner(start.site, start.options, start.compiler(), graph, BURSTS, modules=modules))
+
+    def _prepare(self, followed: Followed, layout: Layout) -> None:
+        del layout  # parts are the same in every pass
+        if followed.number in self._programs:
+            return
+        numbers = {frozenset(module.module.names): k for k, module in enumerate(self.modules)}
+        self._programs[followed.number] = {
+            numbers[frozenset(bucket.names)]: _Scattering(self._program_of(bucket, numbers, followed), k)
+            for k, bucket in enumerate(followed.decision.plan.buckets)
+            if not bucket.strategy.is_dense
+        }
+
+    def _program_of(self, bucket: Bucket, numbers: dict[frozenset[str], int], followed: Followed) -> HookProgram:
+        """Emit the step of one module, whose parts are what it gathers and deals out."""
+        parts = self.modules[numbers[frozenset(bucket.names)]].parts
+        plan = Plan((Bucket(parts.names, parts.sizes, bucket.strategy, element_type=bucket.element_type),))
+        graph = arriving((parts,), [0.0], self.site.device)
+        return HookProgram.made((parts,), graph, self.start.compiler(), plan, followed.decision.costs)
+
+    def _go_on(self) -> None:
+        self._now = self._programs[self.planned.now.number]
 
     # State
 
-    def follow(self, plan: Plan) -> None:
-        """Follow a saved plan, also where dense has won or has its turn."""
-        self.plan.follow(plan)
-        self.plan.notes = (*self.plan.notes, "the plan is that of a loaded state")
-        self.plan.choice, self._race, self._compresses = None, None, True
+    def load_state_dict(self, given: Given) -> None:
+        """Take back a state, with its plan unless one was named: modules are known before they are timed."""
+        self.lockstep.check_open()
+        with self.site.ranks.together("load_state_dict", after_a_stop=True):
+            start = self._asked.follow(given, self._fits)
+            if start.options is not self._asked.options or (self.follower is None and start.loads):
+                self.start = start
+                self._programs.clear()
+                self._decide(self.layout, given)
+            elif self.follower is not None:
+                self._load(given)
 
-    def owe(self, parameters: Mapping[str, Tensor], scale: float) -> None:
-        """Owe nothing but this; every rank calls it. Dense gradients bring it, compressed ones take it over."""
-        self.owed = {
-            number: module.in_parts(parameters, self.site.device)
-            for number, module in enumerate(self.modules)
-            if not parameters.keys().isdisjoint(module.module.names)
-        }
-        self.scale, self._delivers = scale, True
+    def _fits(self, saved: Plan) -> bool:
+        """Tell a saved plan of these modules; where modules are others now, say so."""
+        try:
+            told_plan(saved, self.modules)
+        except BadPlan as error:
+            warnings.warn(f"fxcomp: the saved plan is not followed: {error}", stacklevel=7)
+            return False
+        return True
+
+    # Looking
 
     @property
-    def lockstep(self) -> Lockstep:
-        return self._lockstep
+    def source(self) -> str:
+        """The emitted steps of the modules that are compressed."""
+        return "\n\n".join(each.program.source for each in self._now.values())
 
-    def close(self) -> None:
-        """Give back the process groups; other ranks need not be there."""
-        self._lockstep.close(self._runtime)
+    @property
+    def timeline(self) -> Timeline | None:
+        return None if self.decision is None else predicted(self.decision, self.site)[1]
+
+    def report(self) -> str:
+        decision, times = self.planned.decision, self.times
+        prices, timeline = predicted(decision, self.site)
+        names = {frozenset(module.module.names): module.module.name for module in self.modules}
+        facts = ScatterFacts(
+            plan=decision.plan,
+            modules=[names[frozenset(bucket.names)] or "the outermost" for bucket in decision.plan.buckets],
+            times=prices if decision.choice is not None else (),
+            step_us=timeline.step_time_us,
+            dense_us=decision.choice.dense_us if decision.choice is not None else 0.0,
+            cluster=self.site.cluster,
+            mode=self.start.terms.mode.value,
+            kept_bytes=4 * sum(slot.elements for slot in self.planned.state.residuals.layout.values()),
+            notes=(*decision.notes, *self.site.ranks.notes),
+            measured_ms=times.median_ms if times.step_ms else None,
+        )
+        return sections_to_text(scatter_report.headline(facts), scatter_report.sections(facts))
 
 
 class _ModuleScatter:

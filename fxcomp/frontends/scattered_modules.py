@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,9 @@ from fxcomp.errors import BadPlan, UnsupportedFeature
 from fxcomp.frontends.hook_program import DdpBucket
 from fxcomp.frontends.sharded_modules import called, checked_modules
 from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.legs import row_shards
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 from fxcomp.search.by_module import SCATTERED, scattered_by
 
 
@@ -33,51 +34,45 @@ class ScatteredModule:
     ranks: int
 
     @property
-    def segments(self) -> tuple[int, ...]:
-        """The elements of each parameter in a rank's part, padding included; an empty one has none."""
-        return tuple(size for size in self._parts if size)
-
-    @property
-    def part(self) -> int:
-        """The elements of a rank's part."""
-        return self.module.elements
-
-    @property
     def elements(self) -> int:
-        """The elements of all parts."""
-        return self.ranks * self.part
+        """The elements of all parts, with the padding."""
+        return self.ranks * self.module.elements
 
     @property
     def bucket(self) -> DdpBucket:
-        """The same gradients as a communication hook is given them: whole, without padding."""
+        """The gradients as a communication hook is given them: whole, without padding."""
         shapes = self.module.whole_shapes
         return DdpBucket(self.module.names, shapes, tuple(map(prod, shapes)), self.module.reduced_as)
 
-    def planned(self) -> Bucket:
-        """Make its bucket of a dense plan."""
-        bucket = self.bucket
-        return Bucket(bucket.names, bucket.sizes, SCATTERED, element_type=ElementType.of(bucket.dtype))
-
-    def by_parameter(self, values: Tensor) -> dict[str, Tensor]:
-        """Copy what lies in parts as flat parameters, without padding."""
-        rows = values.view(self.ranks, self.part).split_with_sizes(self._parts, dim=1)
-        sizes = map(prod, self.module.whole_shapes)
+    @property
+    def parts(self) -> DdpBucket:
+        """The gradients as fully_shard hands them over: the parts of each rank in turn."""
         names = self.module.names
-        return {name: row.reshape(-1)[:size].clone() for name, row, size in zip(names, rows, sizes, strict=True)}
+        found = row_shards(self.module.whole_shapes, self.ranks)
+        sizes = tuple(len(extent) for _, extent in found)
+        labels = tuple(f"{names[k]}[{extent.start}:{extent.stop}]" for k, extent in found)
+        return DdpBucket(labels, tuple((size,) for size in sizes), sizes, self.module.reduced_as)
+
+    def planned(self, strategy: Strategy = SCATTERED) -> Bucket:
+        """Make its bucket of a plan."""
+        bucket = self.bucket
+        return Bucket(bucket.names, bucket.sizes, strategy, element_type=ElementType.of(bucket.dtype))
 
     def in_parts(self, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Lay flat parameters out in parts; zeros stand for those that are not there."""
-        found = torch.zeros(self.ranks, self.part, device=device)
-        for name, columns in zip(self.module.names, found.split_with_sizes(self._parts, dim=1), strict=True):
-            if name in parameters:
-                whole = found.new_zeros(columns.numel())
-                whole[: parameters[name].numel()] = parameters[name]
-                columns.copy_(whole.view(columns.shape))
-        return found.view(-1)
+        found = torch.zeros(self.elements, device=device)
+        sizes = self.parts.sizes
+        for (k, extent), part in zip(
+            row_shards(self.module.whole_shapes, self.ranks), found.split_with_sizes(sizes), strict=True
+        ):
+            if (whole := parameters.get(self.module.names[k])) is not None:
+                mine = whole[extent.start : extent.stop]
+                part[: mine.numel()] = mine
+        return found
 
     @property
-    def _parts(self) -> list[int]:
-        return [prod(shape) for shape in self.module.shapes]
+    def has_only_vectors(self) -> bool:
+        return all(len(shape) <= 1 for shape in self.module.whole_shapes)
 
 
 def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
@@ -107,29 +102,17 @@ def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
 
     Modules of vectors alone, such as a norm's, stay dense where a compressor is named, as elsewhere.
     """
-    dense = [each.planned() for each in modules]
+    dense = Plan(tuple(each.planned() for each in modules))
     if isinstance(plan, str):
         way = scattered_by(plan)
-        chosen = [SCATTERED if _has_only_vectors(each) else way for each in modules]
-        return Plan(tuple(dense)).with_strategies(chosen)
+        return dense.with_strategies([SCATTERED if each.has_only_vectors else way for each in modules])
     known = {frozenset(bucket.names): bucket for bucket in plan.buckets}
-    wrong = next((each for each in dense if frozenset(each.names) not in known), None)
-    if wrong is not None or len(known) != len(dense):
+    wrong = next((each for each in dense.buckets if frozenset(each.names) not in known), None)
+    if wrong is not None or len(known) != len(modules):
         what = f"{wrong.names[0]!r} and what is scattered with it" if wrong else "every module once"
         raise BadPlan(
             f"the plan has no bucket of {what}: fully_shard scatters the gradients of a module together.\n"
             "  Save a plan with compress_reduce_scatter(model, ...).plan.save(path), or name one compressor."
         )
-    for bucket in plan.buckets:
-        scattered_by(str(bucket.strategy))
-    plan.check_covers(*_facts(dense))
-    return plan
-
-
-def _has_only_vectors(module: ScatteredModule) -> bool:
-    return all(len(shape) <= 1 for shape in module.module.whole_shapes)
-
-
-def _facts(buckets: Sequence[Bucket]) -> tuple[dict[str, int], dict[str, Any]]:
-    whole = Plan(tuple(buckets))
-    return whole.sizes, whole.types
+    plan.check_covers(dense.sizes, dense.types)
+    return plan.with_strategies([scattered_by(str(bucket.strategy)) for bucket in plan.buckets])

@@ -37,6 +37,11 @@ BURSTS = burst_share(list(UpdateKind))
 """The part of all elements that may come in bursts where the optimizer is not known: it may be Adam."""
 
 
+def ends_whole(plan: Plan) -> bool:
+    """Tell a plan that leaves every rank whole gradients."""
+    return not any(bucket.strategy.ends_as_shards for bucket in plan.buckets)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelHere:
     """A model on this rank."""
@@ -86,9 +91,9 @@ class Start:
         """Return the limits of plans where the optimizer is not known."""
         return Terms.of(self.options.compress, BURSTS)
 
-    def follow(self, given: Given) -> Start:
-        """Follow the plan of a loaded state, unless another one was named; every rank calls it."""
-        options, loads = following(self.options, given, self.site.ranks)
+    def follow(self, given: Given, fits: Callable[[Plan], bool] = ends_whole) -> Start:
+        """Follow the plan of a loaded state if it fits, unless another one was named; every rank calls it."""
+        options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
     def compiler(self, *, skip_nonfinite: bool = False, micro_batches: int = 1) -> Compiler:
@@ -115,7 +120,9 @@ class Start:
         return decision
 
 
-def following(options: StepOptions, given: Given, ranks: Ranks) -> tuple[StepOptions, bool]:
+def following(
+    options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
+) -> tuple[StepOptions, bool]:
     """Let options follow the plan of a loaded state, unless they name another; tell whether any rank has a state.
 
     Every rank calls it.
@@ -126,7 +133,7 @@ def following(options: StepOptions, given: Given, ranks: Ranks) -> tuple[StepOpt
     if saved is None or has_whole_plan(options):
         return options, loads
     named = options.compress.plan
-    if named is not None and not is_named(saved, str(named)):
+    if (named is not None and not is_named(saved, str(named))) or not fits(saved):
         return options, loads
     return replace(options, compress=options.compress.following(saved)), loads
 

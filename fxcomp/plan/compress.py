@@ -119,7 +119,7 @@ def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
             return step
         return replace(step, compressor=replace(step.compressor, ratio=density))
 
-    return Strategy(tuple(map(raised, bucket.strategy.steps)))
+    return replace(bucket.strategy, steps=tuple(map(raised, bucket.strategy.steps)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@
     splits      the collectives that have cut the bucket, innermost last: a rank holds a shard, or its root all
     compressor  what the values are encoded by, None while they are dense
 
-A strategy is legal if every step fits what is held before it, and every rank ends with the whole mean, dense. What fits
-is said by `misfit` alone: an error names the first step that does not, and what would fit instead. The same walk is
-bound to sizes by `route.py`, and from there lowered to nodes, priced, and laid out as state.
+A strategy is legal if every step fits what is held before it, and every rank ends with the mean, dense: all of it, or
+where a strategy ends as shards its own part. What fits is said by `misfit` alone: an error names the first step that
+does not, and what would fit instead. The same walk is bound to sizes by `route.py`, and from there lowered to nodes,
+priced, and laid out as state.
 
 The steps that strategies are made of, and their text.
 
@@ -148,8 +149,14 @@ class Standing:
 
     @property
     def is_mean(self) -> bool:
-        """The strategy may end here."""
+        """A strategy may end here."""
         return self.is_complete and not self.splits and self.compressor is None
+
+    @property
+    def is_shards(self) -> bool:
+        """A strategy that ends as shards may end here: each rank has the mean of a part of its own."""
+        is_dealt = bool(self.splits) and not any(split.kind.is_rooted for split in self.splits)
+        return self.is_complete and is_dealt and self.compressor is None
 
     def __str__(self) -> str:
         what = "proposals" if self.proposed else f"{self.compressor} payloads" if self.compressor else "dense values"
@@ -160,7 +167,7 @@ class Standing:
 
 
 @lru_cache(maxsize=4096)
-def interpret(steps: tuple[Step, ...]) -> tuple[Standing, ...]:
+def interpret(steps: tuple[Step, ...], ends_as_shards: bool = False) -> tuple[Standing, ...]:
     """Return what is held before each step, and at the end. Raises BadStrategy where a step does not fit."""
     held = [Standing()]
     for number, step in enumerate(steps):
@@ -168,8 +175,9 @@ def interpret(steps: tuple[Step, ...]) -> tuple[Standing, ...]:
         if problem is not None:
             raise BadStrategy(_refusal(steps, number, problem, held[-1]))
         held.append(after(held[-1], step))
-    if not held[-1].is_mean:
-        problem = "ranks would not end with the mean of all gradients"
+    if not (held[-1].is_shards if ends_as_shards else held[-1].is_mean):
+        what = "shards of the mean" if ends_as_shards else "the mean"
+        problem = f"ranks would not end with {what} of all gradients"
         raise BadStrategy(_refusal(steps, len(steps), problem, held[-1]))
     return tuple(held)
 

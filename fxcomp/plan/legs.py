@@ -17,6 +17,7 @@ empty.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,20 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
     assert grain >= 1, f"a grain is one value or more, not {grain}"
     edges = (0, *accumulate(sizes))
     return tuple(_nearest_place(edges, index, parts, grain) for index in range(parts + 1))
+
+
+def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, range], ...]:
+    """Cut parameters along their rows, as fully_shard does: each rank's parts in turn, by the parameter's number.
+
+    All ranks have as many rows of a parameter; the last ones may lie after its end, and are zeros.
+    """
+    parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes]
+    return tuple(
+        (number, range(rank * size, (rank + 1) * size))
+        for rank in range(ranks)
+        for number, size in enumerate(parts)
+        if size
+    )
 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:

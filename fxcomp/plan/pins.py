@@ -19,7 +19,7 @@ from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import BadCompressor, Compressor
-from fxcomp.errors import BadOption, BadPlan, FxcompError
+from fxcomp.errors import BadOption, BadPlan, BadStrategy, FxcompError
 from fxcomp.plan.given import is_path, is_strategy, strategy_named
 from fxcomp.plan.modes import one_shot_ways
 from fxcomp.plan.plan import Bucket, Plan
@@ -181,8 +181,9 @@ class Pins:
         for rule in self.rules:
             try:
                 for strategy in rule.strategies(cluster):
+                    strategy.check_is_whole()
                     Plan((Bucket((rule.pattern,), (1,), strategy),)).check_fits(cluster)
-            except BadPlan as error:
+            except (BadPlan, BadStrategy) as error:
                 raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:

@@ -109,7 +109,8 @@ class _Walk:
             stages[-1].append(self._leg(number, held, step))
             if isinstance(step, Collective):
                 stages.append([])
-        assert first is not None, "every strategy ends with a step that is no split"
+        if first is None:  # a reduce_scatter alone
+            first = self.extents[-1], self._unit(self.held[-1]), len(stages) - 1
         whole = range(self.edges[-1])
         return Route(self.scale, whole, tuple(map(tuple, stages)), *first, self.element_type)
 

@@ -5,7 +5,9 @@
     compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world > decompress@gpu
     reduce_scatter@intra > compress(topk(0.01))@gpu > all_gather@inter > decompress@gpu > all_gather@intra
     propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
+    compress(int4)@gpu > all_to_all@world > decompress@gpu > shards
 
+The last one ends as shards, which the ranks keep: what fully_shard asks for. Every other one ends with whole gradients.
 docs/strategies.md has a picture of each shape. `interpret.py` says which steps fit together.
 """
 
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Level
 from fxcomp.cluster.seating import Axis
 from fxcomp.compressors import Compressor
+from fxcomp.errors import BadStrategy
 from fxcomp.plan.interpret import (
     EVERYWHERE,
     Collective,
@@ -53,6 +56,9 @@ class ByLevel:
         return tuple(Collective(split.kind.joined_by, split.level) for split in reversed(self.splits))
 
 
+_SHARDS = " > shards"
+"""The end of the text of a strategy that ends as shards."""
+
 FLAT = ByLevel((), Level.WORLD)
 HOSTS = ByLevel((Level.INTRA,), Level.INTER)
 RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
@@ -63,14 +69,16 @@ class Strategy:
     """The steps of one bucket between its gradients' production and their use."""
 
     steps: tuple[Step, ...]
+    ends_as_shards: bool = False
+    """Each rank keeps the mean of its own part."""
 
     def __post_init__(self) -> None:
-        interpret(self.steps)
+        interpret(self.steps, self.ends_as_shards)
 
     @property
     def held(self) -> tuple[Standing, ...]:
         """The states of the bucket before each step, and at the end."""
-        return interpret(self.steps)
+        return interpret(self.steps, self.ends_as_shards)
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
@@ -138,23 +146,36 @@ class Strategy:
     @property
     def uncompressed(self) -> Strategy:
         """The same bucket over the same levels, dense."""
+        if self.ends_as_shards:
+            return Strategy.scattered(None)
         begun = self.steps[: self.leading_splits]
         held = self.held[len(begun)]
         middle = [Collective(CollectiveKind.ALL_REDUCE, level) for level in _levels_along(EVERYWHERE - held.summed)]
         joins = [Collective(split.kind.joined_by, split.level) for split in reversed(held.splits)]
         return Strategy((*begun, *middle, *joins))
 
+    def check_is_whole(self) -> None:
+        """Raise BadStrategy where gradients end as shards, and every rank needs whole ones."""
+        if self.ends_as_shards:
+            raise BadStrategy(
+                f"the strategy {str(self)!r} leaves each rank a part of the mean, and all of it is needed here: only"
+                " fxcomp.compress_reduce_scatter takes shards.\n"
+                "  Name a mode to let fxcomp choose, or write what gathers the shards again."
+            )
+
     def differs_in_parameters_only(self, other: Strategy) -> bool:
         """Tell strategies that are equal but for the parameters of their compressors."""
-        return len(self.steps) == len(other.steps) and all(map(_is_retuned, self.steps, other.steps))
+        is_alike = len(self.steps) == len(other.steps) and self.ends_as_shards == other.ends_as_shards
+        return is_alike and all(map(_is_retuned, self.steps, other.steps))
 
     def __str__(self) -> str:
-        return text_of(self.steps)
+        return text_of(self.steps) + (_SHARDS if self.ends_as_shards else "")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """Read the text form back. Raises BadStrategy."""
-        return cls(parse_steps(text))
+        steps = text.rstrip().removesuffix(_SHARDS)
+        return cls(parse_steps(steps), ends_as_shards=steps != text.rstrip())
 
     @classmethod
     def flat(
@@ -183,6 +204,14 @@ class Strategy:
         steps = [deal] if first is None else [Compress(first, device), deal, Decompress(device)]
         steps += share if second is None else [Compress(second, device), *share, Decompress(device)]
         return cls((*by.splits, *steps))
+
+    @classmethod
+    def scattered(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
+        """Give every rank the mean of its own part, as reduce_scatter does: the first of two shots."""
+        if compressor is None:
+            return cls((Collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD),), ends_as_shards=True)
+        deal = Collective(CollectiveKind.ALL_TO_ALL, Level.WORLD)
+        return cls((Compress(compressor, device), deal, Decompress(device)), ends_as_shards=True)
 
 
 def _levels_along(axes: frozenset[Axis]) -> list[Level]:

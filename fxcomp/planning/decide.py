@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path
+from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
@@ -125,13 +126,25 @@ class Planner:
         if cluster.world_size == 1 or compress.plan is not None:
             table = costs or CostTable()
             return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
-        compress.pinned.check_fits(cluster)
+        self.check_pins()
         if costs is None:
             offered = () if compress.budget is None else LADDER_COMPRESSORS
             costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
             if example is not None:
                 costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
         return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
+
+    def check_pins(self) -> None:
+        """Raise BadOption where what is pinned does not fit the cluster."""
+        self.options.compress.pinned.check_fits(self.site.cluster)
+
+    def choose(self, workload: Workload, costs: CostTable, terms: Terms) -> tuple[Choice, Sequence[str]]:
+        """Choose a plan here; with what a report must say of how it was searched for."""
+        return choose(workload, costs, self.site.cluster, terms), search_notes()
+
+    def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
+        """Make the plan that the user named. Raises BadPlan."""
+        return plan_as_given(plan, workload, costs, self.site.cluster)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Decide by other costs, and by errors of this job's gradients; ranks meet for a topic of its own."""
@@ -153,8 +166,8 @@ class Planner:
         cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
-            chosen = choose(workload, costs, cluster, terms)
-            chosen_by = {"costs": costs.to_json(), "workload": workload.to_json(), "notes": list(search_notes())}
+            chosen, notes = self.choose(workload, costs, terms)
+            chosen_by = {"costs": costs.to_json(), "workload": workload.to_json(), "notes": list(notes)}
             return {"choice": chosen.to_json(), **chosen_by}
 
         beside = self.site.beside
@@ -170,7 +183,7 @@ class Planner:
         if plan is None or cluster.world_size == 1:
             notes = ("one rank: nothing to communicate", *self._foreign(costs))
             return Decision(Plan(()), costs, workload, notes=notes)
-        data = ranks.from_rank_0("the plan", lambda: plan_as_given(plan, workload, costs, cluster).to_json())
+        data = ranks.from_rank_0("the plan", lambda: self.name(plan, workload, costs).to_json())
         followed = Plan.from_json(data)
 
         def mine() -> Plan:
@@ -190,12 +203,14 @@ class Planner:
 
 
 def plan_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
-    """Make the plan that the user named. Raises BadPlan."""
-    if isinstance(plan, Plan):
-        return plan
-    if is_path(plan):
-        return Plan.load(plan)
+    """Make the plan that the user named, whose gradients end whole. Raises BadPlan."""
+    if isinstance(plan, Plan) or is_path(plan):
+        named = plan if isinstance(plan, Plan) else Plan.load(plan)
+        for bucket in named.buckets:
+            bucket.strategy.check_is_whole()
+        return named
     check_names_compressor(str(plan))
+    strategy_named(str(plan)).check_is_whole()
     return uniform(str(plan), workload, costs, cluster)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.plan import Plan
 from fxcomp.report.document import Column, Section, Table, count
-from fxcomp.search.by_module import ScatterChoice
+from fxcomp.search.by_module import ModuleTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,11 @@ class ScatterFacts:
     plan: Plan
     modules: Sequence[str]
     """Names of the buckets' modules."""
-    choice: ScatterChoice | None
+    times: Sequence[ModuleTime]
+    """Of the buckets' modules; none for a plan that was given."""
+    step_us: float
+    """The predicted step."""
+    dense_us: float
     cluster: Cluster
     mode: str
     kept_bytes: int
@@ -52,25 +56,24 @@ def sections(facts: ScatterFacts) -> list[Section]:
     )
     rows = [_row(facts, number) for number in range(len(facts.plan.buckets))]
     found = [Section("Step", said), Section("Modules, in the order in which they are ready", [Table(_COLUMNS, rows)])]
-    if facts.choice is not None:
+    if facts.times:
         found.append(Section("", ["'own' is what a module takes by itself: packing, compressing, the collective, and"
                                   " decompressing; 'dense' is the same without compression."]))  # fmt: skip
     return [*found, *([Section("Notes", list(facts.notes))] if facts.notes else [])]
 
 
 def _verdict(facts: ScatterFacts) -> str:
-    choice = facts.choice
-    if choice is None:
+    if not facts.times:
         return "The plan was given; nothing was predicted."
-    compressed = sum(bucket.strategy.compressor is not None for bucket in choice.plan.buckets)
+    compressed = sum(not bucket.strategy.is_dense for bucket in facts.plan.buckets)
     return (
-        f"Mode {facts.mode}: {compressed} of {len(choice.plan.buckets)} modules are compressed. Predicted:"
-        f" {choice.step_us / 1e3:.4g} ms, and {choice.dense_us / 1e3:.4g} ms dense."
+        f"Mode {facts.mode}: {compressed} of {len(facts.plan.buckets)} modules are compressed. Predicted:"
+        f" {facts.step_us / 1e3:.4g} ms, and {facts.dense_us / 1e3:.4g} ms dense."
     )
 
 
 def _row(facts: ScatterFacts, number: int) -> list[str]:
-    bucket, times = facts.plan.buckets[number], None if facts.choice is None else facts.choice.times[number]
+    bucket, times = facts.plan.buckets[number], facts.times[number] if facts.times else None
     us = ("", "", "") if times is None else (times.ready_us, times.dense_us, times.own_us)
     by = bucket.strategy.compressor
     numbers = [each if isinstance(each, str) else f"{each / 1e3:.4g}" for each in us]

@@ -34,6 +34,11 @@ class Part:
     """The number of the parameter in its bucket."""
 
     @property
+    def extent(self) -> range:
+        """The places of those that are the parameter's: padding lies after its end."""
+        return range(min(self.start, self.size), min(self.start + self.length, self.size))
+
+    @property
     def is_whole(self) -> bool:
         return self.length == self.size
 
@@ -85,10 +90,10 @@ class SlotLayout:
         return sum(map(len, self.pieces))
 
     def slices(self, kept: Tensor) -> list[tuple[str, Slice]]:
-        """Cut what this rank keeps into parts of parameters, each with its parameter's name."""
+        """Cut what this rank keeps into parts of parameters, each with its parameter's name, without padding."""
         parts = parts_in(self.bucket, self.pieces)
-        values = torch.split(kept, [part.length for part in parts])
-        return [(part.name, self._slice(part, piece)) for part, piece in zip(parts, values, strict=True)]
+        pairs = zip(parts, torch.split(kept, [part.length for part in parts]), strict=True)
+        return [(part.name, self._slice(part, values[: len(part.extent)])) for part, values in pairs if part.extent]
 
     def _slice(self, part: Part, values: Tensor) -> Slice:
         return Slice(values, part.start, part.size, self.slot, self.place, self.weight, self.total, self.takes_over)
@@ -183,7 +188,7 @@ def _covered(layout: Mapping[Key, SlotLayout]) -> dict[str, tuple[range, ...]]:
     for slot in layout.values():
         if slot.takes_over:
             for part in slot.bucket:
-                covered[part.name].append(range(part.start, part.start + part.length))
+                covered[part.name].append(part.extent)
     return {name: tuple(extents) for name, extents in covered.items()}
 
 

@@ -6,35 +6,38 @@ too, and compute goes on meanwhile:
 
     end_k = max(ready_k, end_{k-1}) + own_k          the step is as long as the last end
 
-With gloo a rank waits for each module, so all own times add up to compute. Strategies are written as if the reduced
-gradients were gathered again; fully_shard gathers the parameters in their place, which are as many.
+With gloo a rank waits for each module, so all own times add up to compute. Strategies end as shards: fully_shard
+gathers parameters from them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import Compressor
+from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import BF16, Compressor
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.budget import is_bursty
 from fxcomp.plan.given import strategy_named
-from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.kinds import CollectiveKind, Stream, wire_of
 from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.choose import Choice
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, price_bucket
 from fxcomp.search.question import Terms
 from fxcomp.search.runners import DENSE, FASTEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.workload import Gradient, Workload
 
-SCATTERED = Strategy.two_shots(None, None)
+SCATTERED = Strategy.scattered(None)
 """reduce_scatter, dense."""
+
+_BF16 = Strategy.scattered(BF16())
 
 _ROUNDS = 3
 """So often every module is looked at again after others have changed (assumed: two are enough in practice)."""
@@ -56,14 +59,17 @@ def scattered(compressor: Compressor | None) -> Strategy:
             f"{compressor} cannot compress what fully_shard scatters: it needs whole parameters, a memory of its own or"
             " an agreement of all ranks.\n  Use one that works on any part of a gradient: bf16, int8, int4, topk(0.01)."
         )
-    return Strategy.two_shots(compressor, None)
+    return Strategy.scattered(compressor)
 
 
 def scattered_by(text: str) -> Strategy:
-    """Read what a user names for a module: `dense`, a compressor, or the strategy itself. Raises BadPlan."""
+    """Read what a user names for a module: `dense`, a compressor, or the strategy itself. Raises BadPlan.
+
+    Plans of an earlier fxcomp gathered what they had reduced, which fully_shard does in their place.
+    """
     named = strategy_named(text)
     found = scattered(named.compressor)
-    if named not in (found, Strategy.flat(named.compressor)):
+    if named not in (found, Strategy.flat(named.compressor), Strategy.two_shots(named.compressor, None)):
         raise BadPlan(
             f"{text!r} is no way of gradients that fully_shard scatters, which are compressed once at most.\n"
             f"  Name a compressor, or write {str(found)!r}."
@@ -82,49 +88,65 @@ class ModuleTime:
     """As they travel in the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterChoice:
-    """A plan with a bucket for each module, in the order in which they are ready, and its arithmetic."""
+def module_times(
+    plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster, *, overlaps: bool
+) -> tuple[ModuleTime, ...]:
+    """Price the modules of a plan, in its order."""
+    pricing = _Pricing(workload, plan.buckets, costs, cluster, overlaps=overlaps)
+    return tuple(
+        ModuleTime(ready, pricing.own_us(k, SCATTERED), pricing.own_us(k, bucket.strategy))
+        for k, (bucket, ready) in enumerate(zip(plan.buckets, pricing.ready_us, strict=True))
+    )
 
-    plan: Plan
-    step_us: float
-    dense_us: float
-    times: tuple[ModuleTime, ...]
-    loss: float
-    """The relative squared error of the gradient."""
 
-    @property
-    def is_dense(self) -> bool:
-        return all(bucket.strategy == SCATTERED for bucket in self.plan.buckets)
-
-    @property
-    def dense(self) -> Plan:
-        return self.plan.with_strategies([SCATTERED] * len(self.plan.buckets))
-
-    @property
-    def runners(self) -> tuple[Runner, ...]:
-        """List the plans that may race: the plan, and dense."""
-        return Runner(FASTEST, self.plan, self.step_us, 1.0, self.loss), Runner(
-            DENSE, self.dense, self.dense_us, 0.0, 0.0
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "plan": self.plan.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ScatterChoice:
-        times = tuple(ModuleTime(**each) for each in data["times"])
-        return cls(Plan.from_json(data["plan"]), data["step_us"], data["dense_us"], times, data["loss"])
+def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Cluster, *, overlaps: bool) -> list[Task]:
+    """Make the tasks of a step whose modules take these times."""
+    stream = wire_of(Level.WORLD, cluster.hosts) if overlaps else Stream.COMPUTE
+    tasks: list[Task] = []
+    done_us = 0.0
+    for k, each in enumerate(times):
+        tasks.append(Task(f"region {k}", Stream.COMPUTE, max(0.0, each.ready_us - done_us)))
+        tasks.append(Task(f"scatter {k}", stream, each.own_us, (f"region {k}",)))
+        done_us = max(done_us, each.ready_us)
+    tasks.append(Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us)))
+    scattered_last = (f"scatter {len(times) - 1}",) if times else ()
+    return [*tasks, Task("finish", Stream.COMPUTE, workload.free_us - workload.backward_us, scattered_last)]
 
 
 def choose_by_module(
     workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, terms: Terms, *, overlaps: bool
-) -> ScatterChoice:
+) -> Choice:
     """Choose for each module, in the order in which they are ready, so that the step is shortest within the terms.
 
     `overlaps`: compute goes on while gradients travel. Raises BadOption for pins that do not go together.
     """
     return _Search(workload, modules, costs, cluster, terms, overlaps=overlaps).choice()
+
+
+class _Pricing:
+    """Prices the modules of a model by themselves, in the order in which they are ready."""
+
+    def __init__(
+        self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
+    ) -> None:
+        self._workload, self._costs, self._cluster, self._overlaps = workload, costs, cluster, overlaps
+        by_name = {gradient.name: gradient for gradient in workload.gradients}
+        self.members = [[by_name[name] for name in module.names] for module in modules]
+        self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
+
+    def own_us(self, number: int, strategy: Strategy) -> float:
+        """Add up what a module's gradients take; the gather of its parameters only where that is on the wire."""
+        us = sum(task.duration_us for task in self._tasks(number, strategy))
+        if self._overlaps:
+            gather = f"{CollectiveKind.ALL_GATHER.value} "
+            both = self._tasks(number, Strategy.two_shots(None, None))
+            us += sum(task.duration_us for task in both if task.name.startswith(gather))
+        return us
+
+    def _tasks(self, number: int, strategy: Strategy) -> list[Task]:
+        members = self.members[number]
+        priced = price_bucket(number, members, strategy, self._workload, self._costs, self._cluster)
+        return [task for stage in priced.stages for task in stage] + list(priced.final)
 
 
 class _Search:
@@ -142,15 +164,14 @@ class _Search:
     ) -> None:
         self._workload, self._modules, self._costs, self._cluster = workload, modules, costs, cluster
         self._terms, self._overlaps = terms, overlaps
-        by_name = {gradient.name: gradient for gradient in workload.gradients}
         self._places = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
-        self._members = [[by_name[name] for name in module.names] for module in modules]
-        self._ready = [max(gradient.ready_us for gradient in members) for members in self._members]
+        pricing = _Pricing(workload, modules, costs, cluster, overlaps=overlaps)
+        self._members, self._ready = pricing.members, pricing.ready_us
         self._losses = terms.losses(workload, cluster)
         self._limit = terms.limit(workload, cluster)
         self._offered = [self._offers(members) for members in self._members]
         self._own_us = [
-            {strategy: self._time(k, strategy) for strategy in {SCATTERED, *offered}}
+            {strategy: pricing.own_us(k, strategy) for strategy in dict.fromkeys((SCATTERED, _BF16, *offered))}
             for k, offered in enumerate(self._offered)
         ]
 
@@ -175,30 +196,43 @@ class _Search:
             )
         return next((scattered_by(text) for text in rules), None)
 
-    def _time(self, number: int, strategy: Strategy) -> float:
-        """Add up what a module's gradients take by themselves; the gather after them only where it is on the wire."""
-        members = self._members[number]
-        priced = price_bucket(number, members, strategy, self._workload, self._costs, self._cluster)
-        gather = f"{CollectiveKind.ALL_GATHER.value} "
-        tasks = [task for stage in priced.stages for task in stage] + list(priced.final)
-        return sum(task.duration_us for task in tasks if self._overlaps or not task.name.startswith(gather))
-
     # Choosing
 
-    def choice(self) -> ScatterChoice:
-        dense = [offered[0] if len(offered) == 1 else SCATTERED for offered in self._offered]
+    def choice(self) -> Choice:
+        dense = self._with_pins(SCATTERED)
         starts = [dense, [min(each, key=lambda s, k=k: self._own_us[k][s]) for k, each in enumerate(self._offered)]]
         found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
         best = self._gentler(min(found, key=self._step_us))
         if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
             best = dense  # costs are not known that well
-        plan = Plan(tuple(replace(module, strategy=s) for module, s in zip(self._modules, best, strict=True)))
-        times = tuple(
-            ModuleTime(ready, own[SCATTERED], own[strategy])
-            for ready, own, strategy in zip(self._ready, self._own_us, best, strict=True)
+        plan, runner = self._plan(best), self._runner(DENSE, dense)
+        others = () if best == dense else (self._runner(FASTEST, best),)
+        return Choice(
+            plan=plan,
+            step_us=self._step_us(best),
+            dense=runner.plan,
+            dense_us=runner.step_us,
+            fastest=plan,
+            fastest_us=self._step_us(best),
+            bf16_us=self._step_us(self._with_pins(_BF16)),
+            free_us=self._workload.free_us,
+            error=self._costs.error_of(self._workload.free_us, runner.step_us),
+            alternatives=((),) * len(best),
+            runners=(*others, runner),
+            pins=self._terms.pins,
         )
-        loss = math.fsum(self._lost(k, strategy) for k, strategy in enumerate(best)) / max(1, self._losses.elements)
-        return ScatterChoice(plan, self._step_us(best), self._step_us([SCATTERED] * len(best)), times, loss)
+
+    def _with_pins(self, strategy: Strategy) -> list[Strategy]:
+        """Give every module a strategy, but for those that are pinned."""
+        return [offered[0] if len(offered) == 1 else strategy for offered in self._offered]
+
+    def _plan(self, strategies: Sequence[Strategy]) -> Plan:
+        return Plan(tuple(replace(module, strategy=s) for module, s in zip(self._modules, strategies, strict=True)))
+
+    def _runner(self, name: str, strategies: Sequence[Strategy]) -> Runner:
+        lost = math.fsum(self._lost(k, strategy) for k, strategy in enumerate(strategies))
+        loss = lost / max(1, self._losses.elements)
+        return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == FASTEST), loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
         """Change one module at a time while the step gets shorter, the longest first."""

@@ -175,7 +175,8 @@ def price_bucket(
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     element_type = gradients[0].element_type if gradients else ElementType.F32
     route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    writer = _PlanTaskWriter(k, route, route.legs[strategy.leading_splits], workload, costs, cluster)
+    first = next(iter(route.legs[strategy.leading_splits :]), None)
+    writer = _PlanTaskWriter(k, route, first, workload, costs, cluster)
     stages = [writer.stage(number) for number in range(strategy.started_stages)]
     final = writer.final(is_started=strategy.pool_takes_arrivals)
     return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
@@ -184,12 +185,14 @@ def price_bucket(
 class _PlanTaskWriter:
     """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
 
-    def __init__(self, k: int, route: Route, first: Leg, workload: Workload, costs: TaskPrices, cluster: Cluster):
+    def __init__(
+        self, k: int, route: Route, first: Leg | None, workload: Workload, costs: TaskPrices, cluster: Cluster
+    ):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
         self.saves_residuals = workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
         self.first = first
-        """Before it, a velocity is accumulated."""
+        """Before it, a velocity is accumulated; None where nothing comes after the leading splits."""
         self.lines = lines_of(route, first if self.velocity else None)
         self.encoded_by = ""
         self.previous = f"region {k}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
-from fxcomp.plan.legs import Encode
+from fxcomp.plan.legs import Encode, row_shards
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Compress, Device, Propose
@@ -33,12 +33,23 @@ from fxcomp.state.handover import Exchange, Holding, hand_over
 
 
 def residual_layout(
-    plan: Plan, cluster: Cluster, rank: int, feedback: ErrorFeedback = CLASSIC
+    plan: Plan,
+    cluster: Cluster,
+    rank: int,
+    feedback: ErrorFeedback = CLASSIC,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[Key, SlotLayout]:
-    """Lay out residuals, for each slot that is fed back: the rest needs none."""
+    """Lay out residuals, for each slot that is fed back: the rest needs none.
+
+    Only buckets that end as shards ask for the shapes of parameters: they are cut by rows.
+    """
     found: dict[Key, SlotLayout] = {}
-    for number, bucket, parts in _buckets(plan):
-        route = route_of(bucket.strategy, [(size,) for size in bucket.sizes], cluster, rank)
+    for number, bucket, whole in _buckets(plan):
+        parts = whole
+        if bucket.strategy.ends_as_shards:
+            assert shapes is not None, "rows are cut by shapes"
+            parts = _by_rows(bucket, bucket.shapes(shapes), cluster.world_size)
+        route = route_of(bucket.strategy, [(part.length,) for part in parts], cluster, rank)
         fed_back = [leg for leg in route.slots if feedback.surrounds(leg.compressor)]
         for leg in fed_back:
             found[number, leg.slot] = SlotLayout(
@@ -88,6 +99,14 @@ def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
     """Bind the compressor of a slot to each part: it knows the parameters here that are not empty, by their order."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
+
+
+def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[Part, ...]:
+    """List the parts of a bucket whose parameters are cut by rows; some reach beyond their parameter's end."""
+    return tuple(
+        Part(bucket.names[index], extent.start, len(extent), bucket.sizes[index], index)
+        for index, extent in row_shards(shapes, ranks)
+    )
 
 
 def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
@@ -152,7 +171,7 @@ class GradientState:
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
         """Start with nothing left out. Random compressors draw from `seed`, which all ranks share."""
         state = cls(
-            Residuals(residual_layout(plan, site.cluster, site.rank, feedback), site.device),
+            Residuals(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
             CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
         )
         return replace(state, velocities=_velocities(plan, site)) if feedback.momentum else state

@@ -51,7 +51,8 @@ class Trained:
     def keeps_something(self, plan: Plan) -> bool:
         """Return whether a plan keeps something for the next step: a residual, or what a compressor remembers."""
         where = self.site.cluster, self.site.rank
-        return bool(residual_layout(plan, *where, self.feedback) or state_layout(plan, self.shapes, *where))
+        residuals = residual_layout(plan, *where, self.feedback, self.shapes)
+        return bool(residuals or state_layout(plan, self.shapes, *where))
 
 
 @dataclass(slots=True, eq=False)

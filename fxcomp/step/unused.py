@@ -7,12 +7,16 @@
 A captured program knows what it uses, so a byte a parameter travels when the step begins, and is there before the first
 bucket is packed. Where a program uses everything nothing waits for it. What no rank uses is copied, set to zero where
 it would be sent, and put back after the step: its update runs on zeros.
+
+DDP keeps the `.grad` of such a parameter as it is, whatever its bucket brings, and tells the hook of none. There a
+gradient that is zero on every rank is treated as theirs: what it is owed waits, and its mean is zero. So nothing is
+lost if the parameter was used after all.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +69,7 @@ class FindsUnused:
             return here
         is_unused = set(unused)
         with self._beside():
-            used = torch.tensor([name not in is_unused for name in self._names], dtype=torch.uint8)
-            used = used.to(self._site.device)
-            arriving = _ArrivingFlags(self._site.transport.all_reduce(used, "world", "main", "max"), used)
+            arriving = _tell(self._names, is_unused, self._site)
         here.arriving = arriving
         if unused:
             runtime.before_packing.append(lambda: here.hold(self._nobodys(arriving)))
@@ -75,9 +77,7 @@ class FindsUnused:
 
     def _nobodys(self, arriving: _ArrivingFlags) -> list[str]:
         with self._beside():
-            arriving.work.wait()
-            flags = arriving.used.cpu()
-        return [name for name, is_used in zip(self._names, flags, strict=True) if not bool(is_used)]
+            return arriving.nobodys()
 
     def _beside(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -88,7 +88,38 @@ class _ArrivingFlags:
     """The collective that finds the parameters used on any rank, and the memory that it fills."""
 
     work: Work
+    names: Sequence[str]
     used: Tensor
+
+    def nobodys(self) -> list[str]:
+        """Wait for it, and list what no rank uses."""
+        self.work.wait()
+        return [name for name, is_used in zip(self.names, self.used.cpu(), strict=True) if not bool(is_used)]
+
+
+def _tell(names: Sequence[str], unused: Collection[str], site: Site) -> _ArrivingFlags:
+    """Begin to tell the other ranks what is used here; every rank calls it, with the same names."""
+    used = torch.tensor([name not in unused for name in names], dtype=torch.uint8).to(site.device)
+    return _ArrivingFlags(site.transport.all_reduce(used, "world", "main", "max"), names, used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Residuals of one parameter, and what it is owed, as they were."""
+
+    residuals: list[Tensor]
+    owed: Tensor | None
+
+    @classmethod
+    def of(cls, name: str, state: GradientState) -> _Kept:
+        residuals = [piece.values.clone() for piece in state.residuals.slices.get(name, ())]
+        return cls(residuals, state.owed.get(name))
+
+    def put_back(self, name: str, state: GradientState) -> None:
+        for piece, values in zip(state.residuals.slices.get(name, ()), self.residuals, strict=True):
+            piece.values.copy_(values)
+        if self.owed is not None:
+            state.owed[name] = self.owed
 
 
 class UnusedHere:
@@ -98,22 +129,20 @@ class UnusedHere:
         self._owners = {owner.name: owner for owner in training.owned if owner.name in unused}
         self._state, self._runtime = state, runtime
         self.arriving: _ArrivingFlags | None = None
-        self.held: dict[str, _Kept] = {}
+        self.held: dict[str, _HeldParameter] = {}
         """Values of parameters that no rank uses, by parameter."""
 
     def hold(self, names: Sequence[str]) -> None:
         """Copy what belongs to these parameters, and let nothing of it be sent."""
         for name in names:
-            parameter = self._owners[name].parameter
-            residuals = [piece.values for piece in self._state.residuals.slices.get(name, ())]
-            self.held[name] = _Kept(
-                parameter.detach().clone(),
+            self.held[name] = _HeldParameter(
+                self._owners[name].parameter.detach().clone(),
                 {key: _copied(value) for key, value in self._owners[name].state.items()},
-                [values.clone() for values in residuals],
-                self._state.owed.pop(name, None),
+                _Kept.of(name, self._state),
             )
-            for values in residuals:
-                values.zero_()
+            self._state.owed.pop(name, None)
+            for piece in self._state.residuals.slices.get(name, ()):
+                piece.values.zero_()
 
     def __enter__(self) -> UnusedHere:
         return self
@@ -127,10 +156,7 @@ class UnusedHere:
             parameter = self._owners[name].parameter
             parameter.detach().copy_(kept.parameter)
             self._put_back_state(self._owners[name].state, kept.optimizer_state)
-            for piece, values in zip(self._state.residuals.slices.get(name, ()), kept.residuals, strict=True):
-                piece.values.copy_(values)
-            if kept.owed is not None:
-                self._state.owed[name] = kept.owed
+            kept.gradients.put_back(name, self._state)
 
     @staticmethod
     def _put_back_state(state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -145,14 +171,40 @@ class UnusedHere:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _HeldParameter:
     """The values that belong to one parameter."""
 
     parameter: Tensor
     optimizer_state: dict[str, Any]
-    residuals: list[Tensor]
-    owed: Tensor | None
+    gradients: _Kept
 
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+# Gradients that somebody else's backward pass makes
+
+FIRST = 256
+"""So many elements tell of most gradients that they are not zero."""
+
+
+class ZeroGradients:
+    """The gradients of one backward pass that are zero here, with what is kept of them as it was before it."""
+
+    def __init__(self, state: GradientState):
+        self._state = state
+        self._kept: dict[str, _Kept] = {}
+
+    def look_at(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep what belongs to the zeros of a bucket, before it is compressed."""
+        for name, gradient in gradients.items():
+            flat = gradient.view(-1)
+            if not bool(flat[:FIRST].any()) and not bool(flat.any()):
+                self._kept[name] = _Kept.of(name, self._state)
+
+    def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
+        """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
+        for name in _tell(list(means), self._kept, site).nobodys():
+            means[name].zero_()
+            self._kept[name].put_back(name, self._state)

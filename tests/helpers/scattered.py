@@ -73,8 +73,14 @@ def compressed(plan: Any, model: nn.Module | None = None, **options: Any) -> tup
 
 
 def owed_of(scatter: fxcomp.ShardScatter) -> dict[str, Tensor]:
-    """Return the residuals that this rank's next gradients bring, by parameter."""
-    return {name: pieces[0]["values"] for name, pieces in scatter.state_dict()["residuals"].items()}
+    """Return what this rank's next gradients bring, by parameter."""
+    state = scatter.state_dict()
+    found: dict[str, Tensor] = dict(state["owed"]) if state else {}
+    for name, pieces in state["residuals"].items() if state else ():
+        whole = found.setdefault(name, torch.zeros(pieces[0]["size"]))
+        for piece in pieces:
+            whole[piece["start"] : piece["start"] + piece["values"].numel()] += piece["values"]
+    return found
 
 
 @contextmanager

@@ -1,12 +1,21 @@
 """Cutting a bucket into shards."""
 
+import math
 from itertools import accumulate, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxcomp.plan.legs import cut_points
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.compressors import parse_compressor
+from fxcomp.plan.legs import Encode, Send, cut_points, row_shards
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.route import route_of
+from fxcomp.plan.strategy import Strategy
+from fxcomp.runtime.arena import Residuals
+from fxcomp.state.gradient_state import residual_layout
 
 SIZES = st.lists(st.integers(0, 3000), max_size=12)
 PARTS = st.integers(1, 9)
@@ -48,3 +57,52 @@ def test_examples(sizes: tuple[int, ...], parts: int, grain: int, borders: tuple
 def test_nothing_is_cut_into_no_parts_or_without_a_grain(parts: int, grain: int):
     with pytest.raises(AssertionError):
         cut_points((4,), parts, grain)
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@given(SHAPES, st.integers(1, 5))
+def test_rows_are_cut_as_fully_shard_cuts_them(shapes: list[list[int]], ranks: int):
+    wholes = [torch.arange(math.prod(shape)).view(shape) for shape in shapes]
+    found = row_shards(shapes, ranks)
+    assert [number for number, _ in found] == list(range(len(shapes))) * ranks
+    for k, (number, extent) in enumerate(found):
+        whole, rank = wholes[number], k // len(shapes)
+        chunks = whole.chunk(ranks)
+        mine = chunks[rank] if rank < len(chunks) else whole[:0]
+        assert len(extent) == chunks[0].numel()
+        assert whole.flatten()[extent.start : extent.stop].tolist() == mine.flatten().tolist()
+
+
+@given(SHAPES, st.integers(2, 5), st.sampled_from(["int4", "topk(0.1)", "sign"]))
+def test_a_strategy_that_ends_as_shards_is_cut_where_a_ranks_rows_end(shapes: list[list[int]], ranks: int, name: str):
+    sizes = [len(extent) for _, extent in row_shards(shapes, ranks)]
+    part = sum(sizes) // ranks
+    for rank in range(ranks):
+        strategy = Strategy.scattered(parse_compressor(name))
+        route = route_of(
+            strategy, [(size,) for size in sizes], Cluster.parse(f"{ranks}x1, inter 1gbit, intra 10gbit"), rank
+        )
+        encode, send, decode = route.legs
+        assert isinstance(encode, Encode)
+        assert isinstance(send, Send)
+        assert [piece.start for piece in encode.pieces] == list(range(0, ranks * part, part))
+        assert len(set(send.parts)) == 1
+        assert decode == route.legs[-1]
+        assert [list(piece)[:1] for piece in route.legs[-1].pieces] == [[rank * part]]  # type: ignore[union-attr]
+        assert route.scale == 1
+
+
+@given(SHAPES, st.integers(2, 5))
+def test_residuals_of_rows_have_room_for_padding_and_are_known_without_it(shapes: list[list[int]], ranks: int):
+    names, named = [f"w{k}" for k in range(len(shapes))], {f"w{k}": shape for k, shape in enumerate(shapes)}
+    sizes = tuple(map(math.prod, shapes))
+    plan = Plan((Bucket(tuple(names), sizes, Strategy.scattered(parse_compressor("int4"))),))
+    layout = residual_layout(plan, Cluster.parse(f"{ranks}x1, inter 1gbit, intra 10gbit"), 0, shapes=named)
+    kept = Residuals(layout, torch.device("cpu"))
+    assert kept.of(0).numel() == sum(len(extent) for _, extent in row_shards(shapes, ranks))
+    for name, size in zip(names, sizes, strict=True):
+        places = [place for piece in kept.slices[name] for place in piece.extent]
+        assert places == list(range(size))
+        assert [place for extent in kept.covered[name] for place in extent] == list(range(size))

@@ -10,8 +10,9 @@ import pytest
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.compressors import Compressor, parse_compressor
-from fxcomp.errors import BadPlan, BadStrategy
+from fxcomp.errors import BadOption, BadPlan, BadStrategy
 from fxcomp.plan.interpret import without_gpu
+from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.space import Phase, Space, strategies_in
@@ -291,3 +292,43 @@ def test_both_words_for_a_device_are_read_and_saved_as_one():
 def test_a_device_of_no_name_is_refused():
     with pytest.raises(BadStrategy, match="'host' is not a valid Device"):
         Strategy.parse("compress(int8)@host > all_gather@world > decompress@host")
+
+
+# Ending as shards
+
+
+@pytest.mark.parametrize("compressor", [None, parse_compressor("int8"), parse_compressor("topk(0.1)")])
+def test_a_strategy_that_ends_as_shards_says_so_and_parses_back(compressor: Compressor | None):
+    scattered = Strategy.scattered(compressor)
+    assert str(scattered).endswith(" > shards")
+    assert Strategy.parse(str(scattered)) == scattered
+    assert scattered.held[-1].is_shards
+    assert scattered.uncompressed == Strategy.scattered(None)
+    assert not scattered.differs_in_parameters_only(Strategy.two_shots(compressor, None))
+    plan = Plan((Bucket(("a",), (4,), scattered),))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("all_reduce@world > shards", "whole buckets"),
+        ("reduce@world > shards", "shards of reduce@world"),
+        ("reduce_scatter@intra > shards", "summed over"),
+        ("compress(int8) > all_to_all@world > shards", "int8 payloads"),
+    ],
+)
+def test_what_leaves_no_rank_a_dense_shard_of_the_whole_sum_does_not_end_as_shards(text: str, held: str):
+    with pytest.raises(BadStrategy, match=r"would not end with shards of the mean") as refused:
+        Strategy.parse(text)
+    assert held in str(refused.value)
+
+
+def test_where_whole_gradients_are_needed_shards_are_refused_with_who_takes_them():
+    Strategy.flat(COMPRESSORS[2]).check_is_whole()
+    with pytest.raises(BadStrategy, match=r"only fxcomp.compress_reduce_scatter takes shards"):
+        Strategy.scattered(COMPRESSORS[2]).check_is_whole()
+    with pytest.raises(BadOption, match="takes shards"):
+        Pins.read({"a": str(Strategy.scattered(COMPRESSORS[2]))}).check_fits(
+            Cluster.parse("2x1, inter 1gbit, intra 10gbit")
+        )

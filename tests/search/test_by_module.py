@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.workloads import COSTS, cluster, layers
 
+from fxcomp.cost.timeline import step_time_us
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.budget import plan_error, polluting_share
 from fxcomp.plan.modes import Mode, error_limit
@@ -15,11 +16,14 @@ from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket
 from fxcomp.search.by_module import (
     SCATTERED,
-    ScatterChoice,
+    ModuleTime,
     _Search,  # pyright: ignore[reportPrivateUsage]
     choose_by_module,
+    module_tasks,
+    module_times,
     scattered_by,
 )
+from fxcomp.search.choose import Choice
 from fxcomp.search.question import Terms
 from fxcomp.search.shared_draws import LEAST_GAIN
 
@@ -31,11 +35,11 @@ BUCKETS = [
 ]
 
 
-def names(choice: ScatterChoice) -> list[str]:
+def names(choice: Choice) -> list[str]:
     return [str(bucket.strategy.compressor or "dense") for bucket in choice.plan.buckets]
 
 
-def chosen(inter: str, mode: Mode, *, overlaps: bool, hosts: int = 4, **terms: Any) -> ScatterChoice:
+def chosen(inter: str, mode: Mode, *, overlaps: bool, hosts: int = 4, **terms: Any) -> Choice:
     where = cluster(hosts, 1, inter)
     return choose_by_module(WORKLOAD, BUCKETS, COSTS, where, Terms(mode, **terms), overlaps=overlaps)
 
@@ -72,20 +76,32 @@ def test_what_compute_hides_stays_dense_and_what_it_does_not_is_compressed():
     assert fast.dense_us == chosen("1gbit", Mode.LOSSLESS, overlaps=False).step_us
 
 
+def times(choice: Choice, inter: str = "1gbit", *, overlaps: bool) -> tuple[ModuleTime, ...]:
+    return module_times(choice.plan, WORKLOAD, COSTS, cluster(4, 1, inter), overlaps=overlaps)
+
+
 def test_a_step_is_compute_and_what_modules_wait_for_one_after_the_other():
     choice = chosen("1gbit", Mode.BALANCED, overlaps=False)
-    assert choice.step_us == pytest.approx(WORKLOAD.free_us + sum(each.own_us for each in choice.times))
+    waited = times(choice, overlaps=False)
+    assert choice.step_us == pytest.approx(WORKLOAD.free_us + sum(each.own_us for each in waited))
     choice = chosen("1gbit", Mode.BALANCED, overlaps=True)
-    end = 0.0
-    for each in choice.times:
+    end, overlapped = 0.0, times(choice, overlaps=True)
+    for each in overlapped:
         end = max(end, each.ready_us) + each.own_us
     assert choice.step_us == pytest.approx(end + WORKLOAD.free_us - WORKLOAD.backward_us)
-    assert ScatterChoice.from_json(choice.to_json()) == choice
+    assert Choice.from_json(choice.to_json()) == choice
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_timeline_of_a_choice_takes_as_long_as_it_is_predicted_to(overlaps: bool):
+    choice = chosen("1gbit", Mode.BALANCED, overlaps=overlaps)
+    tasks = module_tasks(times(choice, overlaps=overlaps), WORKLOAD, cluster(4, 1, "1gbit"), overlaps=overlaps)
+    assert step_time_us(tasks) == pytest.approx(choice.step_us)
 
 
 def test_dense_times_are_those_of_a_reduce_scatter_and_of_the_gather_where_both_take_the_wire():
     where = cluster(4, 1, "1gbit")
-    alone, both = (chosen("1gbit", Mode.LOSSLESS, overlaps=overlaps).times for overlaps in (False, True))
+    alone, both = (times(chosen("1gbit", Mode.LOSSLESS, overlaps=each), overlaps=each) for each in (False, True))
     for bucket, waited, overlapped in zip(BUCKETS, alone, both, strict=True):
         wire_us = 3 / 4 * 4 * bucket.elements / (where.inter.gb_per_s * 1e3)
         assert waited.dense_us == pytest.approx(wire_us, rel=0.2)
@@ -119,3 +135,4 @@ def test_what_cannot_be_scattered_is_refused(text: str, words: str):
 def test_a_compressor_and_the_strategy_that_it_means_are_the_same():
     assert scattered_by("dense") == SCATTERED
     assert scattered_by("int8") == scattered_by("compress(int8) > all_to_all@world > decompress > all_gather@world")
+    assert scattered_by("int8") == scattered_by("compress(int8) > all_to_all@world > decompress > shards")
