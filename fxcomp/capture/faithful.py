@@ -63,6 +63,12 @@ def explaining(fakes: StepFakes) -> Generator[None]:
                 f" its storage, copy.deepcopy, pickle, or torch.tensor of other tensors.\n{at}"
                 "  Copy with .clone(), put tensors together with torch.stack, or do it outside of loss_fn."
             ) from error
+        if compat.is_raised_in_users_code(error):
+            raise CaptureFailed(
+                f"loss_fn raised {type(error).__name__} while it was traced: {_first_line(error)}\n{at}"
+                "  If loss_fn(model, batch) raises it too, the mistake is in that line. If not, what it reads is"
+                " otherwise while tracing: tensors have no values then, and some numbers are symbols."
+            ) from error
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
             "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"

@@ -64,6 +64,11 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 _NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Batch norm on the CPU, and which argument its input is."""
 
+_DIVIDES_BY_SIZE = frozenset(
+    {aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default}
+)
+"""Operators whose fakes divide by the size in Python, where the operators give nothing for nothing."""
+
 _CASTS = {
     aten.add_.Tensor: aten.add.Tensor, aten.add_.Scalar: aten.add.Scalar,
     aten.sub_.Tensor: aten.sub.Tensor, aten.sub_.Scalar: aten.sub.Scalar,
@@ -121,6 +126,9 @@ class StepFakes(compat.FakeMode):
         if func is aten._ctc_loss_backward.Tensor:
             with self:
                 return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+        if func in _DIVIDES_BY_SIZE and any(type(size) is int and size == 0 for size in args[1].shape):
+            with self:
+                return torch.empty_like(args[1])
         if args and isinstance(args[0], list | tuple) and func._schema.is_mutable:
             _check_each_once(func, args[0])
         if func in _CASTS:

@@ -187,9 +187,10 @@ def check_draws_again(body: GraphModule, loss: Node) -> None:
                 of_forward.add(node.args)
         elif seen_loss and not replays and compat.draws(node):
             raise errors.RandomRecomputation(
-                f"the backward pass draws random numbers ({node.target}) that are not the forward pass's: activation"
-                " checkpointing around dropout, with preserve_rng_state=False.\n  Gradients would be of other masks"
-                " than the loss, without a sign.\n  Leave preserve_rng_state at True: a compiled step then draws the"
-                " same masks again."
+                f"the backward pass draws random numbers ({node.target}) that are not the forward pass's: a"
+                " gradient hook that draws, or activation checkpointing around dropout with"
+                " preserve_rng_state=False.\n  Under checkpointing, gradients would be of other masks than the loss,"
+                " without a sign: leave preserve_rng_state at True, and a compiled step draws the same masks again.\n"
+                "  For a hook, draw in the forward pass, and let the hook use what was drawn."
             )
         seen_loss = seen_loss or node is loss

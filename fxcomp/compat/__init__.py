@@ -57,7 +57,8 @@ from fxcomp.compat.optimizers import begin_in_step
 from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
 from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
 from fxcomp.compat.source_lines import (
-    is_asked_by_user, is_raised_by_user, users_code_names, users_level, users_line, users_source,
+    is_asked_by_user, is_raised_by_user, is_raised_in_users_code, users_code_names, users_level, users_line,
+    users_source,
 )
 from fxcomp.compat.symbols import (
     SYMBOLS, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint, is_open, limit, live_number,

@@ -17,6 +17,9 @@ _C: Any = torch._C
 _INSTEAD_OF_VALUES = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
 """Dispatch modes of torch under which no operator computes on values."""
 
+_HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
+"""Dispatch modes of torch that hook into modules' calls, which a compiled step does not make."""
+
 
 def default_device() -> torch.device | None:
     """Read the default device; None where nobody has set one, which is told without the microseconds of asking."""
@@ -39,7 +42,7 @@ def dispatch_mode() -> str | None:
     """
     for place in range(torch._C._len_torch_dispatch_stack()):
         kind: Any = type(torch._C._get_dispatch_stack_at(place))
-        if not kind.__module__.startswith("torch.") or kind.__name__ in _INSTEAD_OF_VALUES:
+        if not kind.__module__.startswith("torch.") or kind.__name__ in (*_INSTEAD_OF_VALUES, *_HOOKS_MODULES):
             return kind.__name__
     return None
 

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 
@@ -41,12 +41,23 @@ def users_source(error: BaseException) -> str | None:
 
 def is_raised_by_user(error: BaseException) -> bool:
     """Ask if a `raise` or an `assert` of the user's own code raised an error."""
+    last = _last(error)
+    if last is None or not is_raised_in_users_code(error):
+        return False
+    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def is_raised_in_users_code(error: BaseException) -> bool:
+    """Ask if a line of the user's own code raised an error, and nothing that it called in Python."""
+    last = _last(error)
+    return last is not None and not last.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
+def _last(error: BaseException) -> TracebackType | None:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or last.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        return False
-    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return last
 
 
 def is_asked_by_user() -> bool:
