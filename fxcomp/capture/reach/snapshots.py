@@ -37,7 +37,7 @@ class Seen:
     data: tuple[list[int], list[bool], list[bytes]]
 
 
-class ObjectWatch:
+class ObjectGuard:
     """Reads everything that places hold."""
 
     def __init__(self, reach: Reach):
@@ -171,10 +171,10 @@ class Snapshots:
 
     def number(self, before_walk: Callable[[], None]) -> int:
         """Number the present state. `before_walk` is called where more than plain values changed."""
-        if self._watch.is_still(self._seen):
+        if self._guard.is_still(self._seen):
             return self._now
         for number, (seen, facts, states) in reversed(self._at_hand.items()):
-            if number != self._now and self._watch.is_still(seen):
+            if number != self._now and self._guard.is_still(seen):
                 self._reach.facts, self._states = list(facts), list(states)
                 return self._enter(number, seen)
         if not self._read_again():
@@ -196,14 +196,14 @@ class Snapshots:
 
     def _walk(self, names: Any) -> None:
         self._reach: Reach = walk(self._model, self._roots, names)
-        self._watch = ObjectWatch(self._reach)
+        self._guard = ObjectGuard(self._reach)
         self._at_hand.clear()
         self._states = list(map(self._state, self._reach.facts))
         self._find()
 
     def _read_again(self) -> bool:
         """Read the places that hold another plain value; False if more than that changed."""
-        places = self._watch.changed_places(self._seen)
+        places = self._guard.changed_places(self._seen)
         if places is None:
             return False
         try:
@@ -236,7 +236,7 @@ class Snapshots:
             if len(self._of_number) > KNOWN:
                 oldest, _ = self._of_number.popitem(last=False)
                 self._number_of = {states: n for states, n in self._number_of.items() if n != oldest}
-        self._enter(number, self._watch.look())
+        self._enter(number, self._guard.look())
 
     def _enter(self, number: int, seen: Seen) -> int:
         self._now, self._seen = number, seen
