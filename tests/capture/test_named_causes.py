@@ -1,4 +1,4 @@
-"""What a step is refused for is told as it is: the user's own error, a hook's draw, torch's counter of operations."""
+"""Errors name the cause as it is: the user's own error, a hook's draw, torch's counter of operations."""
 
 from __future__ import annotations
 
