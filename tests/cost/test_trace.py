@@ -205,7 +205,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.sampled_from(list(places(GOOD))), ANYTHING)
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_trace_with_one_strange_value_gives_a_table_or_an_error_in_words(
     tmp_path: Path, place: tuple[Any, ...], value: Any
 ):
