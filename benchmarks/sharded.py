@@ -44,8 +44,8 @@ from fxcomp.step.race import LONGEST, WARM_STEPS
 PLANS = {"hsdp": ("dense", "balanced", "aggressive"), "fsdp": ("dense", "int8", "balanced", "aggressive")}
 RANKS_PER_HOST = {"hsdp": 2, "fsdp": 1}
 NATIVE, AGAIN, FREE = "native", "native_again", "free"
-WARM_UP = 6 + WARM_STEPS + LONGEST
-"""Steps: six dense ones before there is a plan, and those in which it may race."""
+WARM_UP, RACE = 6, WARM_STEPS + LONGEST
+"""Steps: dense ones before there is a plan, and those in which plans that fxcomp chooses may race."""
 
 
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
@@ -125,7 +125,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     all_of_them, sent = contestants(arguments), dict[str, float]()
     for name, each in all_of_them.items():
         tell(f"warming {name} up")
-        each.block(WARM_UP)
+        each.block(WARM_UP + (RACE if name in ("balanced", "aggressive") else 0))
         before = sent_by_this_host()
         each.block(3)
         sent[name] = (sent_by_this_host() - before) / 3

@@ -154,6 +154,10 @@ def commanded(words: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+def commanded_in_turn(many: list[tuple[str, ...]]) -> list[tuple[int, str, str]]:
+    return [commanded(list(words)) for words in many]
+
+
 def commanded_on(words: list[list[str]]) -> tuple[int, str, str]:
     """Each rank its own words, and half a second for the links."""
     with pytest.MonkeyPatch.context() as patch:
@@ -161,20 +165,18 @@ def commanded_on(words: list[list[str]]) -> tuple[int, str, str]:
         return commanded(words[dist.get_rank()])
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--merge", "nowhere.json"], "fxcomp: cannot read the cost table nowhere.json"),
-        (["-o", "nowhere/costs.json"], "fxcomp: cannot save the table to nowhere/costs.json: there is no folder"),
-        (["--threads", "0"], "fxcomp: --threads are numbers of threads"),
-        (["--compressors", "zip"], "fxcomp: --compressors: "),
-    ],
-)
-def test_a_mistake_is_told_once_and_ends_all_ranks_before_anything_is_measured(words: list[str], text: str):
-    (first, out, err), *others = run_ranks(3, commanded, words)
-    assert (first, out) == (2, "")
-    assert err.startswith(text)
-    assert others == [(2, "", "")] * 2
+def test_a_mistake_is_told_once_and_ends_all_ranks_before_anything_is_measured():
+    mistakes = {
+        ("--merge", "nowhere.json"): "fxcomp: cannot read the cost table nowhere.json",
+        ("-o", "nowhere/costs.json"): "fxcomp: cannot save the table to nowhere/costs.json: there is no folder",
+        ("--threads", "0"): "fxcomp: --threads are numbers of threads",
+        ("--compressors", "zip"): "fxcomp: --compressors: ",
+    }
+    told, *others = run_ranks(3, commanded_in_turn, list(mistakes))
+    for (status, out, err), text in zip(told, mistakes.values(), strict=True):
+        assert (status, out) == (2, "")
+        assert err.startswith(text)
+    assert others == [[(2, "", "")] * len(mistakes)] * 2
 
 
 @pytest.mark.slow
