@@ -1,6 +1,6 @@
 """Judge the running step by its times: other than predicted, or not. It never switches.
 
-    step timed ─► against prediction ─► Drift ─► whoever follows the plan acts
+    step timed ─► against prediction ─► findings ─► whoever follows the plan acts
 
 All ranks judge the same numbers at the same steps, so they find the same.
 """
@@ -8,7 +8,6 @@ All ranks judge the same numbers at the same steps, so they find the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import CannotReplan
@@ -22,16 +21,6 @@ from fxcomp.step.drift.predicted_costs import Cost, PredictedCosts, predict_cost
 from fxcomp.step.drift.watch import Watch, timing_interval
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """The costs that are wrong."""
-
-    findings: tuple[Finding, ...]
-    note: str
-    """The note on costs that were not wrong before; may be empty."""
-    calls_for_another_plan: bool
 
 
 class Monitor:
@@ -89,17 +78,20 @@ class Monitor:
 
     # Against the prediction
 
-    def against_prediction(self, step: int) -> Drift:
-        """Find the costs that have drifted, and decide whether to plan again."""
+    def against_prediction(self, step: int) -> tuple[tuple[Finding, ...], str]:
+        """Find the costs that are wrong. Returns the note on those that were not wrong before, too; it may be empty."""
         findings = self.compare(step)
         fresh = [finding for finding in findings if finding.cause not in self._noted]
         self._noted.update(finding.cause for finding in fresh)
-        is_automatic = self._options.checks.replan == "auto" and step >= self._calendar.patient_until
-        offers = not self._options.why_not_replan and not is_automatic
+        offers = not self._options.why_not_replan and not self.calls_for_another_plan(step)
         note = ""
         if fresh:  # the predicted steps are a rank's own
             note = self._site.ranks.from_rank_0("what drifts", lambda: self._described(step, fresh, offers=offers))
-        return Drift(findings, note, bool(findings) and is_automatic)
+        return findings, note
+
+    def calls_for_another_plan(self, step: int) -> bool:
+        """Tell a step at which wrong costs lead to another plan, and not to a note alone."""
+        return self._options.checks.replan == "auto" and step >= self._calendar.patient_until
 
     def compare(self, step: int) -> tuple[Finding, ...]:
         """Find the costs that have drifted, by numbers that all ranks share."""

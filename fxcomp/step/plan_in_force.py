@@ -50,6 +50,8 @@ class PlanInForce:
         """The uses of the job's steps."""
         self.stage: int = 0
         """The place among them of the plan that is followed now."""
+        self.first_kind: BatchType = capture.kind
+        """The type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self.trained_sizes = self._follower.trained_sizes
         """The elements of each parameter that gets a gradient, in the same order on all ranks."""
@@ -108,11 +110,6 @@ class PlanInForce:
         self.state.enter_stage(self.plan, self._site)
         self.runtime.forget_buffers()
         return True
-
-    @property
-    def first_kind(self) -> BatchType:
-        """The type of the first batch, which predictions are for."""
-        return self._capture.kind
 
     @property
     def predicted(self) -> Timeline:

@@ -21,7 +21,8 @@ from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.drift.judge import Finding
-from fxcomp.step.errors.adaptation import Adaptation, Errors
+from fxcomp.step.errors.adaptation import Adaptation
+from fxcomp.step.errors.watch import ErrorWatch
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
@@ -90,7 +91,7 @@ class Steering(Observer):
         elif self.adaptation is not None and self._calendar.is_quiet_at(steps - 1):
             self.adaptation.act(steps)
 
-    def follow_errors(self, errors: Errors) -> None:
+    def follow_errors(self, errors: ErrorWatch) -> None:
         """Let the plan follow what compressors lose, from now on."""
         if self._options.compress.measured and not self._options.why_not_replan:
             terms = self._planner.terms
@@ -175,13 +176,13 @@ class Steering(Observer):
 
     def _judge(self, step: int) -> None:
         """Compare steps with their prediction. What is wrong calls for another plan, or for another race."""
-        drift = self._monitor.against_prediction(step)
-        if drift.note:
-            self._note(drift.note)
+        findings, note = self._monitor.against_prediction(step)
+        if note:
+            self._note(note)
             self._planner.measure_next_time()
-        if drift.calls_for_another_plan:
-            self._plan_again(drift.findings, step)
-        elif drift.note:
+        if findings and self._monitor.calls_for_another_plan(step):
+            self._plan_again(findings, step)
+        elif note:
             self._line_up(step, "racing again")
 
     def _plan_again(self, findings: Sequence[Finding], step: int) -> bool:

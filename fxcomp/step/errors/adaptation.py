@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fxcomp.error_tables import ErrorTable
 from fxcomp.plan.plan import Plan
@@ -27,6 +27,7 @@ from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
+from fxcomp.step.errors.watch import ErrorWatch
 from fxcomp.step.plan_in_force import PlanInForce
 
 INTERVAL = 1000
@@ -52,24 +53,6 @@ SPENT = 0.95
 T = TypeVar("T")
 
 _TOPIC = "following the gradients"
-
-
-class Errors(Protocol):
-    """The errors of compressors on the gradients; `fxcomp.step.errors.watch.ErrorWatch` measures them."""
-
-    @property
-    def table(self) -> ErrorTable: ...
-
-    @property
-    def drift(self) -> str: ...
-
-    @property
-    def applied(self) -> float | None: ...
-
-    @property
-    def excess(self) -> float: ...
-
-    def mark(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +89,7 @@ class Adaptation:
     def __init__(
         self,
         force: PlanInForce,
-        errors: Errors,
+        errors: ErrorWatch,
         terms: Terms,
         site: Site,
         follow: Callable[[int, str], None],
