@@ -33,7 +33,7 @@ from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.commands.demo.gpt import GPT
 from fxcomp.runtime.buffers import Buffers
-from fxcomp.runtime.flight import Launch
+from fxcomp.runtime.transport import Launch
 from fxcomp.step.alike import Alike
 from fxcomp.step.programs import Programs
 

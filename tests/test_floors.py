@@ -29,7 +29,7 @@ FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in name
 ALONE = {"passes"}
 """Folders whose files do not know each other either."""
 
-ONLY_IN = {"rich": ("report/terminal.py",), "sympy": ("compat/shape_guard.py", "cost/collectives.py")}
+ONLY_IN = {"rich": ("report/terminal.py",), "sympy": ("compat/symbols.py", "cost/collectives.py")}
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree")
 """Modules with an underscore that torch itself tells people to use."""

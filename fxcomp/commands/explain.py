@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
-from fxcomp.commands import status_line
+from fxcomp.commands import job_options
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, names_links
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
     )
     answer = what_if(job, cluster, question, _tell)
-    status_line.clear()
+    job_options.clear()
     if arguments.save_plan:
         _save(answer.plan.to_json(), arguments.save_plan)
     explanation = answer.explanation(*assumed)
@@ -92,7 +92,7 @@ def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
 
 
 def _tell(what: str) -> None:
-    status_line.show(f"{what} ...")
+    job_options.show(f"{what} ...")
 
 
 def _save(plan: object, path: str) -> None:

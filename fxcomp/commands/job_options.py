@@ -1,8 +1,12 @@
-"""Options of the commands that ask about a job on a cluster."""
+"""Options of the commands that ask about a job on a cluster.
+
+A line on the terminal that says what is being done, until the next line or the result replaces it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 
 from fxcomp.cluster.cluster import Cluster
@@ -13,6 +17,16 @@ from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.pins import parse_pins
+
+
+def show(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def clear() -> None:
+    show("")
+
 
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
 

@@ -1,12 +1,12 @@
 """The private parts of torch that fxcomp needs, and what differs between torch 2.11 and 2.13 and between systems.
 
-- tracing, constants, symbols, shape_guard, answers, graphs: make_fx on fake tensors, symbols, parts of torch.fx.
-- operators, tensors, hooks: facts about ATen operators, tensors, and hooks of modules and optimizers.
-- optimizers: how torch's own begin.
-- generators, modes: every call of a random generator's methods, and what is around a thread.
-- dynamo, ddp, fsdp: torch.compile's parts, the wrapper that a communication hook serves, and sharded modules.
-- groups, collectives: process groups, and the collectives of a user's loss function.
-- source_lines, machine, files: the user's line, the machine, atomic writes.
+- tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
+- operators: facts about ATen operators, and the collectives of a user's loss function.
+- optimizers: how torch's own begin, GradScaler, and facts about tensors.
+- modes: what is around a thread, and every call of a random generator's methods.
+- dynamo, fsdp: torch.compile's parts; sharded modules, the wrapper that a communication hook serves, and hooks.
+- groups: process groups.
+- source_lines, machine: the user's line, the machine, atomic writes.
 """
 
 # ruff: noqa: F401, I001
@@ -15,64 +15,48 @@
 from fxcomp.compat.answers import (
     AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, node_of, symbols_of, unknown_size,
 )
-from fxcomp.compat.collectives import (
-    OBJECTS, carries_objects, finished_work, is_functional_collective, reduction, without_hidden_communication,
-)
 from fxcomp.compat.constants import traced
-from fxcomp.compat.ddp import GradBucket, Wrapper, wrapper_of
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, backward_call, backward_node, before_backward, compile_training, gradient_places, graph_break,
     inside_ddp, outside_dynamo, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
 )
-from fxcomp.compat.files import cache_directory, write_atomically
 from fxcomp.compat.fsdp import (
-    Scatter, ShardedModule, at_end_of_backward, group_rank, group_ranks, group_size, is_mean, is_sum,
-    largest, local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream,
-)
-from fxcomp.compat.generators import (
-    calls_of_generators, device_of_default, generators_in, is_as_made, is_same_generator,
+    GradBucket, Scatter, ShardedModule, Wrapper, at_end_of_backward, count_as_stepped, global_module_hooks, group_rank,
+    group_ranks, group_size, is_mean, is_sum, largest, local_part, optimizer_hooks, rank_in_job, sharded_modules,
+    stream_of, wait_for_stream, wrapper_of,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
-    DeviceMesh, ProcessGroup, new_group,
-    all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name, group_timeout,
-    groups_made, is_lost_connection, is_of_another_process, is_store_gone, outlives_restarts, process_group,
-    reduce_scatter, set_once, store_host, world,
+    DeviceMesh, ProcessGroup, all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name,
+    group_timeout, groups_made, is_lost_connection, is_of_another_process, is_store_gone, new_group, outlives_restarts,
+    process_group, reduce_scatter, set_once, store_host, world,
 )
-from fxcomp.compat.hooks import count_as_stepped, global_module_hooks, optimizer_hooks
 from fxcomp.compat.machine import (
-    OUT_OF_MEMORY, forget_freed_memory, host_name, machine_name, processor_name, processor_quota, processors,
-    spare_bytes, synchronize, usable_processors,
+    OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, machine_name, processor_name, processor_quota,
+    processors, spare_bytes, synchronize, usable_processors, write_atomically,
 )
 from fxcomp.compat.modes import (
-    attention_order, cpu_libraries, default_device, determinism, dispatch_mode, float32_precision, function_mode,
-    has_saved_tensor_hooks, is_inside_transform, subclass_dispatch,
+    attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
+    float32_precision, function_mode, generators_in, has_saved_tensor_hooks, is_as_made, is_inside_transform,
+    is_same_generator, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
-    bare_name, communicates, direct_aten, draws, flops, functional_operator, has_effect, has_flop_formula, has_results,
-    is_bound_by_memory, is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view,
-    moves_tensors, multiplies_in_tf32, named_arguments, places_of_arguments, written_arguments,
+    OBJECTS, bare_name, carries_objects, communicates, direct_aten, draws, finished_work, flops, functional_operator,
+    has_effect, has_flop_formula, has_results, is_bound_by_memory, is_functional_collective, is_higher_order,
+    is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view, moves_tensors, multiplies_in_tf32,
+    named_arguments, places_of_arguments, reduction, without_hidden_communication, written_arguments,
 )
-from fxcomp.compat.optimizers import begin_in_step
-from fxcomp.compat.scaler import GradScaler, awaits_update, mark_stepped, scale_of
-from fxcomp.compat.shape_guard import SPECIAL_SIZES, ShapeGuard, shape_guard
+from fxcomp.compat.optimizers import (
+    GradScaler, awaits_update, begin_in_step, is_fake, is_sparse_view, is_subclass, is_uninitialized, is_without_memory,
+    knows_values, mark_stepped, scale_of, strides, suggested_format,
+)
 from fxcomp.compat.source_lines import (
     is_asked_by_user, is_raised_by_user, is_raised_in_users_code, users_code_names, users_level, users_line,
     users_source,
 )
 from fxcomp.compat.symbols import (
-    SYMBOLS, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint, is_open, limit, live_number,
-    size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
-)
-from fxcomp.compat.tensors import (
-    is_fake,
-    is_sparse_view,
-    is_subclass,
-    is_uninitialized,
-    is_without_memory,
-    knows_values,
-    strides,
-    suggested_format,
+    SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,
+    is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
     DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, onednn, plain_values,

@@ -1,18 +1,25 @@
-"""Facts about ATen operators, from their schemas, tags and torch's flop formulas."""
+"""Facts about ATen operators, from their schemas, tags and torch's flop formulas.
+
+Recognise the collectives of a user's loss function while it is traced.
+"""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
+from fxcomp.compat.source_lines import frames
 from fxcomp.compat.symbols import size_hint
 
 Operator = OpOverload[..., Any]
@@ -200,3 +207,56 @@ def _overloads(name: str) -> _Direct:
 
 direct_aten = _Direct(_overloads)
 """`torch.ops.aten` whose overloads enter the dispatcher at once, without the Python frame of `OpOverload.__call__`."""
+
+OBJECTS = "a collective of Python objects"
+
+
+def is_functional_collective(target: Operator) -> bool:
+    """Ask if a collective's result is new, and to be waited for."""
+    return target.namespace != "c10d"
+
+
+def reduction(boxed: Any) -> str | None:
+    """Name a boxed reduction operation; None for one with a factor."""
+    name: str = dist.ReduceOp.RedOpType(boxed.op()).name.lower()
+    return None if name == "premul_sum" else name
+
+
+def finished_work(target: Operator, args: Sequence[Any]) -> Any:
+    """Make what an in-place collective returns when it is done: its outputs, and work that is finished."""
+    from torch._C._distributed_c10d import FakeWork
+
+    returns = len(target._schema.returns)
+    if returns == 0:
+        return None
+    work = FakeWork().boxed()
+    return work if returns == 1 else (args[0], work)
+
+
+def carries_objects() -> bool:
+    """Ask if a collective of Python objects is being called, which sends their sizes first."""
+    here, codes = dist.distributed_c10d.__file__, (frame.f_code for frame in frames(sys._getframe(1)))
+    return any(code.co_filename == here and "_object" in code.co_name for code in codes)
+
+
+@contextmanager
+def without_hidden_communication(refuse: Callable[[str], Any]) -> Generator[None]:
+    """Call `refuse` with what was tried where torch.distributed would communicate by other ways than operators."""
+    c10d: Any = dist.distributed_c10d
+    hidden = {
+        "_object_to_tensor": OBJECTS,
+        "_tensor_to_object": OBJECTS,
+        "_new_group_with_tag": "a new process group",
+    }
+    before = {name: getattr(c10d, name) for name in hidden}
+    try:
+        for name, what in hidden.items():
+            setattr(c10d, name, partial(_refused, refuse, what))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(c10d, name, function)
+
+
+def _refused(refuse: Callable[[str], Any], what: str, *_: Any, **__: Any) -> Any:
+    return refuse(what)

@@ -1,16 +1,79 @@
-"""Differences between the optimizers of torch's versions."""
+"""Optimizers that differ between torch's versions, what GradScaler keeps of each, and facts about tensors."""
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.grad_scaler import GradScaler as GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
+    """The scale, a scalar of fp32 on the device; made there at the first call."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    scale: Any = scaler._scale
+    return scale
+
+
+def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Record that an optimizer has stepped, or was left out for infinite gradients, as `scaler.step` does."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"] = OptState.STEPPED
+    state["found_inf_per_device"] = {found_inf.device: found_inf}
+
+
+def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has stepped, or gradients were unscaled, since the last `scaler.update`."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+is_subclass = is_traceable_wrapper_subclass
+"""Ask if a tensor wraps others, as a DTensor does."""
+
+suggested_format = suggest_memory_format
+"""The memory format that kernels give to the result for a tensor, where they do not follow its strides."""
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Ask if a tensor was made while tracing, or comes in as an argument; others are constants of the trace."""
+    return isinstance(tensor, FakeTensor)
+
+
+def knows_values(tensor: Tensor) -> bool:
+    """Ask if a fake knows what it stands for, as what torch.tensor([1, 2]) makes in a trace."""
+    return getattr(tensor, "constant", None) is not None
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Ask if a lazy module has not given a tensor its shape yet."""
+    return is_lazy(tensor)
+
+
+def is_without_memory(tensor: Tensor) -> bool:
+    """Ask if a tensor is one of autograd's zeros, which lie nowhere."""
+    return torch._is_zerotensor(tensor)
+
+
+def is_sparse_view(tensor: Tensor) -> bool:
+    """Ask if a sparse tensor is a view of another."""
+    return tensor.is_sparse and tensor._is_view()
+
+
+def strides(tensor: Tensor) -> Sequence[Any]:
+    """Give a tensor's strides; a dimension with 0 is one value, however large. Sparse tensors have no 0."""
+    return tensor.stride() if tensor.layout is torch.strided else [1] * tensor.dim()
 
 
 def begin_in_step(optimizer: torch.optim.Optimizer) -> None:

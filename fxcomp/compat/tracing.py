@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import (
 )
 
 from fxcomp.compat.constants import Constants
-from fxcomp.compat.products import symbolic_products
+from fxcomp.compat.symbols import symbolic_products
 
 FakeMode = FakeTensorMode
 """The mode under which tensors have shapes and no values."""

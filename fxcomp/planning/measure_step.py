@@ -24,11 +24,10 @@ from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, clock_of
-from fxcomp.runtime.flight import Flight
 from fxcomp.runtime.host_pool import OnHost
 from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.runtime import HostFlight, Runtime
-from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.transport import Flight, Transport
 
 
 @dataclass(frozen=True, slots=True)

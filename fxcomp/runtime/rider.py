@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxcomp.runtime.flight import Flight, Launch
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Move, pattern_of
-from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.transport import Flight, Launch, Transport
 
 _torch = cast("Any", torch)  # partly untyped
 

@@ -23,12 +23,11 @@ from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import clock_of
-from fxcomp.runtime.flight import Flight, Launch
 from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, Transfers, value_of
 from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.packing import copy_scaled, rng_state, seed_rng, set_rng_state
 from fxcomp.runtime.rider import Rider
-from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.transport import Flight, Launch, Transport
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.runtime.clock import Clock, HostClock
-from fxcomp.runtime.flight import Flight
 from fxcomp.runtime.group import call_when_done
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transport import Flight
 
 Call = tuple[str, int]
 """A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""

@@ -32,7 +32,7 @@ from fxcomp.plan import route
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.pins import Pins
 from fxcomp.report import plan_diff, wire_arithmetic
-from fxcomp.runtime import flight
+from fxcomp.runtime import transport
 from fxcomp.runtime.agree import Conversation
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.runtime import Runtime
@@ -260,7 +260,7 @@ def ranks_are_not_compared() -> None:
 
 @caught_by("tests/runtime/test_runtime.py::test_a_result_is_taken_when_its_collective_has_ended")
 def a_wait_is_skipped() -> None:
-    flight.Flight.finish = lambda self: self.output
+    transport.Flight.finish = lambda self: self.output
 
 
 @caught_by("tests/runtime/test_runtime.py::test_packing_flattens_scales_and_keeps_its_buffer")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.buffers import Buffers
-from fxcomp.runtime.flight import Launch
 from fxcomp.runtime.moves import Cut, Move, Pattern
 from fxcomp.runtime.rider import BITS, DIGEST_BYTES, ROOM, Rider
+from fxcomp.runtime.transport import Launch
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from fxcomp import compat
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.flight import Launch
+from fxcomp.runtime.transport import Launch
 from fxcomp.site import Site
 
 RANKS = 3
