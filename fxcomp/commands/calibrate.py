@@ -1,4 +1,4 @@
-"""`fxcomp calibrate`: make a table of costs by measuring or from traces; show, merge or compare tables.
+"""`fxcomp calibrate`: make a table of costs by measuring; show, merge or compare tables.
 
 Join the ranks that a launcher such as torchrun has started, as the environment's variables say.
 """
@@ -20,7 +20,6 @@ from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.examples import examples
 from fxcomp.cost.compare import diff, merge
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.trace import table_from_traces
 from fxcomp.errors import BadOption
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.planning.measure_machine import device_here, hardware
@@ -100,7 +99,6 @@ MOST_THREADS = 1024
 def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
-    what.add_argument("--from-trace", metavar="TRACE", nargs="+", help="read torch.profiler's traces, one a rank")
     what.add_argument("--diff", metavar="FILE", nargs=2, help="tell how two tables differ, and do nothing else")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the table as JSON; on rank 0 alone")
     parser.add_argument("--merge", metavar="FILE", help="add what another table knows; what is newer wins")
@@ -115,15 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
         first, second = (CostTable.read(path) for path in arguments.diff)
         print(encodable(diff(first, second), sys.stdout.encoding))
         return 0
-    if not (arguments.show or arguments.from_trace):
+    if not arguments.show:
         return _measure(arguments)
     if arguments.compressors or arguments.threads:
-        raise BadOption("--compressors and --threads are about measuring, which --show and --from-trace replace")
+        raise BadOption("--compressors and --threads are about measuring, which --show replaces")
     known = _checked_files(arguments)
-    if arguments.show:
-        return _finish(arguments, CostTable.read(arguments.show), (), known)
-    found = table_from_traces(arguments.from_trace)
-    return _finish(arguments, found.table, found.notes, known)
+    return _finish(arguments, CostTable.read(arguments.show), (), known)
 
 
 def _measure(arguments: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     costs = CostTable.read(arguments.costs) if arguments.costs else None
     cluster, assumed = chosen_cluster(arguments, costs)
     if costs is not None and names_links(arguments):
-        costs = costs.without_collectives()
+        costs = replace(costs, collectives={})
         assumed = (*assumed, "Collectives are priced by the named links, not by the table's measurements.")
     errors = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
     _tell("loading the job")

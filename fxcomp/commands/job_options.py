@@ -12,7 +12,7 @@ from dataclasses import replace
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
 from fxcomp.cluster.link import Link
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, link_of
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.plan.compress import Compress
@@ -82,7 +82,7 @@ def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None
             raise BadOption(f"--cluster {text!r} says {name}, and so does --{name}: keep one")
     default = {"intra": Link.parse(INTRA, alpha_us=INTRA_ALPHA_US), "inter": Link.parse(INTER)}
     for name in default:
-        measured = costs and costs.link(between_hosts=name == "inter")
+        measured = costs and link_of(costs, between_hosts=name == "inter")
         if measured is not None:
             default[name] = measured
             named.add(name)

@@ -133,11 +133,6 @@ class Fit:
         """The sizes between which it is a line."""
         return [*(piece.start for piece in self.pieces), self.largest]
 
-    @property
-    def switches(self) -> tuple[float, ...]:
-        """The sizes at which another algorithm seems to take over."""
-        return tuple(piece.start for piece in self.pieces if piece.is_switch)
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "pieces": [piece.to_json() for piece in self.pieces]}
 

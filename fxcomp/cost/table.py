@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,25 +153,6 @@ class CostTable(MemoryPrices):
         """The share of compute's processors that the pool takes: none if compute has a device of its own."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
-    def collective_source(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
-        measured = self._measured(kind, level, cluster)
-        if measured is None:
-            return f"the cluster's link, {cluster.link_at(level)}"
-        known, found = measured
-        return found.source if known is kind else f"{ASSUMED}, as {known.value}: {found.source}"
-
-    def collective_formula(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
-        """Write how `collective_us` gets its number: the formula, and the numbers put in."""
-        group, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
-        if measured is not None:
-            known, found = measured
-            us = self.collective_us(kind, level, size, cluster)
-            name = kind.value if kind is known else f"{kind.value}, priced as {known.value},"
-            took = f"{size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({found.source})"
-            return f"{name} as measured among {found.ranks} ranks: {took}"
-        added_us = self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
-        return formulas.format_collective_us(kind, size, group, self.library, added_us)
-
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """Time a rank's compression of its own gradient."""
         known = self._compressor(compressor, device)
@@ -220,20 +201,6 @@ class CostTable(MemoryPrices):
     def error_of(self, free_us: float, step_us: float) -> float:
         """Return the relative error of a predicted step that takes `free_us` without communication."""
         return self.error + self.compute_error * min(1.0, free_us / step_us if step_us > 0 else 1.0)
-
-    def link(self, *, between_hosts: bool) -> Link | None:
-        """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
-        shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
-        for (kind, topology), measured in self.collectives.items():
-            match = re.fullmatch(shape, topology)
-            if kind is CollectiveKind.ALL_REDUCE and match:
-                beside = int(match[1] or 1)  # groups that shared the link while it was measured
-                return Link(measured.alpha_us(kind), beside * measured.gb_per_s(kind))
-        return None
-
-    def without_collectives(self) -> CostTable:
-        """Drop measured collectives, so that the cluster's links price them: for asking about other clusters."""
-        return replace(self, collectives={})
 
     # Text and files
 
@@ -324,13 +291,43 @@ class CostTable(MemoryPrices):
         return self.compressors[key] if key else None
 
 
+# Words
+
+
+def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
+    """Write how a collective was measured, or what its price was taken from."""
+    measured = costs._measured(kind, level, cluster)
+    if measured is None:
+        return f"the cluster's link, {cluster.link_at(level)}"
+    known, found = measured
+    return found.source if known is kind else f"{ASSUMED}, as {known.value}: {found.source}"
+
+
+def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
+    """Write how `collective_us` gets its number: the formula, and the numbers put in."""
+    group, measured = cluster.topology_at(level), costs._measured(kind, level, cluster)
+    if measured is not None:
+        known, found = measured
+        us = costs.collective_us(kind, level, size, cluster)
+        name = kind.value if kind is known else f"{kind.value}, priced as {known.value},"
+        took = f"{size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({found.source})"
+        return f"{name} as measured among {found.ranks} ranks: {took}"
+    added_us = costs.pack_us(formulas.added_bytes(kind, size, group.ranks, costs.library))
+    return formulas.format_collective_us(kind, size, group, costs.library, added_us)
+
+
+def link_of(costs: CostTable, *, between_hosts: bool) -> Link | None:
+    """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
+    shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
+    for (kind, topology), measured in costs.collectives.items():
+        match = re.fullmatch(shape, topology)
+        if kind is CollectiveKind.ALL_REDUCE and match:
+            beside = int(match[1] or 1)  # groups that shared the link while it was measured
+            return Link(measured.alpha_us(kind), beside * measured.gb_per_s(kind))
+    return None
+
+
 # Reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    load: float = 1.0
-    speed: float = 1.0
 
 
 def _kind(value: Any, place: str) -> CollectiveKind:
@@ -356,16 +353,6 @@ def _compressor_key(value: Any, place: str) -> str:
     raise wrong(place, "a compressor on a device, like int8@gpu or int8@cpu*2", value)
 
 
-_BY_KIND = keyed(record(_Factors, load=positive(), speed=positive()), key=_kind)
-
-
-def _contention(value: Any, place: str) -> float:
-    """Read the factor. Older tables hold two for each kind of collective: on the processor time, and on the speed."""
-    if not isinstance(value, dict):
-        return positive()(value, place)
-    return _BY_KIND(value, place).get(CollectiveKind.ALL_REDUCE, _Factors()).load
-
-
 _TABLE = record(
     CostTable,
     hardware=TEXT,
@@ -379,7 +366,7 @@ _TABLE = record(
         key=_kind,
     ),
     copy_gb_per_s=null_or(positive()),
-    contention=_contention,
+    contention=positive(),
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
     feed_us=number(),
     error=number(),

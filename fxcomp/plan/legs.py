@@ -209,7 +209,6 @@ class Route:
     first: Piece
     """The piece that a rank holds after the leading splits; its velocity lies there."""
     first_unit: Unit
-    first_stage: int
     element_type: ElementType = ElementType.F32
     """Of dense values that travel."""
 

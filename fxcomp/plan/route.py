@@ -102,10 +102,10 @@ class _Walk:
     def route(self) -> Route:
         strategy = self.strategy
         stages: list[list[Leg]] = [[]]
-        first: tuple[Piece, Unit, int] | None = None
+        first: tuple[Piece, Unit] | None = None
         for number, (held, step) in enumerate(zip(self.held, strategy.steps, strict=False)):
             if number == len(self.leading):
-                first = self.extents[-1], self._unit(held), len(stages) - 1
+                first = self.extents[-1], self._unit(held)
             stages[-1].append(self._leg(number, held, step))
             if isinstance(step, Collective):
                 stages.append([])

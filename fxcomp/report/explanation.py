@@ -21,7 +21,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, collective_source
 from fxcomp.cost.timeline import Timeline, critical_path, exposed_by_task, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
@@ -334,7 +334,7 @@ def sources_of(explanation: Explanation) -> Pairs:
         rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
     else:
         sent = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
-        rows += [(str(s), costs.collective_source(s.kind, s.level, explanation.cluster)) for s in sent]
+        rows += [(str(s), collective_source(costs, s.kind, s.level, explanation.cluster)) for s in sent]
     steps = (step for bucket in buckets for step in bucket.strategy.steps)
     for compressor, device in dict.fromkeys((s.compressor, s.device) for s in steps if isinstance(s, Compress)):
         name = costs.shown(f"{compressor}@{device.value}")

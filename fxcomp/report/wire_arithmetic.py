@@ -17,7 +17,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import format_gbit
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.collectives import Algorithm, chosen_algorithm, counts, pattern_of
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, collective_formula
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Decode, Encode
@@ -76,7 +76,7 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
                 largest[step] = (line.size, number)
     lines: list[tuple[str, str]] = []
     for step, (size, number) in largest.items():
-        formula = costs.collective_formula(step.kind, step.level, size, cluster)
+        formula = collective_formula(costs, step.kind, step.level, size, cluster)
         algorithm, _, price = formula.removeprefix(f"{step.kind.value} ").partition(": ")
         lines.append((str(step), f"{algorithm} on {cluster.topology_at(step.level)}, bucket {number}: {price}"))
     return lines

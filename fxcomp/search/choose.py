@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
@@ -296,7 +296,7 @@ def flip_gbit(
     Plans are improved a little and not to the end. `choice`, the verdict on this cluster by its links, is never
     contradicted.
     """
-    costs, terms = costs.without_collectives(), terms if isinstance(terms, Terms) else Terms(terms)
+    costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)
     traced = TracedPrices(costs, cluster)
     searches = searches_of(workload, traced, terms)
 

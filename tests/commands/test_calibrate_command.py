@@ -19,7 +19,7 @@ import fxcomp
 from fxcomp.__main__ import main
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, link_of
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
@@ -131,7 +131,6 @@ def test_tables_are_merged_into_a_third_and_contradictions_are_told(tmp_path: Pa
     [
         (["--show", "nowhere.json"], "cannot read the cost table nowhere.json"),
         (["--diff", "nowhere.json", "nowhere.json"], "cannot read the cost table nowhere.json"),
-        (["--from-trace", "nowhere.json"], "cannot read the trace nowhere.json"),
         (["--merge", "nowhere.json"], "cannot read the cost table nowhere.json"),
         (["-o", "nowhere/costs.json"], "there is no folder"),
         (["--compressors", "zip"], "--compressors: "),
@@ -323,8 +322,8 @@ def test_costs_of_another_type_are_refused():
 
 
 def test_a_link_tells_what_measured_collectives_imply():
-    assert TABLE.link(between_hosts=False) is None
-    link = TABLE.link(between_hosts=True)
+    assert link_of(TABLE, between_hosts=False) is None
+    link = link_of(TABLE, between_hosts=True)
     assert link is not None
     assert (link.alpha_us, link.gb_per_s) == pytest.approx((30.0, 0.125))
 
@@ -332,9 +331,9 @@ def test_a_link_tells_what_measured_collectives_imply():
 def test_a_link_that_groups_shared_while_it_was_measured_has_what_all_of_them_got():
     (key, measured), *_ = [(k, m) for k, m in TABLE.collectives.items() if k[0] is CollectiveKind.ALL_REDUCE]
     table = replace(TABLE, collectives={(key[0], "4x1*8"): measured})
-    shared, alone = table.link(between_hosts=True), replace(TABLE, collectives={(key[0], "4x1"): measured})
+    shared, alone = link_of(table, between_hosts=True), replace(TABLE, collectives={(key[0], "4x1"): measured})
     assert shared is not None
-    assert shared.gb_per_s == pytest.approx(8 * alone.link(between_hosts=True).gb_per_s)
+    assert shared.gb_per_s == pytest.approx(8 * link_of(alone, between_hosts=True).gb_per_s)
 
 
 def test_a_compressor_of_the_table_is_priced_with_the_threads_that_are_there():

@@ -11,7 +11,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.collectives import CANDIDATES, FORMULAS, Algorithm, Library
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, collective_formula
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.report.wire_arithmetic import Compression, pays_at_gb_per_s
 
@@ -258,4 +258,4 @@ def test_a_price_prints_with_its_numbers():
 def test_what_is_printed_is_what_is_computed(level: Level):
     cluster, costs = Cluster.parse("2x4", intra=Link(1, 100), inter=Link(10, 1, message_us=2)), CostTable()
     us = costs.collective_us(K.ALL_REDUCE, level, 8e6, cluster)
-    assert costs.collective_formula(K.ALL_REDUCE, level, 8e6, cluster).endswith(f" = {us / 1e3:.4g} ms")
+    assert collective_formula(costs, K.ALL_REDUCE, level, 8e6, cluster).endswith(f" = {us / 1e3:.4g} ms")

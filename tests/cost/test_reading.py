@@ -21,7 +21,7 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
 from fxcomp.cost.roofline import Measured, Roofline
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.table import CostTable, link_of
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, Stream
@@ -73,7 +73,7 @@ def prices(table: CostTable) -> Iterator[float]:
                 yield table.decode_us(one, size, 4, device)
                 yield table.propose_us(one, size, device)
     for between in (True, False):
-        link = table.link(between_hosts=between)
+        link = link_of(table, between_hosts=between)
         if link is not None:
             yield from (link.alpha_us, link.gb_per_s)
     speed, load = (of(_K.ALL_REDUCE, Level.WORLD, 1000, CLUSTERS[0]) for of in (table.overlap_speed, table.load_of))
@@ -269,16 +269,6 @@ def test_what_a_reader_refuses():
                 reader(value, "here")
     with pytest.raises(BadOption, match=r"here\.a is missing"):
         record(dict, a=TEXT)({}, "here")
-
-
-@pytest.mark.parametrize(
-    ("held", "factor"),
-    [({"all_reduce": {"load": 2.0, "speed": 0.5}, "all_gather": {"load": 4.0, "speed": 0.7}}, 2.0), ({}, 1.0)],
-)
-def test_a_table_that_holds_two_factors_by_kind_is_read(held: Any, factor: float):
-    assert CostTable.from_json({**WHOLE, "contention": held}).contention == factor
-    with pytest.raises(BadOption, match=r"contention\.all_reduce\.load must be"):
-        CostTable.from_json({**WHOLE, "contention": {"all_reduce": {"load": -1.0, "speed": 1.0}}})
 
 
 def test_a_table_without_a_gpu_may_say_main_and_pool():

@@ -1,5 +1,7 @@
 """Fill a cost table from torch.profiler's Chrome traces, of a job that already ran.
 
+    python benchmarks/table_from_traces.py rank0.json rank1.json -o costs.json
+
 A trace cannot tell how long a rank waited inside a collective for the others, so of one collective's times on all ranks
 the shortest counts: the last rank to come waited for nobody. Where ranks sit is known from the host names of all ranks'
 traces, or not at all.
@@ -7,11 +9,15 @@ traces, or not at all.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from trace_events import RankTrace, read_trace
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
@@ -19,9 +25,9 @@ from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import MeasuredCollective, format_bytes
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.trace_events import RankTrace, read_trace
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.report.terminal import print_costs
 
 _LISTED = 12  # kinds of events that are listed by name, the longest ones
 _ANY_LINK = Link(0.0, 1.0)  # a cluster must have links; where ranks sit does not depend on them
@@ -141,3 +147,23 @@ def _operators(traces: Sequence[RankTrace]) -> dict[str, Measured]:
         spread = statistics.median(abs(us - middle) for us in times[key]) / middle
         result[key] = Measured(middle, spread, f"{_source(len(traces))}, {len(times[key])} times")
     return result
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="of one rank each")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table as JSON")
+    arguments = parser.parse_args(words)
+    try:
+        found = table_from_traces(arguments.traces)
+    except BadOption as error:
+        print(f"table_from_traces: {error}", file=sys.stderr)
+        return 2
+    if arguments.output:
+        found.table.save(arguments.output)
+    print_costs(found.table, found.notes, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

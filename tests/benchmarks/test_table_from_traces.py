@@ -13,11 +13,11 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from table_from_traces import main, table_from_traces
 from torch.profiler import ProfilerActivity, profile
 
 from fxcomp import compat
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.trace import table_from_traces
 from fxcomp.errors import BadOption
 from fxcomp.graph.work import work_key
 from fxcomp.plan.kinds import CollectiveKind
@@ -275,3 +275,12 @@ def test_of_groups_that_sit_alike_the_one_with_more_samples_is_believed(first: i
         paths.append(write(tmp_path / f"{rank}.json", rank, events, distributedInfo=info, host_name="a"))
     measured = table_from_traces(paths).table.collectives[CollectiveKind.ALL_REDUCE, "1x2"]
     assert (measured.fit.samples, measured.fit.at(2000)) == (3, pytest.approx(50.0))
+
+
+def test_the_script_writes_the_table_and_says_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, out = write(tmp_path / "0.json", 0, [ODD[0]]), tmp_path / "costs.json"
+    assert main([str(path), "-o", str(out)]) == 0
+    assert CostTable.read(out) == table_from_traces([path]).table
+    assert "Recognised" in capsys.readouterr().out
+    assert main([str(tmp_path / "nowhere.json")]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
