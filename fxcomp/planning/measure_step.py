@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,16 +19,17 @@ from fxcomp import compat
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
-from fxcomp.graph.regions import Region, regions
+from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
+from fxcomp.graph.lines import line_of
+from fxcomp.graph.regions import Region, cut, regions
 from fxcomp.graph.work import is_free
 from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import meet
-from fxcomp.runtime.clock import Clock, clock_of
-from fxcomp.runtime.host_pool import OnHost
-from fxcomp.runtime.moves import Cut
-from fxcomp.runtime.runtime import HostFlight, Runtime
-from fxcomp.runtime.transport import Flight, Transport
+from fxcomp.runtime.clock import Clock, HostClock, clock_of
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.stopwatch import Call, Stopwatch
+from fxcomp.runtime.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +73,25 @@ def measure_step(
     """
     device = program.captured.device
     scratch = tuple([_copy(value) for value in values] for values in arguments)
-    runs = [_MeasuredRun(_LinesTimed(transport, device)) for transport in transports]
+    runs = [_MeasuredRun(program, Runtime(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
-    current: list[_MeasuredRun] = [runs[0]]
     meeting = transports[min(1, len(transports) - 1)]  # the first is NullTransport
-    whole = rebound(program.module, lambda name, run: _timed(name, run, lambda: current[0]))
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
             for run in runs:
-                one_by_one(run.runtime, *scratch)
+                one_by_one(run.lines, *scratch)
             if cuda:  # Inductor's regions have not run yet
-                whole(runs[0].runtime, *scratch)
-                runs[0].forget()
+                runs[0].step(runs[0].lines, *scratch)
             for done in range(repeats):
                 if done and sum(runs[0].totals) + runs[0].totals[-1] > budget_us:
                     break
                 for run in runs:
-                    current[0] = run
                     meet(meeting, device)  # who ends a turn early would wait for the others in the next
-                    start = run.runtime.clock.look()
-                    whole(run.runtime, *scratch)
-                    end = run.runtime.clock.look()
-                    compat.synchronize(device)
-                    run.collect(start, end)
+                    run.time(scratch)
             if sum(runs[0].totals) <= budget_us:
-                one_by_one(runs[0].runtime, *scratch)
+                one_by_one(runs[0].lines, *scratch)
     finally:
         for run in runs:
             run.runtime.close()
@@ -122,43 +116,76 @@ def feed_us(measured: StepMeasurement, feed: Callable[[], object]) -> float:
     return 1e6 * statistics.median(times) + measured.between_us
 
 
-@dataclass(slots=True)
 class _MeasuredRun:
-    """The times over one transport."""
+    """The times over one transport: regions and buckets by the device's clock, starts by the host's."""
 
-    runtime: _LinesTimed
-    totals: list[float] = field(default_factory=list[float])
-    regions: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    marks: list[tuple[str, Any, Any]] = field(default_factory=list[tuple[str, Any, Any]])
-    """The begin and end of each region in the present step."""
+    def __init__(self, program: Program, runtime: Runtime) -> None:
+        self.runtime, self._device = runtime, program.captured.device
+        self.totals: list[float] = []
+        self._watch = Stopwatch(runtime, ("pack",), runtime.clock)
+        self._starts = Stopwatch(cast(Runtime, self._watch.lines), ("launch",), HostClock())
+        self.step = rebound(program.module, self._watch.region)
+        self.lines: Any = self._starts.lines
+        self.lines.all_finite = self._let_pass
+        self._nodes = _calls(program.graph)
+        self._us: dict[Call, list[float]] = {}
 
-    def forget(self) -> None:
-        """Leave out what has run so far."""
-        self.marks.clear()
-        self.runtime.collect(keep=False)
-
-    def collect(self, start: Any, end: Any) -> None:
-        """Read the clock about a step that a device has finished."""
-        self.totals.append(_us(self.runtime.clock, start, end))
-        for name, begun, ended in self.marks:
-            self.regions.setdefault(name, []).append(_us(self.runtime.clock, begun, ended))
-        self.marks.clear()
-        self.runtime.collect()
+    def time(self, scratch: Sequence[Sequence[Any]]) -> None:
+        """Run and time one step."""
+        clock = self.runtime.clock
+        self._watch.start()
+        self._starts.start()
+        start = clock.look()
+        self.step(self.lines, *scratch)
+        end = clock.look()
+        self._starts.stop()
+        self._watch.stop()
+        compat.synchronize(self._device)
+        self.totals.append(_us(clock, start, end))
+        for watch in (self._watch, self._starts):
+            reading = watch.reading()
+            assert reading is not None, "a device that was waited for knows its times"
+            for call, (begun, ended) in reading.main.items():
+                self._us.setdefault(call, []).append(ended - begun)
 
     def measurement(self, node_us: Mapping[str, float]) -> StepMeasurement:
         step_us = statistics.median(self.totals)
-        region_us = {name: statistics.median(found) for name, found in self.regions.items()}
-        told_us = sum(region_us.values()) + self.runtime.pack_us + self.runtime.starts_us
+        packs = {self._nodes[call]: us for call, us in self._us.items() if call[0] == "pack"}
+        starts = [us for call, us in self._us.items() if call[0] == "launch" and not _is_broadcast(self._nodes[call])]
+        region_us = {call[0]: statistics.median(us) for call, us in self._us.items() if call not in self._nodes}
+        pack_us = _sum_of_medians(packs.values())
+        told_us = sum(region_us.values()) + pack_us + _sum_of_medians(starts)
         return StepMeasurement(
             step_us=step_us,
             spread=(max(self.totals) - min(self.totals)) / step_us,
             region_us=region_us,
-            pack_us=self.runtime.pack_us,
-            launch_us=self.runtime.launch_us,
-            pack_gb_per_s=self.runtime.pack_gb_per_s(),
+            pack_us=pack_us,
+            launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
+            pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
             node_us=node_us,
             between_us=max(0.0, step_us - told_us),
         )
+
+    def _let_pass(self, values: Sequence[Tensor]) -> bool:
+        """Look, and let updates run on the copies whatever is found: a step that is left out has none to time."""
+        self.runtime.all_finite(values)
+        self.runtime.counters.skipped = False
+        return True
+
+
+def _calls(graph: GraphModule) -> dict[Call, Node]:
+    """Find the lines that fill a bucket or start a collective, as the stopwatch numbers them."""
+    found: dict[Call, Node] = {}
+    for piece in cut(graph):
+        line = line_of(piece) if isinstance(piece, Node) else None
+        if isinstance(piece, Node) and line is not None and line.method in ("pack", "launch"):
+            found[line.method, sum(method == line.method for method, _ in found)] = piece
+    return found
+
+
+def _is_broadcast(launch: Node) -> bool:
+    """Buffers travel by it, whose start is in the region that made them."""
+    return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 
 class _NodeTimes:
@@ -216,89 +243,12 @@ def _dead_after(region: Region) -> dict[Node, list[Node]]:
     return dead
 
 
-class _LinesTimed(Runtime):
-    """A runtime that notes how long it fills each bucket and starts each collective; the first of each is left out."""
-
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        super().__init__(transport, device)
-        self._packs: dict[str, list[float]] = {}
-        self._launches: dict[str, list[float]] = {}
-        self._sizes: dict[str, int] = {}
-        self._marks: list[tuple[str, Any, Any]] = []
-
-    def pack(
-        self,
-        name: str,
-        parameters: Sequence[str],
-        gradients: Sequence[Tensor],
-        scale: float,
-        starts: Sequence[int] = (),
-        *,
-        dtype: torch.dtype | None = None,
-        factor: Tensor | None = None,
-    ) -> Tensor:
-        start = self.clock.look()
-        bucket = super().pack(name, parameters, gradients, scale, starts, dtype=dtype, factor=factor)
-        self._marks.append((name, start, self.clock.look()))
-        self._sizes[name] = bucket.nbytes
-        return bucket
-
-    def collect(self, *, keep: bool = True) -> None:
-        """Read the clock about a step that a device has finished."""
-        for name, start, end in self._marks if keep else ():
-            self._packs.setdefault(name, []).append(_us(self.clock, start, end))
-        self._marks.clear()
-
-    def launch(
-        self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
-    ) -> Flight | HostFlight:
-        start = time.perf_counter()
-        flight = super().launch(name, kind, value, cut, level, how)
-        if kind != CollectiveKind.BROADCAST.value:  # of buffers, whose start is in the region that made them
-            self._launches.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
-        return flight
-
-    def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Look, and let updates run on the copies whatever is found: a step that is left out has none to time."""
-        super().all_finite(values)
-        self.counters.skipped = False
-        return True
-
-    @property
-    def pack_us(self) -> float:
-        return _sum_of_medians(self._packs)
-
-    @property
-    def launch_us(self) -> float | None:
-        later = [us for found in self._launches.values() for us in found[1:] or found]
-        return statistics.median(later) if later else None
-
-    @property
-    def starts_us(self) -> float:
-        """Starting all collectives of a step."""
-        return _sum_of_medians(self._launches)
-
-    def pack_gb_per_s(self) -> float | None:
-        return 1e-3 * sum(self._sizes.values()) / self.pack_us if self._packs else None
-
-
-def _sum_of_medians(times: Mapping[str, Sequence[float]]) -> float:
-    return sum(statistics.median(found[1:] or found) for found in times.values())
+def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
+    return sum(map(statistics.median, times))
 
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _timed(name: str, run: Callable[..., Any], of: Callable[[], _MeasuredRun]) -> Callable[..., Any]:
-    def measured(*inputs: Any) -> Any:
-        current = of()
-        start = current.runtime.clock.look()
-        result = run(*inputs)
-        current.marks.append((name, start, current.runtime.clock.look()))
-        return result
-
-    return measured
 
 
 def _us(clock: Clock, start: Any, end: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.planning import measure_step as calibrate
 from fxcomp.planning.measure_contention import (
     GATHERED,
     AllGatherStandIn,
@@ -33,7 +31,7 @@ from fxcomp.planning.measure_contention import (
     networks,
     summed_bytes,
 )
-from fxcomp.planning.measure_step import StepMeasurement, _LinesTimed  # pyright: ignore[reportPrivateUsage]
+from fxcomp.planning.measure_step import StepMeasurement
 from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
@@ -182,32 +180,3 @@ def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
         assert (alone.compute_us, dense.compute_us) == (pytest.approx(300.0), pytest.approx(330.0))
         assert (alone.step_us, dense.step_us) == (310.0, 420.0)
         assert alone.region_us == pytest.approx({"a": 180.0, "b": 60.0})
-
-
-class Seconds:
-    """A clock by another one's seconds."""
-
-    sees_threads = True
-
-    def __init__(self, look: Callable[[], float]) -> None:
-        self.look = look
-
-    def us(self, start: float, end: float) -> float:
-        return 1e6 * (end - start)
-
-
-def test_packing_and_starts_are_timed_but_not_the_first_ones_nor_broadcasts(monkeypatch: pytest.MonkeyPatch):
-    now = iter([0.0, 9.0, 10.0, 10.5, 20.0, 28.0, 30.0, 30.25, 40.0, 41.0, 50.0, 57.0])  # seconds; starts and ends
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(now))
-    runtime = _LinesTimed(NullTransport(), torch.device("cpu"))
-    runtime.clock = Seconds(lambda: next(now))
-    for _ in range(2):  # 9 s, then 0.5 s
-        runtime.pack("pack", ["w"], [torch.ones(4)], 1.0)
-    runtime.collect()
-    for _ in range(2):  # 8 s, then 0.25 s
-        runtime.launch("sum", "all_reduce", torch.ones(4), 2, "world")
-    runtime.launch("buffers", "broadcast", torch.ones(4), 2, "world")
-    assert (runtime.pack_us, runtime.launch_us) == (0.5e6, 0.25e6)
-    alone = StepMeasurement(1.0, 0.0, {"a": 2.0, "b": 3.0}, 4.0, None, None, {})
-    assert alone.compute_us == 9.0
-    assert _LinesTimed(NullTransport(), torch.device("cpu")).launch_us is None

@@ -1,22 +1,44 @@
 """Measuring a step: what it takes around its nodes and between them counts too."""
 
+import statistics
+
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from helpers.jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
 
 import fxcomp
+from fxcomp.capture.step_guard import StepGuard
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.frontends.what_if import capture_job, measured_here
+from fxcomp.graph.captured import Captured
+from fxcomp.graph.regions import regions
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.plan import Plan
 from fxcomp.planning import measure_step
-from fxcomp.planning.measure_step import FEEDS, StepMeasurement, feed_us
+from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_us
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import uniform
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.site import Site
+from fxcomp.state.gradient_state import GradientState
+from fxcomp.state.inputs import Example, Inputs
 
 PAIR = Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))
+
+
+def dense_plan(captured: Captured) -> Plan:
+    return uniform("dense", Compiler(PAIR).analyze(captured.graph, CostTable()), CostTable(), PAIR)
+
+
+def dense_program(captured: Captured) -> Program:
+    return Compiler(PAIR).emit(captured, dense_plan(captured), CostTable())
 
 
 def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
@@ -78,3 +100,39 @@ def test_updates_are_timed_where_gradients_are_not_finite_and_the_step_would_be_
         timed.append(set(costs.compute))
     assert timed[0] == timed[1]
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest.MonkeyPatch):
+    """Buckets take 10 us and more, starts 1 us and more, a start of buffers 1,000, and the regions 100."""
+    run = _MeasuredRun(dense_program(captured_step("conv")), Runtime(NullTransport(), torch.device("cpu")))
+    run.runtime.close()
+    packs = {call: 10.0 * (call[1] + 1) for call in run._nodes if call[0] == "pack"}
+    starts = {call: 1.0 + 2.0 * call[1] for call in run._nodes if call[0] == "launch"}
+    assert len(packs) == len(starts) > 1
+    buffers = starts.popitem()[0]
+    monkeypatch.setattr(measure_step, "_is_broadcast", lambda node: node is run._nodes[buffers])
+    for call, us in {**packs, **starts, buffers: 1000.0, ("region_0", 0): 100.0}.items():
+        run._us[call] = [us, us]
+    run.totals.append(1e4)
+    found = run.measurement({})
+    assert found.launch_us == statistics.median(starts.values())
+    assert found.pack_us == sum(packs.values())
+    assert found.compute_us == 100.0 + sum(packs.values())
+    assert found.between_us == 1e4 - 100.0 - sum(packs.values()) - sum(starts.values())
+
+
+def test_every_region_bucket_and_start_of_a_step_is_timed():
+    job = JOBS["conv"]
+    model = job.build()
+    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    training, captured = capture_job(asked)
+    program, inputs = dense_program(captured), Inputs(training)
+    site = Site.imagined(PAIR, torch.device("cpu"))
+    state = GradientState.fresh(dense_plan(captured), inputs.shapes, site, ErrorFeedback())
+    example = Example(captured, inputs, pytree.tree_leaves(asked.batch), StepGuard(training))
+    (found,) = measure_step.measure_step(program, example.arguments(program, state), [NullTransport()], 2)
+    assert set(found.region_us) == {region.name for region in regions(program.graph)}
+    assert found.pack_us > 0
+    assert found.launch_us is not None
+    assert found.pack_gb_per_s is not None
+    assert found.step_us >= found.compute_us
