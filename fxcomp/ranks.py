@@ -96,20 +96,8 @@ class Ranks:
 
         They are the ranks of a process group; None is the whole job. Raises NoProcessGroup, BadOption, BadCluster.
         """
-        running = dist.is_available() and dist.is_initialized()
-        if not running:
-            check_is_cluster(cluster)
-            if cluster is not None and cluster.world_size > 1:
-                raise NoProcessGroup(
-                    f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this"
-                    " process.\n  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use"
-                    " fxcomp explain to ask about a cluster that is not here."
-                )
-            if group is not None:
-                raise NoProcessGroup(
-                    "process_group= was given, but torch.distributed is not initialised in this process.\n"
-                    "  Call torch.distributed.init_process_group first."
-                )
+        if not (dist.is_available() and dist.is_initialized()):
+            _check_alone(cluster, group)
             return ALONE
         members = Members.of(group)
         if len(members) == 1:
@@ -177,7 +165,8 @@ class Ranks:
             yield
             talk.attempt("ending", lambda: None)
             talk.forget()
-            self._at(f"after {what}")
+            if self._root.peers is not None:
+                self._root.peers.at(f"after {what}")
         except BaseException as error:
             if talk is not None and talk.knows(error) and not after_a_stop:
                 raise
@@ -216,10 +205,6 @@ class Ranks:
     def knows(self, error: BaseException) -> bool:
         """Tell an error that all ranks raise at the same place."""
         return self._talk is not None and self._talk.knows(error)
-
-    def _at(self, doing: str) -> None:
-        if self._root is not None and self._root.peers is not None:
-            self._root.peers.at(doing)
 
     def at_step(self, step: int | None) -> None:
         """Let the others know, if they ask, which step this rank is in."""
@@ -371,6 +356,22 @@ def _places(names: Sequence[str]) -> list[int]:
     """A number for each host, in the order in which ranks name them."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
+
+
+def _check_alone(cluster: Cluster | None, group: Any) -> None:
+    """Refuse a cluster of several ranks, and a group, in a process without torch.distributed."""
+    check_is_cluster(cluster)
+    if cluster is not None and cluster.world_size > 1:
+        raise NoProcessGroup(
+            f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this"
+            " process.\n  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use"
+            " fxcomp explain to ask about a cluster that is not here."
+        )
+    if group is not None:
+        raise NoProcessGroup(
+            "process_group= was given, but torch.distributed is not initialised in this process.\n"
+            "  Call torch.distributed.init_process_group first."
+        )
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
