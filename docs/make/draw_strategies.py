@@ -20,7 +20,8 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import CANDIDATES, Library, steps
 from fxcomp.plan.budget import strategy_error
 from fxcomp.plan.kinds import CollectiveKind
-from fxcomp.plan.legs import Decode, Encode, Leg, Send
+from fxcomp.plan.legs import Send
+from fxcomp.plan.lines import lines_of, sent
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Strategy
 
@@ -94,34 +95,11 @@ def _bar(holding: Holding, size: int) -> str:
 
 def traffic_of(strategy: Strategy, cluster: Cluster) -> list[Traffic]:
     """Count what each collective sends: directly from rank to rank, an all_reduce in a ring."""
-    routes = [route_of(strategy, [SHAPE], cluster, rank) for rank in range(cluster.world_size)]
-    held = [DENSE_BYTES] * len(routes)
-    proposed: list[int] | None = None
-    found: list[Traffic] = []
-    for legs in zip(*(route.legs for route in routes), strict=True):
-        if isinstance(legs[0], Send):
-            sends = [leg for leg in legs if isinstance(leg, Send)]
-            found.append(_traffic(sends, proposed or held, cluster))
-            if proposed is None:
-                held = [leg.leaves(size) for leg, size in zip(sends, held, strict=True)]
-            proposed = None
-        elif isinstance(legs[0], Encode) and legs[0].is_proposal:
-            proposed = list(map(_bytes_after, legs))
-        else:
-            held = list(map(_bytes_after, legs))
-    return found
-
-
-def _bytes_after(leg: Leg) -> int:
-    """Count the bytes that a compression or a decompression makes."""
-    match leg:
-        case Encode(is_proposal=True):
-            return sum(map(leg.compressor.proposal_bytes, leg.segments))
-        case Encode():
-            return sum(map(leg.compressor.payload_bytes, leg.segments))
-        case _:
-            assert isinstance(leg, Decode), "a collective makes nothing"
-            return 4 * leg.elements
+    lines = [sent(lines_of(route_of(strategy, [SHAPE], cluster, rank))) for rank in range(cluster.world_size)]
+    return [
+        _traffic([line.send for line in of_ranks], [line.size for line in of_ranks], cluster)
+        for of_ranks in zip(*lines, strict=True)
+    ]
 
 
 def _traffic(sends: Sequence[Send], held: Sequence[int], cluster: Cluster) -> Traffic:
@@ -130,9 +108,9 @@ def _traffic(sends: Sequence[Send], held: Sequence[int], cluster: Cluster) -> Tr
     hosts = cluster.placement
     for rank, (leg, size) in enumerate(zip(sends, held, strict=True)):
         group = cluster.group(leg.level, rank)
-        for other, sent in zip(group, _sent_to(leg, len(group), size), strict=True):
-            by_rank[rank] += sent
-            by_host[hosts[rank]] += sent if hosts[other] != hosts[rank] else 0
+        for other, bytes_sent in zip(group, _sent_to(leg, len(group), size), strict=True):
+            by_rank[rank] += bytes_sent
+            by_host[hosts[rank]] += bytes_sent if hosts[other] != hosts[rank] else 0
     return max(by_rank.values()) / DENSE_BYTES, max(by_host.values()) / DENSE_BYTES
 
 

@@ -92,7 +92,7 @@ class CostTable(MemoryPrices):
 
     def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
         """Time one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
-        group, measured = cluster.topology_at(level), self._measured(kind, level, cluster)
+        group, measured = cluster.topology_at(level), self.measured(kind, level, cluster)
         if measured is None:
             us = formulas.collective_us(kind, size, group, library=self.library)
             return us + self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
@@ -109,7 +109,7 @@ class CostTable(MemoryPrices):
 
     def collective_breaks(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> list[float]:
         """List the sizes between which its time is a line, or the lower of several."""
-        measured = self._measured(kind, level, cluster)
+        measured = self.measured(kind, level, cluster)
         if measured is None:
             return []
         known, found = measured
@@ -265,7 +265,7 @@ class CostTable(MemoryPrices):
         except BadOption as error:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
-    def _measured(
+    def measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
         """Find this collective as measured in the same topology, or another one over the same links."""
@@ -296,7 +296,7 @@ class CostTable(MemoryPrices):
 
 def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
     """Write how a collective was measured, or what its price was taken from."""
-    measured = costs._measured(kind, level, cluster)
+    measured = costs.measured(kind, level, cluster)
     if measured is None:
         return f"the cluster's link, {cluster.link_at(level)}"
     known, found = measured
@@ -305,7 +305,7 @@ def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, clus
 
 def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
     """Write how `collective_us` gets its number: the formula, and the numbers put in."""
-    group, measured = cluster.topology_at(level), costs._measured(kind, level, cluster)
+    group, measured = cluster.topology_at(level), costs.measured(kind, level, cluster)
     if measured is not None:
         known, found = measured
         us = costs.collective_us(kind, level, size, cluster)

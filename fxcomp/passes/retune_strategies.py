@@ -24,8 +24,8 @@ from fxcomp.graph.edit import buckets, refresh_value
 from fxcomp.graph.info import Role, info, update_info
 from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import MOVES, PACK, TURN
-from fxcomp.plan.legs import Route, Send
-from fxcomp.plan.lines import lines_of, sent
+from fxcomp.plan.legs import Route
+from fxcomp.plan.lines import LineKind, Stages, lines_of, sent
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
 
@@ -39,7 +39,7 @@ def retune_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) 
         shapes = [gradient.meta["val"].shape for gradient in _nodes(gradients)]
         route = route_of(strategy, shapes, cluster, rank, kind)
         _set_compressors(lines[number], route)
-        _set_cuts(lines[number], route)
+        _set_cuts(lines[number], lines_of(route))
         _refresh(lines[number])
         lines_of_rank_0 = sent(lines_of(route_of(strategy, shapes, cluster, element_type=kind)))
         sizes = [line.size for line in lines_of_rank_0 if line.send.ranks > 1]
@@ -82,13 +82,13 @@ def _resize_state(state: Node, compress: Node) -> None:
     state.meta["val"] = known.new_empty(compressor.state_bytes(segments) // compressor.facts.state_dtype.itemsize)
 
 
-def _set_cuts(lines: list[Node], route: Route) -> None:
-    sends = [leg for leg in route.legs if isinstance(leg, Send)]
-    for node, leg in zip(_collectives(lines), [leg for leg in sends if leg.ranks > 1], strict=True):
+def _set_cuts(lines: list[Node], stages: Stages) -> None:
+    for node, line in zip(_collectives(lines), [line for line in sent(stages) if line.send.ranks > 1], strict=True):
         if node.target in MOVES:
-            node.update_arg(1, list(leg.parts))
-    turns = [leg.turned for leg in sends if leg.turned is not None]
+            node.update_arg(1, list(line.send.parts))
+    turns = [line.send.turned for stage in stages for line in stage if line.kind is LineKind.TURN]
     for node, turn in zip([node for node in lines if node.target is TURN], turns, strict=True):
+        assert turn is not None, "a line that turns knows how"
         node.update_arg(2, list(turn.sizes))
 
 
