@@ -14,7 +14,6 @@ FLOORS = [
     ["error_tables"],
     ["plan", "runtime"],
     ["cost", "graph", "ranks"],
-    ["beside"],
     ["capture", "codegen", "options", "passes", "search", "site"],
     ["pipeline", "report", "state"],
     ["planning", "step"],

@@ -21,7 +21,6 @@ import torch
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.beside import NOBODY
 from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
@@ -29,6 +28,7 @@ from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import Runner, lined_up
+from fxcomp.site import NOBODY
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar

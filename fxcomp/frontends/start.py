@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp.beside import Beside
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind, burst_share, check_plan
@@ -27,7 +26,7 @@ from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
 from fxcomp.search.decision import Decision
 from fxcomp.search.question import Terms
-from fxcomp.site import Site
+from fxcomp.site import Beside, Site
 from fxcomp.state.gradient_state import Shapes
 from fxcomp.state.inputs import Example
 from fxcomp.state.saved_state import Given, plan_of, states_given

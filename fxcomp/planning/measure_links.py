@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.beside import NOBODY, Beside
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.contention import TransportCost
@@ -25,6 +24,7 @@ from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.moves import Move, from_first, pattern_of
 from fxcomp.runtime.transport import Groups, Transport, start_move
+from fxcomp.site import NOBODY, Beside
 
 SMALL_BYTES = 4096
 """A collective of so few bytes costs the processor what starting one costs."""

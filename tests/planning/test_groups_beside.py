@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 import fxcomp
 from fxcomp import compat
-from fxcomp.beside import NOBODY, Beside
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import CollectiveKind
@@ -24,7 +23,7 @@ from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.transport import Groups
-from fxcomp.site import Site
+from fxcomp.site import NOBODY, Beside, Site
 
 CPU = torch.device("cpu")
 
