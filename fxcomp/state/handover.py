@@ -20,36 +20,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fxcomp.ranks import Ranks
 from fxcomp.runtime.arena import Arena, Slice
 
 T = TypeVar("T")
-
-
-class HandingRanks(Protocol):
-    """The ranks that hand something over; `fxcomp.ranks.Ranks` has it."""
-
-    rank: int
-    world_size: int
-
-    def attempt(self, topic: str, work: Callable[[], T]) -> T:
-        """Do something that may fail here, and tell the others if it did."""
-        ...
-
-    def gather(self, topic: str, value: T) -> list[T]:
-        """Every rank's value, which is plain data, in rank order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A conversation of all ranks, for topics that begin alike."""
 
-    peers: HandingRanks
+    peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
     """Make a tensor its sum over the ranks, in place; every rank calls it."""
     topic: str
