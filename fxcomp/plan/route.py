@@ -110,7 +110,7 @@ class _Walk:
             if isinstance(step, Collective):
                 stages.append([])
         if first is None:  # a reduce_scatter alone
-            first = self.extents[-1], self._unit(self.held[-1]), len(stages) - 1
+            first = self.extents[-1], self._unit(self.held[-1])
         whole = range(self.edges[-1])
         return Route(self.scale, whole, tuple(map(tuple, stages)), *first, self.element_type)
 
