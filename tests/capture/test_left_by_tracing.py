@@ -74,6 +74,42 @@ def test_a_tensor_that_the_forward_pass_keeps_is_taken_out_and_refused_by_name(k
     assert [dict(vars(model)), list(model.aux), dict(model.table), dict(vars(model.cfg)), list(NOTED)] == before
 
 
+@pytest.mark.parametrize("read", [
+    lambda x: x.pow(2).mean().item(),
+    lambda x: 0.9 + 0.1 * x.detach().sum().item(),
+    lambda x: (x > 0).sum().item(),
+    lambda x: x.abs().max().detach().tolist(),
+    lambda x: {"norm": [x.detach().norm().item()]},
+])  # fmt: skip
+@pytest.mark.parametrize(("keep", "where"), [
+    (in_a_list, r"model\.aux"),
+    (on_a_list, r"model\.aux\[1\]"),
+    (in_a_dict, r"model\.table\['known'\]"),
+    (on_a_configuration, r"model\.cfg\.last"),
+    (in_a_global, r"test_left_by_tracing\.NOTED\[0\]"),
+])  # fmt: skip
+def test_a_number_that_the_forward_pass_reads_and_keeps_is_refused_by_name(keep: Any, where: str, read: Any):
+    model = Noting(lambda model, x: keep(model, read(x)))
+    before = [dict(vars(model)), list(model.aux), dict(model.table), dict(vars(model.cfg)), list(NOTED)]
+    with pytest.raises(errors.CaptureFailed, match=f"(?s)stores a number in .{where}.*return it beside the loss"):
+        compiled(model)
+    assert [dict(vars(model)), list(model.aux), dict(model.table), dict(vars(model.cfg)), list(NOTED)] == before
+
+
+def test_a_moving_average_of_losses_in_python_is_refused():
+    kept = {"mean": 1.0}
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = model(batch[0]).pow(2).mean()
+        scaled = loss / kept["mean"]
+        kept["mean"] = 0.9 * kept["mean"] + 0.1 * loss.item()
+        return scaled
+
+    with pytest.raises(errors.CaptureFailed, match=r"stores a number in .*kept\['mean'\]"):
+        compiled(nn.Linear(20, 10), loss_fn)
+    assert kept == {"mean": 1.0}
+
+
 def count_in_a_closure() -> Callable[[Any, Tensor], None]:
     calls = [0]
 

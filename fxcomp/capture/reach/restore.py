@@ -2,6 +2,7 @@
 
     self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
     losses.append(balance)   kept in loss_fn's losses[0], likewise
+    self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
     random.random()          the state is put back; drawing is refused, at its line
     next(iterator)           cannot be put back; refused alike
 
@@ -37,7 +38,7 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     """
     reach = walk(model, {"loss_fn": loss_fn})
     before, draws = _HeldContent(reach), _Generators(reach)
-    kept: list[str] = []
+    kept: list[tuple[str, str]] = []
     moved: list[str] = []
     try:
         yield
@@ -54,7 +55,7 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
         )
     if kept:
         raise errors.CaptureFailed(
-            f"the forward pass stores a tensor in {kept[0]!r}, which a compiled step would not do again.\n"
+            f"the forward pass stores a {kept[0][0]} in {kept[0][1]!r}, which a compiled step would not do again.\n"
             "  Register it as a buffer, or return it beside the loss: (loss, aux). A module outside the model writes"
             " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
             " once before compile_step."
@@ -74,9 +75,9 @@ class _HeldContent:
         for place in reach.places:
             self._copy(place)
 
-    def put_back(self) -> list[str]:
-        """Take every traced value out again; returns where tensors were, in the order of reaching."""
-        found: list[str] = []
+    def put_back(self) -> list[tuple[str, str]]:
+        """Take every traced value out again; returns tensors and numbers, and where, in the order of reaching."""
+        found: list[tuple[str, str]] = []
         for name, table, before in self._tables:
             found += _clean_table(name, table, before)
         for name, row, before in self._rows:
@@ -85,7 +86,7 @@ class _HeldContent:
             value = read(owner, key)
             if value is not before and (kept := _what_is_kept(value)):
                 _write(owner, key, before)
-                found += [name] * (kept == "tensor")
+                found += [(kept, name)] * (kept != "known")
         return found
 
     def _copy(self, place: Place) -> None:
@@ -109,32 +110,35 @@ class _HeldContent:
                 self._slots.append((f"{within}.{key}", held, key, read(held, key)))
 
 
-def _clean_table(name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[str]:
+def _clean_table(name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     for key, value in [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]:
         if kept := _what_is_kept(value):
             if key in before:
                 table[key] = before[key]
             else:
                 del table[key]
-            if kept == "tensor":
-                yield name.format(key)
+            if kept != "known":
+                yield kept, name.format(key)
 
 
-def _clean_row(name: str, row: Any, before: list[Any]) -> Iterator[str]:
+def _clean_row(name: str, row: Any, before: list[Any]) -> Iterator[tuple[str, str]]:
     known = set(map(id, before))
     kept = {i: what for i, value in enumerate(row) if id(value) not in known and (what := _what_is_kept(value))}
     if kept:
         row.clear()
         (row.update if is_a(row, set) else row.extend)(before)
-    yield from (f"{name}[{i}]" for i, what in kept.items() if what == "tensor")
+    yield from ((what, f"{name}[{i}]") for i, what in kept.items() if what != "known")
 
 
 def _what_is_kept(value: Any, depth: int = DEPTH) -> str:
-    """Say `tensor` or `size` of a value that is of a trace or holds something that is; empty if not."""
+    """Say `tensor`, `number` or `known` of what is of a trace or holds something that is; empty if not.
+
+    A number was read of a tensor, and only the step knows it; a size is known before.
+    """
     if isinstance(value, Tensor):
         return "tensor" if compat.is_fake(value) else ""
     if isinstance(value, compat.SYMBOLS):
-        return "size"
+        return "number" if compat.unbacked_symbols(value) else "known"
     if depth == 0:
         return ""
     return max((_what_is_kept(part, depth - 1) for part in _parts(value)), default="")
