@@ -51,7 +51,7 @@ def test_differences_come_largest_first_and_say_where():
     assert lines[1].startswith("all_reduce@2x1, 64 MiB: ")
     assert lines[1].endswith("(+100 %)")
     assert "pack_gb_per_s: 4 GB/s and 5 GB/s (+25 %)" in lines[2]
-    assert lines[3] == "int8@cpu*1, encode 1,000: 10 us and 11 us (+10 %)"
+    assert lines[3] == "int8@pool*1, encode 1,000: 10 us and 11 us (+10 %)"
     assert lines[-2:] == ["only the first has all_reduce@4x1", "only the second has all_reduce@1x2"]
     apart = [one.apart for one in differences(OLD, NEW)]
     assert apart == sorted(apart, reverse=True)

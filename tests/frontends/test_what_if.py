@@ -116,7 +116,7 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
     plan = plan_as_given(text, workload, costs, where)
     timeline = simulate(plan_tasks(workload, plan, costs, where))
     shown = to_text(Explanation(plan, timeline, workload, costs, where))
-    assert f"{text}@gpu" in shown
+    assert f"{text}@main" in shown
     assert "assumed, by memory bandwidth" in shown
     assert math.isfinite(plan_error(plan, where))
 
