@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def _refuse_gradient(name: str, parameter: nn.Parameter) -> RemovableHandle:
 
 def capture_first(training: Training, batch: Any) -> Captured:
     """Capture a step that is about to be compiled."""
-    captured = settled(StepGuard(training), lambda: capture(training, batch))
+    captured = settled(StepGuard(training), lambda: capture(training, batch), attrgetter("graph"))
     warn_unreached(captured.without_gradient)
     return captured
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.batch_type import Change
@@ -236,13 +237,16 @@ class StepGuard:
         return None
 
 
-def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
-    """Trace, and again if the model set itself up at its first call. Raises StepChanged if every call changes it."""
+def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
+    """Trace, and again if the model set itself up at its first call.
+
+    Raises StepChanged if every call changes it, or if the first call computes otherwise than the second.
+    """
     start = guard.key()
-    traced = trace()
+    first = trace()
     ready = guard.key()
     if ready == start:
-        return traced
+        return first
     traced = trace()
     again = guard.key()
     if again != ready:
@@ -250,7 +254,22 @@ def settled(guard: StepGuard, trace: Callable[[], T]) -> T:
             f"the forward pass itself changes the model: {guard.change(ready, again)}. A compiled step"
             " does not run that Python again.\n  Keep such counters outside the model, or in a buffer."
         )
+    if not _compute_the_same(graph(first), graph(traced)):
+        raise StepChanged(
+            f"the forward pass sets itself up at its first call, which computes otherwise than the calls after it:"
+            f" {guard.change(start, ready)}. A compiled step would begin with what the second call computes.\n"
+            "  Let it decide by a buffer, or call it once, with such a batch, before the step."
+        )
     return traced
+
+
+def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
+    """Compare two traces: operators, arguments and constants."""
+    if str(one.graph) != str(other.graph):
+        return False
+    names = [cast("str", node.target) for node in one.graph.nodes if node.op == "get_attr"]
+    pairs = [(attrgetter(name)(one), attrgetter(name)(other)) for name in names]
+    return all(a is b or compat.is_fake(a) or torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:

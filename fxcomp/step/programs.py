@@ -20,6 +20,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fxcomp import compat
@@ -50,6 +51,8 @@ _ASK_LESS = (
     "Ask less of the values: compare instead of reading a number, compute both sides and select with torch.where, or"
     " pass what is decided in the batch."
 )
+
+_GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
 """Captures and compiles for a batch, with the dimensions of batch tensors that may vary.
@@ -230,12 +233,12 @@ class Programs:
         family.add(kind)
         varying = family.open_dimensions(kind)
         try:
-            return settled(self._guard, lambda: self._make(batch, varying))
+            return settled(self._guard, lambda: self._make(batch, varying), _GRAPH)
         except CaptureFailed:
             if not varying:
                 raise
             family.failures += 1  # what does not trace with symbols may do so for each of its shapes
-            return settled(self._guard, lambda: self._make(batch, {}))
+            return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
         """Let a new program serve batches of other sizes; returns whether it is the first of its family to do so."""
