@@ -34,7 +34,6 @@ TALKING = (
         "runtime/runtime",
         "runtime/transport",
         "runtime/group",
-        "runtime/flight",
         "runtime/arena",
         "runtime/compressor_states",
     ),
