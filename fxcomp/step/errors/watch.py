@@ -173,10 +173,10 @@ class ErrorWatch(Observer):
             self._be_refused(seen, steps)
 
     def _take_look(self, look: ErrorLook, steps: int) -> None:
-        self.looks += 1
         took_us = self._slowest(look)
         self._looked_us += took_us
         if look.table is not None:  # the step was not left out
+            self.looks += 1
             self._tables[self._next] = smoothed(self._tables[self._next], look.table)
             self._join()
         more_come_first = not self._has_looked_at_all
