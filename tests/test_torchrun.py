@@ -73,12 +73,21 @@ def finished(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def train(script: Path, *arguments: object, restarts: int = 0) -> None:
-    """Run to the end; again where another test took the port that torchrun had found free."""
+TRIED_AGAIN = ("EADDRINUSE", "terminate called without an active exception")
+"""Another test took the port that torchrun had found free; a process aborted at Python's end, after training (rare,
+with gloo on a busy machine; the cause is not known)."""
+
+
+def train(script: Path, folder: Path, *arguments: object, begin: Path | None = None, restarts: int = 0) -> None:
+    """Run to the end in a new folder, with a copy of a checkpoint if one is given."""
     for _ in range(3):
-        process = started(script, *arguments, restarts=restarts)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if begin is not None:
+            shutil.copytree(begin, folder / begin.name)
+        process = started(script, folder, *arguments, restarts=restarts)
         output, _ = process.communicate(timeout=300)
-        if "EADDRINUSE" not in output:
+        if not any(text in output for text in TRIED_AGAIN):
             break
     assert process.returncode == 0, output
 
@@ -90,7 +99,6 @@ def test_ranks_that_torchrun_starts_again_end_as_without(plan: str, tmp_path: Pa
     script.write_text(MAIN.format(recipes=str(RECIPES), plan=plan))
     dies_at = random.SystemRandom().randrange(3, 9)
     for folder, at in (("straight", -1), ("killed", dies_at)):
-        (tmp_path / folder).mkdir()
         train(script, tmp_path / folder, at, restarts=1)
     assert len(list((tmp_path / "killed").glob("step-*"))) >= 4
     for rank in range(2):
@@ -123,8 +131,7 @@ def test_a_trainer_goes_on_from_its_checkpoint_bit_for_bit(plan: str, tmp_path: 
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     train(script, straight, 12)
     assert len(list((straight / "checkpoint-8").glob("fxcomp-rank*.safetensors"))) == 2
-    shutil.copytree(straight / "checkpoint-8", resumed / "checkpoint-8")
-    train(script, resumed, 12)
+    train(script, resumed, 12, begin=straight / "checkpoint-8")
     from safetensors.torch import load_file
 
     for name in ("model.safetensors", "fxcomp-rank0.safetensors", "fxcomp-rank1.safetensors"):
