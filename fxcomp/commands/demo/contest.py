@@ -6,13 +6,9 @@ take without a network. `run.py` starts it as a module of its own; rank 0 prints
 The communication hooks that DistributedDataParallel offers, for comparison.
 """
 
-# Much of torch has no types of its own:
-# pyright: reportUnknownMemberType=false
 # DDP reads a hook's annotations, so this file must not postpone them.
 # Much of torch has no types of its own, or not those that it has:
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
-
-from __future__ import annotations
 
 import json
 import os
