@@ -136,7 +136,7 @@ _UNARY = ("sqrt", "neg", "abs", "reciprocal", "exp", "sign", "rsqrt")
 _BINARY = ("add", "sub", "mul", "div")
 _PRODUCTS = ("addcmul", "addcdiv")
 _TENSORS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 3, "addcdiv": 3, "lerp": 2}
-"""So many of an operator's first arguments must be tensors of which every parameter has its own."""
+"""The number of first arguments that must be tensors, one for each parameter, for an operator to join a list."""
 
 
 class OptimizerSteps:

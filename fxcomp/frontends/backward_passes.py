@@ -43,7 +43,7 @@ DENSE_PASSES = 6
 """Passes before there is a plan: after DDP's buckets have settled, three are timed."""
 
 TIMED = 3
-"""So many passes tell when buckets are ready."""
+"""The number of passes whose buckets are timed: the plan is chosen by when they were ready."""
 
 
 class ReadyTimes:

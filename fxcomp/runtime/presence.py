@@ -210,7 +210,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 WATCHED = 32
-"""So many missing ranks are asked after by each rank that waits; others ask after the rest, and tell all."""
+"""The number of missing ranks that each waiting rank looks for. Other ranks look for the others, and tell all."""
 
 
 class Peers:
@@ -235,7 +235,7 @@ class Peers:
 
     @property
     def place(self) -> Whereabouts:
-        """Where this process is; all who ask are told."""
+        """The place of this process, told to those who ask."""
         return self._mine.place if self._mine is not None else Whereabouts()
 
     def at(self, doing: str) -> None:

@@ -293,7 +293,7 @@ class Programs:
 
 
 VALUES = 4
-"""So many different values in a row are worth a word."""
+"""Warn after so many captures in a row for different values."""
 
 SOON = 20
 """Captures follow each other in a row if not more than so many steps lie between them."""

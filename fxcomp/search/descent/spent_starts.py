@@ -67,7 +67,7 @@ SHARED = Effort(
     1,
     4,
 )
-"""Where processors are shared a simulation takes ten times as long."""
+"""Limits for jobs whose ranks share processors, where a simulation takes ten times as long."""
 
 QUICK = Limits(evaluations=300, pairs=False)
 
