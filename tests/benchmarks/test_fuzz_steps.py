@@ -8,7 +8,7 @@ from fuzzing.follow import follow
 from fuzzing.themes import make_world, themes_of
 from fuzzing.world import World
 
-SEEDS = (100014, 200650, 200420, 200301, 200360, 200472, 200340, 200372, 200740)
+SEEDS = (100014, 200650, 200420, 200301, 200096, 200109, 200523, 200705, 200472, 200340, 200372, 200740)
 """Programs that together have most of what a program may have."""
 
 

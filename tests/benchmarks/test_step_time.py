@@ -1,6 +1,5 @@
 """Measured steps get their verdict, and ranks of two checkouts share hosts."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import step_time
 from baselines import FXCOMP
+from records import read
 from step_time_start import enter_group
 from step_time_table import page
 from step_time_verdicts import BASELINES_OF, Turns, analyse, ratios, records
@@ -130,7 +130,7 @@ def test_two_checkouts_take_turns_on_real_ranks(tmp_path: Path):
     options = ["--quick", "--inter", "loopback", "--names", "ddp_fp32,ddp_bf16,fxcomp,free", "--against", str(CHECKOUT)]
     command = [sys.executable, str(CHECKOUT / "benchmarks/step_time.py"), "--model", str(model), "--json", str(found)]
     subprocess.run([*command, *options], check=True, timeout=300, capture_output=True)
-    names = [record["name"] for record in json.loads(found.read_text())]
+    names = [record["name"] for record in read(found)]
     assert names == ["ddp_fp32", "ddp_bf16", "fxcomp", "fxcomp_before", "free"]
 
 
