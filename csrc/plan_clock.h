@@ -13,7 +13,7 @@ namespace fxcomp {
 class PlanClock {
   public:
     explicit PlanClock(const Problem& problem) : p(problem) {
-        for (int32_t k = 0; k < problem.lane_options[problem.lanes]; ++k) {
+        for (int32_t k = 0; k < problem.strand_options[problem.strands]; ++k) {
             const int32_t pattern = problem.option_template[k];
             deepest_ = std::max(deepest_, problem.template_stages[pattern + 1] - problem.template_stages[pattern]);
             const int32_t tasks = problem.template_tasks[pattern + 1] - problem.template_tasks[pattern];

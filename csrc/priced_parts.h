@@ -19,19 +19,19 @@ constexpr double kNoTime = 1e-9;  // us: nothing is divided by less
 constexpr int32_t kDense = 1;     // traits of an option: dense plans may have it; its values come in bursts
 constexpr int32_t kBursty = 2;
 
-// Fields as in fxcomp/search/descent/problem.py. What is of each lane, template or task lies behind the one before it, from
-// its entry in an array of starts to the next one.
+// Fields as in fxcomp/search/descent/problem.py. What is of a strand, template or task lies after the one before it,
+// from its entry in an array of starts to the next one.
 struct Problem {
-    const int32_t* lane_cells;      // starts
+    const int32_t* strand_cells;    // starts
     const int32_t* last;            // of each cell: its place among all gradients
     const double* ready_us;         // of each cell
     const double* sums;             // of each cell, and behind the last: the features of all before, one behind another
     const double* updates_us;       // of each cell, and behind the last: the updates of all before
     const int32_t* join_last;       // of each cell: the last cell of the gradient that it continues; -1 if none
     const double* join_us;          // of each cell: the time of joining that gradient
-    const int32_t* lane_options;    // starts
+    const int32_t* strand_options;  // starts
     const int32_t* option_template;
-    const int32_t* lane_losses;     // starts
+    const int32_t* strand_losses;   // starts
     const double* losses;           // of each cell, and behind the last: what each option loses of all before
     const int32_t* option_traits;
     const int32_t* option_reach;    // where its entries in `reach` begin; -1 if it carries any bucket
@@ -58,15 +58,15 @@ struct Problem {
     double broadcast_us, broadcast_ready_us, broadcast_load, broadcast_beside;
     double lossable, bursty;
     double processors, compute;
-    int32_t lanes, features;
+    int32_t strands, features;
     int32_t updates_wait, commits, broadcast_stream;  // -1: nothing is broadcast
     int32_t shares;  // processors may be asked for by more than there are
     int32_t has_spare;
 };
 
-// A bucket: cells start to stop of a lane, and one of the lane's options.
+// A bucket: cells start to stop of a strand, and one of the strand's options.
 struct Part {
-    int32_t lane, start, stop, option;
+    int32_t strand, start, stop, option;
 };
 
 constexpr int kInter = 2;
@@ -138,8 +138,8 @@ class PricedParts {
     }
 
     const Record* of(const Part& part) {
-        // 256 lanes, a million cells, 65,536 options.
-        const uint64_t key = (static_cast<uint64_t>(part.lane) << 56) | (static_cast<uint64_t>(part.start) << 36) |
+        // 256 strands, a million cells, 65,536 options.
+        const uint64_t key = (static_cast<uint64_t>(part.strand) << 56) | (static_cast<uint64_t>(part.start) << 36) |
                              (static_cast<uint64_t>(part.stop) << 16) | static_cast<uint64_t>(part.option);
         const Record*& known = known_[key];
         if (known == nullptr) known = price(part);
@@ -151,7 +151,7 @@ class PricedParts {
   private:
     int32_t patterns() const {
         const int32_t* begin = p.option_template;
-        return 1 + *std::max_element(begin, begin + p.lane_options[p.lanes]);
+        return 1 + *std::max_element(begin, begin + p.strand_options[p.strands]);
     }
 
     double at(int32_t curve, double size) const {
@@ -161,8 +161,8 @@ class PricedParts {
     }
 
     const Record* price(const Part& part) {
-        const int32_t option = p.lane_options[part.lane] + part.option, pattern = p.option_template[option];
-        const int32_t row = p.lane_cells[part.lane] + part.lane, cell = p.lane_cells[part.lane] + part.start;
+        const int32_t option = p.strand_options[part.strand] + part.option, pattern = p.option_template[option];
+        const int32_t row = p.strand_cells[part.strand] + part.strand, cell = p.strand_cells[part.strand] + part.start;
         const double* before = p.sums + static_cast<ptrdiff_t>(row + part.start) * p.features;
         const double* after = p.sums + static_cast<ptrdiff_t>(row + part.stop) * p.features;
         const int32_t first = p.template_tasks[pattern], tasks = p.template_tasks[pattern + 1] - first;
@@ -195,13 +195,13 @@ class PricedParts {
         double update_us = p.updates_us[row + part.stop] - p.updates_us[row + part.start];
         if (p.join_last[cell] >= part.start && p.join_last[cell] < part.stop) update_us += p.join_us[cell];
         const double elements = after[0] - before[0];
-        const int32_t width = p.lane_options[part.lane + 1] - p.lane_options[part.lane];
-        const double* losses = p.losses + p.lane_losses[part.lane] + part.option;
+        const int32_t width = p.strand_options[part.strand + 1] - p.strand_options[part.strand];
+        const double* losses = p.losses + p.strand_losses[part.strand] + part.option;
         const ptrdiff_t start = part.start, stop = part.stop;
         const double lost = losses[stop * width] - losses[start * width];
         const int32_t reach = p.option_reach[option];
         const bool is_carried = reach < 0 || part.stop <= p.reach[reach + part.start];
-        const int32_t end = p.lane_cells[part.lane] + part.stop - 1;
+        const int32_t end = p.strand_cells[part.strand] + part.stop - 1;
         record = {pattern,
                   p.last[end],
                   tasks,

@@ -47,7 +47,7 @@ class Descent {
         values.keep(base_ = plan);
         for (size_t k = 0; k < base_.size(); ++k) {
             const Part part = base_[k].part;
-            for (int32_t option = 0; option < options_of(part.lane); ++option) {
+            for (int32_t option = 0; option < options_of(part.strand); ++option) {
                 trial_ = base_;
                 trial_[k] = values.bucket(with_option(part, option));
                 *found++ = values.of(trial_, {kInfinity, kInfinity}, static_cast<int32_t>(k), true);
@@ -101,10 +101,10 @@ class Descent {
         return place;
     }
 
-    int32_t options_of(int32_t lane) const { return p.lane_options[lane + 1] - p.lane_options[lane]; }
+    int32_t options_of(int32_t strand) const { return p.strand_options[strand + 1] - p.strand_options[strand]; }
 
-    bool is_offered(int32_t lane, int32_t option) const {
-        return limits.dense_only == 0 || (p.option_traits[p.lane_options[lane] + option] & kDense) != 0;
+    bool is_offered(int32_t strand, int32_t option) const {
+        return limits.dense_only == 0 || (p.option_traits[p.strand_options[strand] + option] & kDense) != 0;
     }
 
     static Part with_option(Part part, int32_t option) {
@@ -116,8 +116,8 @@ class Descent {
     void rank_options(int32_t k) {
         const Part part = base_[k].part;
         ranked_.clear();
-        for (int32_t option = 0; option < options_of(part.lane); ++option) {
-            if (option == part.option || !is_offered(part.lane, option)) continue;
+        for (int32_t option = 0; option < options_of(part.strand); ++option) {
+            if (option == part.option || !is_offered(part.strand, option)) continue;
             trial_ = base_;
             trial_[k] = values.bucket(with_option(part, option));
             const Value found = attempt(k, true);
@@ -162,12 +162,12 @@ class Descent {
     void split_at(int32_t k, int32_t cut, int32_t first, int32_t second) {
         const Part part = base_[k].part;
         without(k, k);
-        const int32_t at = insert({part.lane, part.start, cut, first});
-        insert({part.lane, cut, part.stop, second});
+        const int32_t at = insert({part.strand, part.start, cut, first});
+        insert({part.strand, cut, part.stop, second});
         attempt(std::min(k, at));
     }
 
-    // Join a bucket with the next one of its lane, move the border between them, or exchange their options.
+    // Join a bucket with the next one of its strand, move the border between them, or exchange their options.
     void join(int32_t k) {
         const Part part = base_[k].part;
         const int32_t other = next_of(k);
@@ -185,7 +185,7 @@ class Descent {
 
     int32_t next_of(int32_t k) const {
         for (size_t other = k + 1; other < base_.size(); ++other) {
-            if (base_[other].part.lane == base_[k].part.lane) return static_cast<int32_t>(other);
+            if (base_[other].part.strand == base_[k].part.strand) return static_cast<int32_t>(other);
         }
         return -1;
     }
@@ -193,7 +193,7 @@ class Descent {
     void joined(int32_t k, int32_t other, int32_t option) {
         const Part part = base_[k].part, after = base_[other].part;
         without(k, other);
-        insert({part.lane, part.start, after.stop, option});
+        insert({part.strand, part.start, after.stop, option});
         attempt(k);
     }
 
@@ -201,8 +201,8 @@ class Descent {
         const Part part = base_[k].part, after = base_[other].part;
         if (border <= part.start || border >= after.stop) return;
         without(k, other);
-        const int32_t at = insert({part.lane, part.start, border, first});
-        insert({part.lane, border, after.stop, second});
+        const int32_t at = insert({part.strand, part.start, border, first});
+        insert({part.strand, border, after.stop, second});
         attempt(std::min(k, at));
     }
 
@@ -239,7 +239,7 @@ class Descent {
 
     void exchanged(int32_t k, int32_t other) {
         const Part one = base_[k].part, two = base_[other].part;
-        if (one.lane == two.lane && one.option != two.option) switched(k, two.option, other, one.option);
+        if (one.strand == two.strand && one.option != two.option) switched(k, two.option, other, one.option);
     }
 
     // Split a bucket, and give both sides other options.
@@ -259,19 +259,19 @@ class Descent {
         std::vector<Part> seen;
         for (const Bucket& bucket : base_) {
             const auto is_same = [&](const Part& part) {
-                return part.lane == bucket.part.lane && part.option == bucket.part.option;
+                return part.strand == bucket.part.strand && part.option == bucket.part.option;
             };
             if (std::any_of(seen.begin(), seen.end(), is_same)) continue;
             seen.push_back(bucket.part);
         }
         for (const Part& part : seen) {
-            for (int32_t option = 0; option < options_of(part.lane); ++option) {
-                if (option == part.option || !is_offered(part.lane, option)) continue;
+            for (int32_t option = 0; option < options_of(part.strand); ++option) {
+                if (option == part.option || !is_offered(part.strand, option)) continue;
                 trial_ = base_;
                 int32_t same = -1;
                 for (size_t k = 0; k < trial_.size(); ++k) {
                     Bucket& bucket = trial_[k];
-                    if (bucket.part.lane != part.lane || bucket.part.option != part.option) continue;
+                    if (bucket.part.strand != part.strand || bucket.part.option != part.option) continue;
                     if (same < 0) same = static_cast<int32_t>(k);
                     bucket = values.bucket(with_option(bucket.part, option));
                 }
@@ -318,18 +318,18 @@ FXCOMP_EXPORT void fxcomp_search_evaluate(void* search, int32_t plans, const int
     }
 }
 
-// A plan's steps with other options: each time one for all the buckets of each lane.
+// A plan's steps with other options: each time one for all the buckets of each strand.
 FXCOMP_EXPORT void fxcomp_search_with_options(void* search, int32_t count, const Part* parts, int32_t times,
                                               const int32_t* options, Value* values) {
     auto& descent = *static_cast<Descent*>(search);
     std::vector<Part> plan(parts, parts + count);
     for (int32_t k = 0; k < times; ++k) {
-        for (Part& part : plan) part.option = options[k * descent.p.lanes + part.lane];
+        for (Part& part : plan) part.option = options[k * descent.p.strands + part.strand];
         values[k] = descent.values.of(descent.values.bound(plan.data(), count));
     }
 }
 
-// A plan's values with each option of a lane for one of its buckets at a time, in the order of buckets and options.
+// A plan's values with each option of a strand for one of its buckets at a time, in the order of buckets and options.
 FXCOMP_EXPORT void fxcomp_search_others(void* search, int32_t count, const Part* parts, Value* values) {
     auto& descent = *static_cast<Descent*>(search);
     descent.others(descent.values.bound(parts, count), values);

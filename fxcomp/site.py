@@ -25,7 +25,7 @@ from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.errors import LostTouch
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import ALONE, Ranks
-from fxcomp.runtime.moves import Move
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.runtime.transport import NullTransport, Transport
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class Site:
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = mine.new_zeros(self.ranks.world_size * len(values))
         try:
-            self.transport.all_gather(Move(mine, everyone, self.ranks.world_size, "world")).wait()
+            self.transport.start(Transfer(Pattern.ALL_GATHER, mine, everyone, self.ranks.world_size, "world")).wait()
         except LostTouch as lost:
             raise LostTouch(f"all_gather@world of {what} did not end: {lost}") from None
         return [part.tolist() for part in everyone.view(-1, len(values))]  # pyright: ignore[reportUnknownMemberType]

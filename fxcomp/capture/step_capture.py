@@ -37,7 +37,7 @@ from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.errors import CaptureFailed, StepChanged, UnsynchronizedGradient
 from fxcomp.graph.captured import Captured, buffers, is_known_early, last_writes, written_parameters
-from fxcomp.graph.info import Sharing, update_info
+from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
@@ -49,7 +49,7 @@ class SharedBuffers:
     """The names of the buffers that travel, and when they leave."""
 
     names: frozenset[str]
-    sharing: Sharing
+    leave_early: bool
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
@@ -64,7 +64,7 @@ class SharedBuffers:
         written = {name for theirs in everyone for name in theirs["written"]}
         early = all(theirs["early"] for theirs in everyone)
         shared = frozenset(written | _small(inputs, written))
-        return cls(shared, Sharing.EARLY if early else Sharing.LATE)
+        return cls(shared, leave_early=early)
 
     def mark(self, graph: GraphModule) -> None:
         """Label a capture's buffers. Raises StepChanged if it writes one that does not travel."""
@@ -72,7 +72,7 @@ class SharedBuffers:
         writes = last_writes(graph)
         for name, node in inputs.items():
             if name in self.names:
-                update_info(node, sharing=self.sharing)
+                update_info(node, leaves_early=self.leave_early)
             elif node in writes:
                 raise StepChanged(
                     f"the buffer {name!r} ({_bytes(node) / 1e3:.3g} kB) is written for this batch, and was not on any"

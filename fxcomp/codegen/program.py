@@ -27,8 +27,8 @@ from fxcomp.graph.edit import value_bytes
 from fxcomp.graph.info import Role, Source, info
 from fxcomp.graph.lines import line_of, numbers_of
 from fxcomp.runtime.buffers import AS_WRITTEN, Numbers
-from fxcomp.runtime.moves import Pattern, pattern_of
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
 def carriers_of(gm: GraphModule) -> frozenset[str]:

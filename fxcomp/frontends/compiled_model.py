@@ -25,8 +25,8 @@ from fxcomp.graph.info import InputKind, Role, arguments_of, info
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.members import Members
-from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.saved_state import Given
@@ -196,7 +196,7 @@ class CompiledModel:
         mine = digests_of([*averaged.values(), *parameters])
         ranks = self.site.ranks.world_size
         everyone = mine.new_empty(ranks * mine.numel())
-        self.site.transport.all_gather(Move(mine, everyone, ranks, "world")).wait()
+        self.site.transport.start(Transfer(Pattern.ALL_GATHER, mine, everyone, ranks, "world")).wait()
         rows = everyone.view(-1, mine.numel())
         unequal: Any = (rows != rows[0]).any(0)
         differs: list[bool] = unequal.tolist()

@@ -85,13 +85,6 @@ class Source:
         return f"{self.kind.value} {self.name or self.index}{key}{slot}"
 
 
-class Sharing(Enum):
-    """The moment when rank 0's buffers leave: the same for every capture, or ranks would launch in disorder."""
-
-    EARLY = "before the first bucket"
-    LATE = "after the last bucket"
-
-
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """Facts about a node; read with `info(node)`."""
@@ -118,8 +111,9 @@ class NodeInfo:
     """The number that its launching thread takes, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
-    sharing: Sharing | None = None
-    """Of a buffer that all ranks take from rank 0."""
+    leaves_early: bool | None = None
+    """Of a buffer that all ranks take from rank 0: before the first bucket, or after the last. It is the same for every
+    capture, or ranks would launch in disorder."""
     work: OperatorWork | None = None
     """A plain operator's work, once annotate_costs has asked; it stays, since nodes do not change their operator."""
 

@@ -51,7 +51,7 @@ from fxcomp.graph.work import is_sequence
 from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.buffers import Numbers
-from fxcomp.runtime.moves import Cut
+from fxcomp.runtime.transfers import Cut
 
 
 class CostKind(Enum):

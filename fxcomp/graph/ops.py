@@ -14,8 +14,8 @@ from torch import Tensor
 from fxcomp.errors import BadTensor
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.runtime.exchange import exchange, filled
-from fxcomp.runtime.moves import pattern_of
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, rng_state, seed_rng, set_rng_state, slots
+from fxcomp.runtime.transfers import pattern_of
 
 _LIBRARY: Any = torch.library.Library("fxcomp", "FRAGMENT")
 
@@ -222,7 +222,7 @@ OF_PARTS: dict[CollectiveKind, Any] = {
 """The operator of each collective whose ranks own parts of their own sizes."""
 
 MOVES = {operator: kind for kind, operator in OF_PARTS.items()}
-"""The collectives with (value, cut, place, level): `runtime/moves.py` says what a cut is."""
+"""The collectives with (value, cut, place, level): `runtime/transfers.py` says what a cut is."""
 
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     **MOVES,

@@ -14,8 +14,8 @@
 DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
 after the backward pass, and leaves the same buffers on all ranks.
 
-Which buffers travel, and whether before or after the gradients, is agreed beforehand (`Sharing`): a rank whose batch
-writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast.
+Which buffers travel, and whether before or after the gradients, is agreed beforehand (`leaves_early`): a rank whose
+batch writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.graph.captured import last_writes
 from fxcomp.graph.edit import call, last_result
-from fxcomp.graph.info import NodeInfo, Role, Sharing, info
+from fxcomp.graph.info import NodeInfo, Role, info
 from fxcomp.graph.ops import BROADCAST, PACK, WAIT
 from fxcomp.runtime.packing import packed_sizes
 
@@ -37,7 +37,7 @@ _BODY = (Role.COMPUTE, Role.EXCHANGE, Role.RANDOM_STATE, Role.GRADIENT)
 
 
 def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
-    shared = [node for node in gm.graph.find_nodes(op="placeholder") if info(node).sharing is not None]
+    shared = [node for node in gm.graph.find_nodes(op="placeholder") if info(node).leaves_early is not None]
     if world_size == 1 or not shared:
         return gm
     shared.sort(key=lambda node: -node.meta["val"].element_size())  # bytes of wide types lie where they must
@@ -53,7 +53,7 @@ def _place(gm: GraphModule, shared: list[Node]) -> Node:
     writes = last_writes(gm)
     after = [writes[buffer].ready for buffer in shared if buffer in writes]
     after += [node for node in order if node.op in ("placeholder", "get_attr")]
-    if info(shared[0]).sharing is Sharing.LATE:
+    if not info(shared[0]).leaves_early:
         after += [node for node in order if info(node).role in _BODY]
     return last_result(max(after, key=order.__getitem__))
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import result_of
-from fxcomp.graph.info import Role, Sharing, info
+from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import CAST, H2D
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
@@ -140,7 +140,7 @@ def _starts_early(node: Node, strategy: Strategy) -> bool:
 
 def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:
     """No bucket starts before this place: where buffers leave before gradients, they do so on every rank."""
-    if not any(info(node).sharing is Sharing.EARLY for node in nodes):
+    if not any(info(node).leaves_early for node in nodes):
         return 0
     return max((i + 1 for i, node in enumerate(body) if info(node).role is Role.COLLECTIVE), default=0)
 

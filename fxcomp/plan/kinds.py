@@ -127,7 +127,7 @@ class CollectiveKind(Enum):
 
     @property
     def has_parts(self) -> bool:
-        """Each rank owns a part, of its own size: `runtime/moves.py` says which it brings and gets."""
+        """Each rank owns a part, of its own size: `runtime/transfers.py` says which it brings and gets."""
         return self not in (CollectiveKind.ALL_REDUCE, CollectiveKind.POINT_TO_POINT)
 
     @property

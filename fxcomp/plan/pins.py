@@ -26,7 +26,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""A search has 256 lanes: of each type of gradients, matrices and vectors take two, each pinned strategy one."""
+"""A search has 256 strands: of each type of gradients, matrices and vectors take two, each pinned strategy one."""
 
 _SHOWN = 3  # names in an error
 

@@ -22,7 +22,7 @@ from fxcomp.graph.ops import ALL_REDUCE
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_step import StepMeasurement
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Move
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.runtime.transport import NullTransport, Transport
 from fxcomp.search.read_workload import graph_tasks
 
@@ -48,19 +48,13 @@ class AllGatherStandIn:
         out = self._outputs.get(key)  # several may be under way
         if out is None:
             out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())
-        return self._transport.all_gather(Move(sent, out, self._ranks, level, lane))
+        return self._transport.start(Transfer(Pattern.ALL_GATHER, sent, out, self._ranks, level, lane))
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         return self._transport.broadcast(value, source, level, lane)
 
-    def all_gather(self, move: Move) -> Work:
-        return self._transport.all_gather(move)
-
-    def all_to_all(self, move: Move) -> Work:
-        return self._transport.all_to_all(move)
-
-    def reduce_scatter(self, move: Move) -> Work:
-        return self._transport.reduce_scatter(move)
+    def start(self, transfer: Transfer) -> Work:
+        return self._transport.start(transfer)
 
     def settle(self) -> None:
         self._transport.settle()

@@ -22,8 +22,8 @@ from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Move, from_first, pattern_of
-from fxcomp.runtime.transport import Groups, Transport, start_move
+from fxcomp.runtime.transfers import Transfer, from_first, pattern_of
+from fxcomp.runtime.transport import Groups, Transport
 from fxcomp.site import NOBODY, Beside
 
 SMALL_BYTES = 4096
@@ -157,8 +157,8 @@ class TimedCollectives:
         pattern, cut = pattern_of(kind.value), rooted if kind.is_rooted else ranks
         going, coming = pattern.elements(pattern.parts(cut, whole), members.index(me))
         memory = functools.partial(self._buffer, 3 * slot + 2)
-        move = Move(value[:going], self._buffer(3 * slot + 1, coming), cut, *place, memory)
-        return functools.partial(start_move, transport, pattern, move)
+        transfer = Transfer(pattern, value[:going], self._buffer(3 * slot + 1, coming), cut, *place, memory)
+        return functools.partial(transport.start, transfer)
 
     def _buffer(self, number: int, elements: int) -> Tensor:
         """Return a buffer that is kept: making 64 MiB again takes longer than sending it through memory."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from fxcomp import compat
 from fxcomp.errors import ModelsDiffer, PeerFailed
-from fxcomp.runtime.presence import Look, Peers
+from fxcomp.runtime.presence import Inquiry, Peers
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Between two looks for answers: short at first, and longer the more ranks ask one store."""
+"""Between two reads of the store: short at first, and longer the more ranks ask one store."""
 
 PATIENCE_S = 0.5
 """After so long, and again each time, processes that have not answered are asked after."""
@@ -169,8 +169,7 @@ class Conversation:
         if failed:
             with suppress(Exception):  # as a courtesy
                 self.store.set(f"{self.name}/heard/{number}/{self.rank}", "")
-        failed.sort(key=lambda answer: answer["heard"])
-        if failed:
+            failed.sort(key=lambda answer: answer["heard"])
             error = PeerFailed(failed[0]["error"])
             if not any("gone" in answer for answer in failed):
                 self._known = error
@@ -221,26 +220,22 @@ class Conversation:
         Raises PeerFailed if one does not come in time, or if the store has gone. For a rank whose process has ended,
         or that cannot come, its failure is read.
         """
-        with self._store_lives(topic):
-            look = self.peers.look() if self.peers is not None else None
-            try:
-                self._wait(keys, topic, look)
-            finally:
-                if look is not None:
-                    look.close()
+        asking = nullcontext() if self.peers is None else closing(self.peers.inquire())
+        with self._store_lives(topic), asking as inquiry:
+            self._wait(keys, topic, inquiry)
             return [json.loads(self.store.get(f"{self.name}/{key}")) for key in keys.values()]
 
-    def _wait(self, keys: Mapping[int, str], topic: str, look: Look | None) -> None:
+    def _wait(self, keys: Mapping[int, str], topic: str, inquiry: Inquiry | None) -> None:
         wanted = [f"{self.name}/{key}" for key in keys.values()]
-        start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
+        start, pause, asked = time.monotonic(), FIRST_PAUSE_S, 0
         longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
         while not self.store.check(wanted):  # not wait: it would keep other threads from the store
             waited = time.monotonic() - start
             if waited > self.timeout.total_seconds():
                 raise self._missed(self._missing(keys)[0], topic)
-            if look is not None and waited > PATIENCE_S * (looks + 1):
-                looks = int(waited / PATIENCE_S)
-                self._answer_for_others(keys, topic, look)
+            if inquiry is not None and waited > PATIENCE_S * (asked + 1):
+                asked = int(waited / PATIENCE_S)
+                self._answer_for_others(keys, topic, inquiry)
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -249,18 +244,18 @@ class Conversation:
         missing = [rank for rank, key in keys.items() if not self.store.check([f"{self.name}/{key}"])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
-    def _answer_for_others(self, keys: Mapping[int, str], topic: str, look: Look) -> None:
+    def _answer_for_others(self, keys: Mapping[int, str], topic: str, inquiry: Inquiry) -> None:
         """Answer for ranks that never will; an answer of their own, given meanwhile, stays."""
         missing = self._missing(keys)
         here = f"rank {self._numbers[self.rank]}"
-        for rank, doing in look.gone(missing).items():
+        for rank, doing in inquiry.gone(missing).items():
             last = f"; it was last seen at: {doing}" if doing else ""
             why = (
                 f"rank {self._numbers[rank]} has gone before it arrived at {topic}{last}.\n  Its process has ended, or"
                 f" has destroyed its process group: see its own output. {here} noticed it while it waited."
             )
             self._answer_for(rank, keys[rank], topic, why)
-        for rank, why in look.never(missing).items():
+        for rank, why in inquiry.never(missing).items():
             told = f"{why}, and {here} is at {topic}.\n  Make the same calls on every rank, in the same order."
             self._answer_for(rank, keys[rank], topic, told)
 

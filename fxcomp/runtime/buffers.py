@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor
-from fxcomp.runtime.moves import Cut
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
 from fxcomp.runtime.rider import ROOM
+from fxcomp.runtime.transfers import Cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from torch import Tensor
 NewBuffer = Callable[[], Tensor]
 
 
-class Transfers:
+class HostCopies:
     """Copies in both directions on a stream of their own, so that compute does not wait for them."""
 
     def __init__(self, device: torch.device):

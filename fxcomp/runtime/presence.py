@@ -249,9 +249,9 @@ class Peers:
         else:
             self.place.steps[self.name] = step
 
-    def look(self) -> Look:
+    def inquire(self) -> Inquiry:
         """Begin to ask after some of them."""
-        return Look(self._address, self._why_never)
+        return Inquiry(self._address, self._why_never)
 
     def _address(self, rank: int) -> tuple[str, int, str] | None:
         key = _key(self._numbers[rank])
@@ -268,7 +268,7 @@ class Peers:
         return f"rank {self._numbers[rank]} is in step {step}, where it waits for the others"
 
 
-class Look:
+class Inquiry:
     """Asks after missing ranks for as long as one wait lasts."""
 
     def __init__(

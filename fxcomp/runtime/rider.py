@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Move, pattern_of
+from fxcomp.runtime.transfers import Pattern, Transfer, pattern_of
 from fxcomp.runtime.transport import Flight, Launch, Transport
 
 _torch = cast("Any", torch)  # partly untyped
@@ -112,7 +112,9 @@ class Rider:
             if views.is_in_place:
                 self._views[launch.name] = views
         views.tail.copy_(self._as_sent(self._bytes, value.device))
-        work = transport.all_gather(Move(views.whole, views.out, views.cut, launch.level, launch.lane))
+        work = transport.start(
+            Transfer(Pattern.ALL_GATHER, views.whole, views.out, views.cut, launch.level, launch.lane)
+        )
 
         def arrived() -> None:
             torch.cat(views.parts, out=views.together)

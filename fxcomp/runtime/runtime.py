@@ -23,10 +23,10 @@ from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import clock_of
-from fxcomp.runtime.host_pool import HostPool, OnHost, PoolThread, Transfers, value_of
-from fxcomp.runtime.moves import Cut
+from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.packing import copy_scaled, rng_state, seed_rng, set_rng_state
 from fxcomp.runtime.rider import Rider
+from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.transport import Flight, Launch, Transport
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Runtime:
         self.transport = transport
         self.clock = clock_of(device)
         self._device = device
-        self._transfers = Transfers(device)
+        self._copies = HostCopies(device)
         self.counters = Counters()
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
@@ -189,8 +189,8 @@ class Runtime:
     ) -> Flight | HostFlight:
         """Start a collective and return at once.
 
-        `cut` says which part each rank owns (`runtime/moves.py`), and is 1 for an all_reduce and a broadcast in place.
-        `how` is what an all_reduce makes of the ranks' values: sum or max.
+        `cut` says which part each rank owns (`runtime/transfers.py`); it is 1 for an all_reduce and a broadcast in
+        place. `how` is what an all_reduce makes of the ranks' values: sum or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self._buffers) if rider and name in rider.carriers else None
@@ -237,7 +237,7 @@ class Runtime:
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
         pinned = functools.partial(self._buffers.take, name, value.numel(), value.dtype, CPU, pinned=True)
-        return OnHost(self.pool.submit(self._transfers.to_host(value, pinned)))
+        return OnHost(self.pool.submit(self._copies.to_host(value, pinned)))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
@@ -245,7 +245,7 @@ class Runtime:
         def take_back() -> Tensor:
             result = value.future.result()
             buffer = functools.partial(self._buffers.take, name, result.numel(), result.dtype, self._device)
-            return self._transfers.to_device(result, buffer)
+            return self._copies.to_device(result, buffer)
 
         return self._exposed(take_back)
 

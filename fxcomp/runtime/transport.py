@@ -18,7 +18,7 @@ from fxcomp import compat
 from fxcomp.errors import LostTouch
 from fxcomp.runtime.group import Group, Translated, Work
 from fxcomp.runtime.members import Levels, Members
-from fxcomp.runtime.moves import Cut, Move, Pattern, pattern_of
+from fxcomp.runtime.transfers import Cut, Pattern, Transfer, pattern_of
 
 _dist = cast("Any", dist)  # partly untyped
 
@@ -38,32 +38,13 @@ class Transport(Protocol):
         """Give every rank rank `source`'s `value`, in place."""
         ...
 
-    def all_gather(self, move: Move) -> Work:
-        """Hand every rank's part to all of them."""
-        ...
-
-    def all_to_all(self, move: Move) -> Work:
-        """Hand each rank its own part, as every rank has it."""
-        ...
-
-    def reduce_scatter(self, move: Move) -> Work:
-        """Hand each rank its own part, summed over the ranks in rank order."""
+    def start(self, transfer: Transfer) -> Work:
+        """Hand parts to the ranks that they are for, in the transfer's pattern; sums are added up in rank order."""
         ...
 
     def settle(self) -> None:
         """Wait for what nobody has waited for, where every rank has launched it."""
         ...
-
-
-def start_move(transport: Transport, pattern: Pattern, move: Move) -> Work:
-    """Start a collective of parts by its pattern."""
-    match pattern:
-        case Pattern.ALL_GATHER:
-            return transport.all_gather(move)
-        case Pattern.ALL_TO_ALL:
-            return transport.all_to_all(move)
-        case Pattern.REDUCE_SCATTER:
-            return transport.reduce_scatter(move)
 
 
 class Groups:
@@ -121,50 +102,16 @@ class Groups:
         with group.translated:
             return group.started(dist.broadcast(value, self._numbers[source], group=group.live, async_op=True))
 
-    def all_gather(self, move: Move) -> Work:
-        group = self._groups[move.level, move.lane]
-        parts = move.parts(Pattern.ALL_GATHER, group.place, len(group.ranks))
-        value, out = _as_bytes(move.value), _as_bytes(move.out)
-        is_even = len(set(parts)) == 1
-        if value.device.type != "cpu":
-            if not is_even:
-                return _dealt(group, value.repeat(len(parts)), out, (len(parts) * (value.numel(),), parts))
-        elif group.is_direct or not is_even:
-            received = torch.split_with_sizes(out, parts)
-            received[group.place].copy_(value)
-            return group.exchange([value] * len(parts), received)
-        with group.translated:
-            return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
-
-    def all_to_all(self, move: Move) -> Work:
-        group = self._groups[move.level, move.lane]
-        parts = move.parts(Pattern.ALL_TO_ALL, group.place, len(group.ranks))
-        value, out, own = _as_bytes(move.value), _as_bytes(move.out), parts[group.place]
-        if value.device.type != "cpu":
-            return _dealt(group, value, out, (parts, (own,) * len(parts)))
-        sent, received = torch.split_with_sizes(value, parts), out.view(len(parts), own).unbind()
-        received[group.place].copy_(sent[group.place])
-        return group.exchange(sent, received)
-
-    def reduce_scatter(self, move: Move) -> Work:
-        group = self._groups[move.level, move.lane]
-        parts = move.parts(Pattern.REDUCE_SCATTER, group.place, len(group.ranks))
-        value, out = move.value.view(-1), move.out.view(-1)
-        if value.device.type != "cpu" and len(set(parts)) == 1 and not _is_float8(value):
-            with group.translated:
-                return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
-        elements = len(parts) * out.numel()
-        arrived = out.new_empty(elements) if move.memory is None else move.memory(elements)
-        terms = list(arrived.view(len(parts), out.numel()).unbind())
-
-        def finish() -> None:
-            add_in_order(terms, out)
-
-        if value.device.type != "cpu":
-            return _dealt(group, _as_bytes(value), _as_bytes(arrived), (parts, (out.numel(),) * len(parts)), finish)
-        sent = torch.split_with_sizes(value, parts)
-        terms[group.place] = sent[group.place]  # what stays here need not be copied
-        return group.exchange([*map(_as_bytes, sent)], [*map(_as_bytes, terms)], finish)
+    def start(self, transfer: Transfer) -> Work:
+        group = self._groups[transfer.level, transfer.lane]
+        parts = transfer.parts(group.place, len(group.ranks))
+        match transfer.pattern:
+            case Pattern.ALL_GATHER:
+                return _gathered(group, transfer, parts)
+            case Pattern.ALL_TO_ALL:
+                return _exchanged(group, transfer, parts)
+            case Pattern.REDUCE_SCATTER:
+                return _scattered(group, transfer, parts)
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -198,6 +145,48 @@ class Groups:
         """
         handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
         compat.destroy_groups(handles)
+
+
+def _gathered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
+    value, out = _as_bytes(transfer.value), _as_bytes(transfer.out)
+    is_even = len(set(parts)) == 1
+    if value.device.type != "cpu":
+        if not is_even:
+            return _dealt(group, value.repeat(len(parts)), out, (len(parts) * (value.numel(),), parts))
+    elif group.is_direct or not is_even:
+        received = torch.split_with_sizes(out, parts)
+        received[group.place].copy_(value)
+        return group.exchange([value] * len(parts), received)
+    with group.translated:
+        return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
+
+
+def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
+    value, out, own = _as_bytes(transfer.value), _as_bytes(transfer.out), parts[group.place]
+    if value.device.type != "cpu":
+        return _dealt(group, value, out, (parts, (own,) * len(parts)))
+    sent, received = torch.split_with_sizes(value, parts), out.view(len(parts), own).unbind()
+    received[group.place].copy_(sent[group.place])
+    return group.exchange(sent, received)
+
+
+def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
+    value, out = transfer.value.view(-1), transfer.out.view(-1)
+    if value.device.type != "cpu" and len(set(parts)) == 1 and not _is_float8(value):
+        with group.translated:
+            return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
+    elements = len(parts) * out.numel()
+    arrived = out.new_empty(elements) if transfer.memory is None else transfer.memory(elements)
+    terms = list(arrived.view(len(parts), out.numel()).unbind())
+
+    def finish() -> None:
+        add_in_order(terms, out)
+
+    if value.device.type != "cpu":
+        return _dealt(group, _as_bytes(value), _as_bytes(arrived), (parts, (out.numel(),) * len(parts)), finish)
+    sent = torch.split_with_sizes(value, parts)
+    terms[group.place] = sent[group.place]  # what stays here need not be copied
+    return group.exchange([*map(_as_bytes, sent)], [*map(_as_bytes, terms)], finish)
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
@@ -263,29 +252,22 @@ class NullTransport:
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:  # noqa: ARG002
         return _Done()
 
-    def all_gather(self, move: Move) -> Work:
-        """Repeat this rank's part. Parts of other sizes stay what they are.
+    def start(self, transfer: Transfer) -> Work:
+        """Hand out this rank's own part; a gather repeats it. Parts of other sizes stay what they are.
 
         So there are the payloads that a step over the network left there, or the zeros of a new buffer. Some decoders
         refuse zeros (top-k, which names every place once): run such a step over the network first.
         """
-        parts = move.parts(Pattern.ALL_GATHER, self.place(move.level))
-        value = move.value.view(-1)
-        for part in torch.split_with_sizes(move.out.view(-1), parts):
-            if part.numel() == value.numel():
-                part.copy_(value)
-        return _Done()
-
-    def all_to_all(self, move: Move) -> Work:
-        place = self.place(move.level)
-        parts = move.parts(Pattern.ALL_TO_ALL, place)
-        move.out.view(len(parts), parts[place]).copy_(torch.split_with_sizes(move.value.view(-1), parts)[place])
-        return _Done()
-
-    def reduce_scatter(self, move: Move) -> Work:
-        place = self.place(move.level)
-        parts = move.parts(Pattern.REDUCE_SCATTER, place)
-        move.out.view(-1).copy_(torch.split_with_sizes(move.value.view(-1), parts)[place])
+        place = self.place(transfer.level)
+        parts = transfer.parts(place)
+        value, out = transfer.value.view(-1), transfer.out.view(-1)
+        if transfer.pattern is Pattern.ALL_GATHER:
+            own, taken = value, torch.split_with_sizes(out, parts)
+        else:
+            own, taken = torch.split_with_sizes(value, parts)[place], out.view(-1, parts[place] or 1).unbind()
+        for part in taken:
+            if part.numel() == own.numel():
+                part.copy_(own)
         return _Done()
 
     def settle(self) -> None:
@@ -334,8 +316,7 @@ class Launch:
         def memory(elements: int) -> Tensor:
             return take(f"{self.name}_parts", elements, value.dtype, value.device)
 
-        move = Move(value, out, self.cut, self.level, self.lane, memory)
-        return out, start_move(transport, pattern, move)
+        return out, transport.start(Transfer(pattern, value, out, self.cut, self.level, self.lane, memory))
 
     def told(self, lost: LostTouch) -> LostTouch:
         """Say what did not end: the collective, its bucket and its line."""

@@ -104,7 +104,7 @@ class _Bound:
         by_content = {
             content: strategies(others, job.cluster, content, offload=job.costs.offloads) for content in Content
         }
-        offered = [*by_content.values(), *(lane.strategies for lane in job.pinned.lanes)]
+        offered = [*by_content.values(), *(strand.strategies for strand in job.pinned.strands)]
         self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
         self.types = tuple(dict.fromkeys(self.workload.types.values()))
         itemsize = max(each.itemsize for each in self.types)
@@ -153,8 +153,8 @@ class _Bound:
         has_shapes = any(map(_depends_on_shapes, self.strategies))
         for number, gradient in enumerate(self.workload.gradients):
             shape = gradient.shape if has_shapes else ()
-            lane = self.job.pinned.lane_of.get(gradient.name)
-            kind = gradient.is_vector, gradient.element_type, shape, number in cut, lane and lane.text
+            strand = self.job.pinned.strand_of.get(gradient.name)
+            kind = gradient.is_vector, gradient.element_type, shape, number in cut, strand and strand.text
             groups.setdefault(kind, []).append(number)
         return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
 
@@ -163,9 +163,9 @@ class _Bound:
     ) -> _BoundKind:
         gradient = self.workload.gradients[members[0]]
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
-        lane = self.job.pinned.lane_of.get(gradient.name)
+        strand = self.job.pinned.strand_of.get(gradient.name)
         offered = (*by_content[own], *by_content[Content.MIXED])
-        allowed = set(worth_offering(offered, gradient.element_type) if lane is None else lane.strategies)
+        allowed = set(worth_offering(offered, gradient.element_type) if strand is None else strand.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
         return _BoundKind(
             tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies])

@@ -1,4 +1,4 @@
-"""Give the gradients that are pinned by hand lanes of their own, with the strategies that their rules name.
+"""Give the gradients that are pinned by hand strands of their own, with the strategies that their rules name.
 
 What they lose counts toward the mode's limits. If they alone lose more, everything else stays dense.
 """
@@ -20,7 +20,7 @@ from fxcomp.search.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedLane:
+class PinnedStrand:
     """Gradients that share buckets with each other alone, and the strategies that these may have."""
 
     text: str
@@ -34,12 +34,12 @@ class PinnedLane:
 class Pinned:
     """The meaning of pins for one workload on one cluster."""
 
-    lanes: tuple[PinnedLane, ...] = ()
+    strands: tuple[PinnedStrand, ...] = ()
     lost: float = 0.0
     """The most that they may lose, in elements."""
     bursting: float = 0.0
     """The most elements of theirs that may come in bursts."""
-    lane_of: dict[str, PinnedLane] = field(default_factory=dict[str, PinnedLane])
+    strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
     """By the gradient's name."""
 
     @classmethod
@@ -50,17 +50,19 @@ class Pinned:
             names.setdefault(rule.text, []).extend(found)
         strategies = {rule.text: rule.strategies(cluster, offload=offload) for rule in decided}
         sizes = workload.sizes
-        lanes = tuple(
-            PinnedLane(text, strategies[text], frozenset(found), sum(sizes[name] for name in found))
+        strands = tuple(
+            PinnedStrand(text, strategies[text], frozenset(found), sum(sizes[name] for name in found))
             for text, found in names.items()
         )
         places = {
-            text: [number for number, gradient in enumerate(workload.gradients) if gradient.name in lane.names]
-            for text, lane in zip(names, lanes, strict=True)
+            text: [number for number, gradient in enumerate(workload.gradients) if gradient.name in strand.names]
+            for text, strand in zip(names, strands, strict=True)
         }
-        lost = sum(max(losses.of(each, places[lane.text]) for each in lane.strategies) for lane in lanes)
-        bursting = sum(lane.elements for lane in lanes if any(is_bursty(each, cluster) for each in lane.strategies))
-        return cls(lanes, lost, bursting, {name: lane for lane in lanes for name in lane.names})
+        lost = sum(max(losses.of(each, places[strand.text]) for each in strand.strategies) for strand in strands)
+        bursting = sum(
+            strand.elements for strand in strands if any(is_bursty(each, cluster) for each in strand.strategies)
+        )
+        return cls(strands, lost, bursting, {name: strand for strand in strands for name in strand.names})
 
     def exceeds(self, lossable: float) -> bool:
         """Return whether pins alone lose more than so many elements."""

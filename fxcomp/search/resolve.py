@@ -21,7 +21,7 @@ from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
-from fxcomp.search.descent.cells import Lane, Limits, Part, Parts, Value
+from fxcomp.search.descent.cells import Limits, Part, Parts, Strand, Value
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems, TracedPrices
@@ -146,7 +146,7 @@ class _Kind(NamedTuple):
 
 
 class _Buckets:
-    """A plan's buckets as cells: a lane for those that may travel by the same."""
+    """A plan's buckets as cells: a strand for those that may travel by the same."""
 
     def __init__(self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._traced, cluster = plan, traced, traced.cluster
@@ -169,28 +169,28 @@ class _Buckets:
         order = {place: k for k, place in enumerate(sorted(_place_of(atom) for each in members for atom in each))}
         by_kind: dict[_Kind, list[int]] = {}
         for number, bucket in enumerate(plan.buckets):
-            lane = pinned.lane_of.get(bucket.names[0])
+            strand = pinned.strand_of.get(bucket.names[0])
             kind = bucket.element_type
-            found = lane.strategies if lane else worth_offering(offered[_content_of(members[number])], kind)
-            by_kind.setdefault(_Kind(found, lane is not None, kind), []).append(number)
+            found = strand.strategies if strand else worth_offering(offered[_content_of(members[number])], kind)
+            by_kind.setdefault(_Kind(found, strand is not None, kind), []).append(number)
         self._numbers = [sorted(each, key=lambda k: order[_place_of(members[k][-1])]) for each in by_kind.values()]
         self._strategies = [
             list(dict.fromkeys((*kind.strategies, *(plan.buckets[k].strategy for k in each))))
             for kind, each in zip(by_kind, self._numbers, strict=True)
         ]
-        lanes = [_lane_of([members[k] for k in each], order) for each in self._numbers]
+        strands = [_strand_of([members[k] for k in each], order) for each in self._numbers]
         options = [
             [(pinned_option if kind.is_pinned else option_of)(each, cluster) for each in found]
             for kind, found in zip(by_kind, self._strategies, strict=True)
         ]
         setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
-        self._problems = Problems(losses, workload, lanes, options, setting)
+        self._problems = Problems(losses, workload, strands, options, setting)
         places = [
-            (max(order[_place_of(atom)] for atom in members[k]), lane, cell)
-            for lane, each in enumerate(self._numbers)
+            (max(order[_place_of(atom)] for atom in members[k]), strand, cell)
+            for strand, each in enumerate(self._numbers)
             for cell, k in enumerate(each)
         ]
-        self._cells = [(lane, cell) for _, lane, cell in sorted(places)]
+        self._cells = [(strand, cell) for _, strand, cell in sorted(places)]
 
     def engine(self, bounds: Bounds) -> Engine:
         """Price plans under these limits."""
@@ -200,22 +200,22 @@ class _Buckets:
     def now(self) -> Parts:
         """The plan as it is."""
         return tuple(
-            Part(lane, cell, cell + 1, self._strategies[lane].index(self._bucket(lane, cell).strategy))
-            for lane, cell in self._cells
+            Part(strand, cell, cell + 1, self._strategies[strand].index(self._bucket(strand, cell).strategy))
+            for strand, cell in self._cells
         )
 
     @property
     def plainest(self) -> Parts:
         """Each bucket with the first strategy that it may have: dense, unless it is pinned."""
-        return tuple(Part(lane, cell, cell + 1, 0) for lane, cell in self._cells)
+        return tuple(Part(strand, cell, cell + 1, 0) for strand, cell in self._cells)
 
     def plan(self, parts: Parts) -> Plan:
         """Give the buckets the strategies of a solution."""
-        found = {self._numbers[part.lane][part.start]: self._strategies[part.lane][part.option] for part in parts}
+        found = {self._numbers[part.strand][part.start]: self._strategies[part.strand][part.option] for part in parts}
         return self._plan.with_strategies([found[number] for number in range(len(self._plan.buckets))])
 
-    def _bucket(self, lane: int, cell: int) -> Bucket:
-        return self._plan.buckets[self._numbers[lane][cell]]
+    def _bucket(self, strand: int, cell: int) -> Bucket:
+        return self._plan.buckets[self._numbers[strand][cell]]
 
 
 def _extents(bucket: Bucket) -> list[tuple[str, range]]:
@@ -232,10 +232,10 @@ def _content_of(atoms: list[Atom]) -> Content:
     return Content.MIXED if len(kinds) == 2 else Content.VECTORS if True in kinds else Content.MATRICES
 
 
-def _lane_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Lane:
+def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
     """Put buckets one after the other, a cell each."""
     atoms = [atom for cell in cells for atom in cell]
     borders = [0]
     for cell in cells:
         borders.append(borders[-1] + len(cell))
-    return Lane(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))
+    return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

@@ -29,7 +29,7 @@ from fxcomp.plan.strategy import Compress, Device, Propose
 from fxcomp.runtime.arena import Key, Part, Residuals, SlotLayout, Velocities, parts_in
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 from fxcomp.site import Site
-from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.handover import Holding, Sharing, hand_over
 
 
 def residual_layout(
@@ -118,14 +118,14 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
         yield number, bucket, parts
 
 
-def share_memories(kept: CompressorStates, reset: Collection[str], exchange: Exchange) -> set[str]:
+def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
     """Give states that start from nothing here the values of a rank that goes on with them; every rank calls it.
 
     Returns the labels that no rank goes on with: those start from nothing everywhere.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
-    wanted = set(itertools.chain(*exchange.gather("who lacks what", lacking)))
+    wanted = set(itertools.chain(*sharing.gather("who lacks what", lacking)))
     if not wanted:
         return set()
 
@@ -135,7 +135,7 @@ def share_memories(kept: CompressorStates, reset: Collection[str], exchange: Exc
             found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
         return found
 
-    givers = exchange.gather("joining", exchange.attempt("handing on what compressors remember", giving))
+    givers = sharing.gather("joining", sharing.attempt("handing on what compressors remember", giving))
 
     def taking() -> set[str]:
         missing: set[str] = set()
@@ -147,7 +147,7 @@ def share_memories(kept: CompressorStates, reset: Collection[str], exchange: Exc
                 shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
         return missing
 
-    return exchange.attempt("taking over what compressors remember", taking)
+    return sharing.attempt("taking over what compressors remember", taking)
 
 
 Shapes = Mapping[str, Sequence[int]]
@@ -195,23 +195,23 @@ class GradientState:
         states.take_over(self.compressor_states)
         return states
 
-    def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], exchange: Exchange) -> None:
+    def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], sharing: Sharing) -> None:
         """Hand everything on to the fresh state of another plan, nothing owed is lost; every rank calls it.
 
         `sizes` has each parameter that gets a gradient, in the same order on all ranks.
         """
-        ranks = exchange.peers.world_size
+        ranks = sharing.peers.world_size
         residuals = Holding.of(ranks, self.residuals.slices, self.owed)
-        fresh.owed = hand_over(residuals, fresh.residuals, sizes, exchange)
+        fresh.owed = hand_over(residuals, fresh.residuals, sizes, sharing)
         if self.velocities is not None and fresh.velocities is not None:
             velocities = Holding.of(ranks, self.velocities.slices)
-            hand_over(velocities, fresh.velocities, sizes, exchange, "velocities")
+            hand_over(velocities, fresh.velocities, sizes, sharing, "velocities")
         if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
             fresh.compressor_states = self.compressor_states
         else:
             before, now = self.compressor_states, fresh.compressor_states
-            reset = exchange.attempt("going on with what compressors remember", lambda: now.take_over(before))
-            share_memories(now, reset, exchange)
+            reset = sharing.attempt("going on with what compressors remember", lambda: now.take_over(before))
+            share_memories(now, reset, sharing)
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:

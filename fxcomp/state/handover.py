@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """A conversation of all ranks, for topics that begin alike."""
+class Sharing:
+    """Values of states that all ranks share, at topics that begin alike."""
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
@@ -100,7 +100,7 @@ class Holding:
 
 
 def hand_over(
-    holding: Holding, into: Arena, sizes: Mapping[str, int], exchange: Exchange, what: str = "residuals"
+    holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing, what: str = "residuals"
 ) -> dict[str, Tensor]:
     """Fill an arena with what is held, and return what waits for the next gradients; every rank calls it.
 
@@ -108,14 +108,14 @@ def hand_over(
     with what is held.
     """
 
-    names, ranks = list(sizes), exchange.peers.world_size
+    names, ranks = list(sizes), sharing.peers.world_size
 
     def looked_at() -> tuple[list[int], list[int], list[int]]:
         moving = [k for k, name in enumerate(names) if not holding.lies(name, into, ranks)]
         owed = [k for k, name in enumerate(names) if name in holding.owed and name not in into.covered]
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
-    everyone = exchange.gather(f"where {what} lie", exchange.attempt(f"reading {what}", looked_at))
+    everyone = sharing.gather(f"where {what} lie", sharing.attempt(f"reading {what}", looked_at))
     # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same. What one
     # rank lacks and another has moves too: they may have to hold the same.
     moving = {k for theirs, _, _ in everyone for k in theirs}
@@ -126,15 +126,15 @@ def hand_over(
 
     def adding() -> tuple[Tensor, dict[str, Tensor]]:
         parts = [sizes[name] for name in moved]
-        whole = torch.zeros(sum(parts), device=exchange.device)
+        whole = torch.zeros(sum(parts), device=sharing.device)
         means = dict(zip(moved, torch.split(whole, parts), strict=True))
         for name, mean in means.items():
             holding.add_to(name, mean)
         return whole, means
 
-    whole, means = exchange.attempt(f"adding up {what}", adding)
+    whole, means = sharing.attempt(f"adding up {what}", adding)
     if moved:
-        exchange.sum_over_ranks(whole)
+        sharing.sum_over_ranks(whole)
 
     def placing() -> dict[str, Tensor]:
         owed: dict[str, Tensor] = {}
@@ -146,10 +146,10 @@ def hand_over(
             else:
                 stays = holding.stay(name, into)
             if stays is not None:
-                owed[name] = stays.to(exchange.device)
+                owed[name] = stays.to(sharing.device)
         return owed
 
-    return exchange.attempt(f"placing {what}", placing)
+    return sharing.attempt(f"placing {what}", placing)
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:

@@ -25,7 +25,7 @@ from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.checkpoint import PLAN, SCALE
 from fxcomp.state.gradient_state import GradientState, share_memories
-from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.handover import Holding, Sharing, hand_over
 
 VERSION = 3
 
@@ -279,19 +279,19 @@ class Agreed:
     """Ranks whose states nobody has."""
 
 
-def read_together(given: Given, here: Here, exchange: Exchange) -> Agreed | None:
+def read_together(given: Given, here: Here, sharing: Sharing) -> Agreed | None:
     """Check what every rank was given; None if none was given anything. Every rank calls it.
 
     Raises BadState on all ranks where states do not belong together, PeerFailed where another rank's is bad.
     """
-    peers = exchange.peers
+    peers = sharing.peers
 
     def mine() -> tuple[Saved, ...]:
         return tuple(_read(state, here, peers.rank, peers.world_size) for state in states_given(given))
 
-    states = exchange.attempt("reading", mine)
+    states = sharing.attempt("reading", mine)
     facts: list[Any] = [[s.rank, s.ranks, s.steps, list(s.rates.items())] for s in states]
-    everyone = exchange.gather("comparing", facts)
+    everyone = sharing.gather("comparing", facts)
     flat: list[Any] = [(reader, *fact) for reader, theirs in enumerate(everyone) for fact in theirs]
     if not flat:
         return None
@@ -327,25 +327,25 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 # Loading
 
 
-def restore(agreed: Agreed, into: GradientState, here: Here, exchange: Exchange) -> None:
+def restore(agreed: Agreed, into: GradientState, here: Here, sharing: Sharing) -> None:
     """Load what was agreed on into the state of the plan that is followed here.
 
     Every rank calls it. Raises BadState where compressors that must remember the same do not.
     """
-    states, rank = agreed.states, exchange.peers.rank
-    exchange.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
+    states, rank = agreed.states, sharing.peers.rank
+    sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
-    owed = hand_over(residuals, into.residuals, here.trained_sizes, exchange)
-    any_velocities = any(exchange.gather("looking for velocities", any(s.velocities for s in states)))
+    owed = hand_over(residuals, into.residuals, here.trained_sizes, sharing)
+    any_velocities = any(sharing.gather("looking for velocities", any(s.velocities for s in states)))
     if into.velocities is not None:
         if not any_velocities:
             _warn("the state was saved without momentum correction: velocities start at zero.")
         velocities = Holding(agreed.ranks, _joined([s.velocities for s in states]))
-        hand_over(velocities, into.velocities, here.trained_sizes, exchange, "velocities")
+        hand_over(velocities, into.velocities, here.trained_sizes, sharing, "velocities")
     elif any_velocities:
         _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
-    _restore_compressors([saved.whole for saved in own_first], into.compressor_states, exchange)
+    _restore_compressors([saved.whole for saved in own_first], into.compressor_states, sharing)
     into.owed, into.rates = owed, dict(agreed.rates)
 
 
@@ -382,16 +382,16 @@ def _warn(text: str) -> None:
 # What compressors remember
 
 
-def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, exchange: Exchange) -> None:
+def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, sharing: Sharing) -> None:
     """Load what fits. Of values that ranks share, a rank without them takes those of a rank that has them."""
-    reset = exchange.attempt("loading what compressors remember", lambda: kept.take_back(states))
+    reset = sharing.attempt("loading what compressors remember", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}
-    everyone = exchange.gather("comparing what compressors remember", fingerprints)
+    everyone = sharing.gather("comparing what compressors remember", fingerprints)
     check_shared_facts(dict(enumerate(everyone)))
-    missing = share_memories(kept, reset, exchange)
+    missing = share_memories(kept, reset, sharing)
     told = {label: found for label, found in reset.items() if label in missing}
-    exchange.attempt("telling what compressors forget", lambda: kept.tell(told))
+    sharing.attempt("telling what compressors forget", lambda: kept.tell(told))
 
 
 def _fingerprint(value: Tensor) -> str:

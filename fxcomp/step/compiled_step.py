@@ -23,7 +23,7 @@ from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.adaptation import PlanMove
-from fxcomp.step.errors.watch import ErrorWatch
+from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.monitor import Monitor
@@ -79,7 +79,7 @@ class CompiledStep:
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
-        self.errors: ErrorWatch | None = None
+        self.errors: ErrorLooks | None = None
         """Measures what compressors lose of gradients; None unless `measured`, or with one rank."""
         if options.compress.measured and site.ranks.world_size > 1:
             self.watch_errors()
@@ -160,7 +160,7 @@ class CompiledStep:
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
-        self.errors = ErrorWatch(self.in_force, self._site, self.monitor, self.notes.append, self.steps)
+        self.errors = ErrorLooks(self.in_force, self._site, self.monitor, self.notes.append, self.steps)
         self._observers.insert(0, self.errors)
         self._steering.follow_errors(self.errors)
 

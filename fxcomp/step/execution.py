@@ -14,8 +14,8 @@ from fxcomp.codegen.program import Program
 from fxcomp.options import StepOptions
 from fxcomp.site import Site
 from fxcomp.step.alike import Alike
-from fxcomp.step.group import MicroBatchGroup
 from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.micro_batches import MicroBatchGroup
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes

@@ -21,7 +21,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import SCALE
 from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
-from fxcomp.state.handover import Exchange, Holding, hand_over
+from fxcomp.state.handover import Holding, Sharing, hand_over
 from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
 
 T = TypeVar("T")
@@ -97,9 +97,9 @@ class Follower:
     def _entered(self, decision: Decision, state: GradientState | None = None) -> Followed:
         return Followed(decision, next(self._numbers), state)
 
-    def exchange(self, topic: str) -> Exchange:
+    def sharing(self, topic: str) -> Sharing:
         """Talk with all ranks about state that changes hands."""
-        return Exchange(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
+        return Sharing(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
 
     @property
     def trained_sizes(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class Follower:
         Returns what `make` makes for it. If that fails on one rank, all of them go on as they were.
         """
         made, state = self._site.ranks.attempt(topic, lambda: (make(), self.trained.fresh(decision.plan)))
-        self.state.carry_to(state, self.trained_sizes, self.exchange("changing plans"))
+        self.state.carry_to(state, self.trained_sizes, self.sharing("changing plans"))
         self.racing, self.now = (), replace(self._entered(decision, state), scale=self.now.scale)
         self._site.make_groups_for(decision.plan)
         return made
@@ -143,7 +143,7 @@ class Follower:
         velocities = self.state.velocities
         if self.state is not before and before.velocities is not None and velocities is not None:
             held = Holding.of(self._site.ranks.world_size, before.velocities.slices)
-            hand_over(held, velocities, self.trained_sizes, self.exchange("racing"), "velocities")
+            hand_over(held, velocities, self.trained_sizes, self.sharing("racing"), "velocities")
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
         """End the race on a plan that stays; the others' residuals go out with the next gradients.
@@ -191,14 +191,14 @@ class Follower:
         Calls `enter` with the number of steps that had been run before anything is taken back, and returns it; None if
         no rank was given anything. A race starts over. Raises BadState.
         """
-        exchange = self.exchange("load_state_dict")
+        sharing = self.sharing("load_state_dict")
         here = Here(self.trained.sizes, self.trained.names, plans)
-        agreed = read_together(given, here, exchange)
+        agreed = read_together(given, here, sharing)
         if agreed is None:
             return None
         self.start_over()
         enter(agreed.steps)
-        restore(agreed, self.state, here, exchange)
-        scales = exchange.gather("the scale of the loss", scale_of(given))
+        restore(agreed, self.state, here, sharing)
+        scales = sharing.gather("the scale of the loss", scale_of(given))
         self.now.scale = next((scale for scale in scales if scale is not None), 1.0)
         return agreed.steps

@@ -22,7 +22,7 @@ from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.drift.judge import Finding
 from fxcomp.step.errors.adaptation import Adaptation
-from fxcomp.step.errors.watch import ErrorWatch
+from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
@@ -91,7 +91,7 @@ class Steering(Observer):
         elif self.adaptation is not None and self._calendar.is_quiet_at(steps - 1):
             self.adaptation.act(steps)
 
-    def follow_errors(self, errors: ErrorWatch) -> None:
+    def follow_errors(self, errors: ErrorLooks) -> None:
         """Let the plan follow what compressors lose, from now on."""
         if self._options.compress.measured and not self._options.why_not_replan:
             terms = self._planner.terms

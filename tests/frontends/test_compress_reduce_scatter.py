@@ -22,6 +22,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.runtime.transfers import Pattern
 
 # Dense
 
@@ -137,13 +138,14 @@ def send_bytes(plan: str) -> tuple[int, float]:
     model, scatter = compressed(plan)
     moved: list[int] = []
     transport = scatter._job.site.transport
-    plain = transport.all_to_all
+    plain = transport.start
 
-    def counted(move: Any) -> Any:
-        moved.append(move.value.numel() * move.value.element_size())
-        return plain(move)
+    def counted(transfer: Any) -> Any:
+        if transfer.pattern is Pattern.ALL_TO_ALL:
+            moved.append(transfer.value.numel() * transfer.value.element_size())
+        return plain(transfer)
 
-    transport.all_to_all = counted  # type: ignore[method-assign]
+    transport.start = counted  # type: ignore[method-assign]
     loss_of(model, 0).backward()
     sent = sum(moved)
     trained(model, range(20))

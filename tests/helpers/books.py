@@ -182,9 +182,9 @@ class Job:
         def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
             here = Here(SIZES, sorted(SIZES), {self.plan.digest})
-            agreed = read_together(given[peer.rank], here, peer.exchange())
+            agreed = read_together(given[peer.rank], here, peer.sharing())
             assert agreed is not None
-            restore(agreed, kept, here, peer.exchange("restoring"))
+            restore(agreed, kept, here, peer.sharing("restoring"))
             return agreed.steps
 
         self.steps = run_virtual(self.cluster.world_size, work)[0]
@@ -195,7 +195,7 @@ class Job:
         self.carried = [self._fresh(rank) for rank in range(self.cluster.world_size)]
 
         def work(peer: VirtualRank) -> None:
-            before[peer.rank].carry_to(self.carried[peer.rank], SIZES, peer.exchange())
+            before[peer.rank].carry_to(self.carried[peer.rank], SIZES, peer.sharing())
 
         run_virtual(self.cluster.world_size, work)
 

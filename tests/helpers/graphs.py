@@ -14,7 +14,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import call
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Sharing, Source, set_info, update_info
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, set_info, update_info
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -43,7 +43,7 @@ class Step:
 
     def buffer(self, name: str, *shape: int) -> Node:
         """One that all ranks take from rank 0."""
-        return update_info(self.input(name, shape, Source(InputKind.BUFFER, name)), sharing=Sharing.EARLY)
+        return update_info(self.input(name, shape, Source(InputKind.BUFFER, name)), leaves_early=True)
 
     def batch(self, *shape: int) -> Node:
         return self.input("x", shape, Source(InputKind.BATCH))

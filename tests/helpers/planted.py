@@ -273,8 +273,8 @@ def a_sum_between_hosts_stays_inside_the_host() -> None:
     def all_reduce(self: Groups, original: Any, value: Any, level: str, lane: str, how: str = "sum") -> Any:
         return original(self, value, "intra" if level == "inter" else level, lane, how)
 
-    wrap(Groups, "all_gather", lambda self, original, move: original(
-        self, replace(move, level="intra" if move.level == "inter" else move.level)))  # fmt: skip
+    wrap(Groups, "start", lambda self, original, transfer: original(
+        self, replace(transfer, level="intra" if transfer.level == "inter" else transfer.level)))  # fmt: skip
     wrap(Groups, "all_reduce", all_reduce)
 
 
@@ -386,10 +386,10 @@ def ranks_that_share_a_sum_go_on_with_residuals_of_their_own() -> None:
 def the_sum_of_residuals_is_kept_instead_of_their_mean() -> None:
     keep_mean = handover.hand_over
 
-    def keep_sum(holding: Holding, into: Any, sizes: Any, exchange_: handover.Exchange, *what: str) -> Any:
-        ratio = Fraction(holding.ranks, exchange_.peers.world_size)
+    def keep_sum(holding: Holding, into: Any, sizes: Any, sharing: handover.Sharing, *what: str) -> Any:
+        ratio = Fraction(holding.ranks, sharing.peers.world_size)
         scaled = {n: [replace(s, weight=s.weight * ratio) for s in held] for n, held in holding.slices.items()}
-        return keep_mean(replace(holding, slices=scaled), into, sizes, exchange_, *what)
+        return keep_mean(replace(holding, slices=scaled), into, sizes, sharing, *what)
 
     exchange(keep_mean, keep_sum)
 

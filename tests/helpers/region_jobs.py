@@ -24,7 +24,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.codegen import program
 from fxcomp.plan.strategy import Strategy
 from fxcomp.ranks import ALONE
-from fxcomp.runtime.moves import Move, Pattern
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.site import Site
 from helpers.drifting import table
@@ -52,9 +52,10 @@ class Mirror(NullTransport):
             value.mul_(self._ranks)
         return super().all_reduce(value, level, lane, how)
 
-    def reduce_scatter(self, move: Move) -> Any:
-        done = super().reduce_scatter(move)
-        move.out.mul_(len(move.parts(Pattern.REDUCE_SCATTER, self.place(move.level))))
+    def start(self, transfer: Transfer) -> Any:
+        done = super().start(transfer)
+        if transfer.pattern is Pattern.REDUCE_SCATTER:
+            transfer.out.mul_(len(transfer.parts(self.place(transfer.level))))
         return done
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.errors import PeerFailed
-from fxcomp.state.handover import Exchange
+from fxcomp.state.handover import Sharing
 
 
 class Left(Exception):
@@ -86,8 +86,8 @@ class VirtualRank:
         everyone = self.board.meet(self.rank, value.clone())
         value.copy_(torch.stack(everyone).sum(dim=0))
 
-    def exchange(self, topic: str = "a topic") -> Exchange:
-        return Exchange(self, self.sum_over_ranks, topic, torch.device("cpu"))
+    def sharing(self, topic: str = "a topic") -> Sharing:
+        return Sharing(self, self.sum_over_ranks, topic, torch.device("cpu"))
 
 
 def try_virtual(ranks: int, work: Callable[[VirtualRank], Any]) -> list[Any]:

@@ -17,7 +17,7 @@ PLANTED = {
         "    _K.GATHER: {": "    _K.RELAY: {_A.DIRECT: Formula(_one, _others, _share, _P.PAIRS)},\n    _K.GATHER: {",
         "        _K.GATHER: (_A.DIRECT,),\n": "        _K.GATHER: (_A.DIRECT,),\n        _K.RELAY: (_A.DIRECT,),\n",
     },
-    "runtime/moves.py": {'    "gather": ': '    "relay": Pattern.ALL_TO_ALL,\n    "gather": '},
+    "runtime/transfers.py": {'    "gather": ': '    "relay": Pattern.ALL_TO_ALL,\n    "gather": '},
 }
 """By file: texts, and what stands in their place."""
 

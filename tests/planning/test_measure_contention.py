@@ -32,8 +32,8 @@ from fxcomp.planning.measure_contention import (
     summed_bytes,
 )
 from fxcomp.planning.measure_step import StepMeasurement
-from fxcomp.runtime.moves import Move
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.read_workload import graph_tasks
 
@@ -129,9 +129,10 @@ class Recording(NullTransport):
         self.calls.append((f"sum or max, {level}", value.numel(), 0))
         return super().all_reduce(value, level, lane, how)
 
-    def all_gather(self, move: Move) -> Any:
-        self.calls.append((f"gather, {move.level}", move.value.numel(), move.out.numel()))
-        return super().all_gather(move)
+    def start(self, transfer: Transfer) -> Any:
+        if transfer.pattern is Pattern.ALL_GATHER:
+            self.calls.append((f"gather, {transfer.level}", transfer.value.numel(), transfer.out.numel()))
+        return super().start(transfer)
 
 
 def test_only_sums_over_all_ranks_are_sent_as_gathers():

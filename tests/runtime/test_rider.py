@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fxcomp.runtime.buffers import Buffers
-from fxcomp.runtime.moves import Cut, Move, Pattern
 from fxcomp.runtime.rider import BITS, DIGEST_BYTES, ROOM, Rider
+from fxcomp.runtime.transfers import Cut, Transfer
 from fxcomp.runtime.transport import Launch
 
 CPU = torch.device("cpu")
@@ -42,13 +42,13 @@ class Others:
             value.copy_(torch.maximum(value, theirs) if how == "max" else value + theirs)
         return Done()
 
-    def all_gather(self, move: Move) -> Done:
-        parts = move.parts(Pattern.ALL_GATHER, 0)
-        theirs = [move.value]
+    def start(self, transfer: Transfer) -> Done:
+        parts = transfer.parts(0)
+        theirs = [transfer.value]
         for part, digest in zip(parts[1:], self._digests, strict=True):
             behind = torch.tensor(list(both(digest)), dtype=torch.uint8)
             theirs.append(torch.cat([torch.full((part - DIGEST_BYTES,), 7, dtype=torch.uint8), behind]))
-        move.out.copy_(torch.cat(theirs))
+        transfer.out.copy_(torch.cat(theirs))
         return Done()
 
 

@@ -15,8 +15,8 @@ from fxcomp.errors import BadTensor
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import TimedCollectives
 from fxcomp.runtime.group import Work
-from fxcomp.runtime.moves import Cut, Move, Pattern, from_first
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.transfers import Cut, Pattern, Transfer, from_first
 from fxcomp.runtime.transport import Groups, NullTransport, add_in_order
 
 CPU = torch.device("cpu")
@@ -173,9 +173,9 @@ def test_no_network_gives_own_values_in_the_shapes_of_a_real_one():
 class Answering(At):
     """A network on which every rank brings sevens."""
 
-    def all_gather(self, move: Move) -> Work:
-        move.out.fill_(7.0)
-        return super().all_gather(move)
+    def start(self, transfer: Transfer) -> Work:
+        transfer.out.fill_(7.0)
+        return super().start(transfer)
 
 
 def test_parts_of_other_sizes_stay_what_the_network_brought():
@@ -207,8 +207,8 @@ def test_what_does_not_fit_is_refused():
         rt.launch("c", "all_to_some", torch.ones(7), (3, 5), "world")
     whole = torch.ones(8)
     with pytest.raises(BadTensor, match="input and output of all_to_all@world share their storage"):
-        NullTransport().all_to_all(Move(whole[:4], whole[4:], 2, "world"))
+        NullTransport().start(Transfer(Pattern.ALL_TO_ALL, whole[:4], whole[4:], 2, "world"))
     with pytest.raises(BadTensor, match=r"all_gather@world has torch.float32 going in and torch.int8 coming out"):
-        NullTransport().all_gather(Move(whole, whole.to(torch.int8), 1, "world"))
+        NullTransport().start(Transfer(Pattern.ALL_GATHER, whole, whole.to(torch.int8), 1, "world"))
     with pytest.raises(BadTensor, match="reduce_scatter@world is cut into 2 parts, for 3 ranks"):
-        Move(whole, torch.empty(4), 2, "world").parts(Pattern.REDUCE_SCATTER, 0, ranks=3)
+        Transfer(Pattern.REDUCE_SCATTER, whole, torch.empty(4), 2, "world").parts(0, ranks=3)

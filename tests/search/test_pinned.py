@@ -63,7 +63,7 @@ def test_no_bucket_holds_gradients_of_two_pins_or_free_ones():
             texts = {rule and rule.text for name in bucket.names if (rule := pins.rule_for(name)) or True}
             assert len(texts) == 1
     apart = searches_of(WORKLOAD, TracedPrices(COSTS, SLOW), Terms(Mode.BALANCED, pins=pins))[0]
-    assert len(apart.lanes) == 4, (
+    assert len(apart.strands) == 4, (
         "matrices, vectors, and one for each strategy: patterns with the same one share buckets"
     )
 

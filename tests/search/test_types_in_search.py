@@ -107,7 +107,7 @@ def test_a_plan_says_the_type_of_its_gradients():
 
 @pytest.mark.skipif(not kernels.available(), reason="needs the C++ search")
 def test_many_pins_of_several_types_are_priced_apart():
-    """Sixty lanes: two types of each of 14 pins, and what is not pinned."""
+    """Sixty strands: two types of each of 14 pins, and what is not pinned."""
     names = ("int8", "int4", "bf16", "sign", "int2", "fp16", "fp8_e4m3", *(f"topk({k / 100})" for k in range(1, 8)))
     gradients = [
         Gradient(f"{number}.{kind}", (64 + number, 64), 10.0 * number, 1.0, kind)
@@ -118,7 +118,7 @@ def test_many_pins_of_several_types_are_priced_apart():
     traced = TracedPrices(COSTS, cluster(2, 1, "300mbit"))
     for search in searches_of(Workload(tuple(gradients), 200.0), traced, Terms(Mode.BALANCED, pins=pins)):
         parts = search.starts([0], 1)[0].parts
-        assert len({part.lane for part in parts}) == len(gradients)
+        assert len({part.strand for part in parts}) == len(gradients)
         (compiled,), (plain,) = (
             engine.values([parts]) for engine in (Compiled(search.problem), Descent(search.problem))
         )

@@ -115,7 +115,7 @@ def moved(layouts: Sequence[tuple[Layout, Layout]]) -> list[tuple[Residuals, Res
     def work(peer: VirtualRank) -> tuple[Residuals, Residuals]:
         before, after = (Residuals(layout, CPU) for layout in layouts[peer.rank])
         filled(before, peer.rank)
-        assert hand_over(Holding.of(len(layouts), before.slices), after, SMALL, peer.exchange()) == {}
+        assert hand_over(Holding.of(len(layouts), before.slices), after, SMALL, peer.sharing()) == {}
         return before, after
 
     return run_virtual(len(layouts), work)
@@ -147,7 +147,7 @@ def test_three_ranks_that_become_two_owe_what_they_owed():
     def work(peer: VirtualRank) -> list[float]:
         held = [Slice(torch.full((1,), value), 0, 1, weight=Fraction(1, 3)) for value in ([3.0, 9.0], [6.0])[peer.rank]]
         into = Residuals({(0, 0): SlotLayout((Part("a", 0, 1, 1),), (range(1),), place=peer.rank)}, CPU)
-        hand_over(Holding(3, {"a": held}), into, {"a": 1}, peer.exchange())
+        hand_over(Holding(3, {"a": held}), into, {"a": 1}, peer.sharing())
         return into.of(0).tolist()
 
     assert run_virtual(2, work) == [[6.0], [6.0]]
@@ -266,7 +266,7 @@ def test_of_a_parameter_in_two_buckets_waits_the_part_that_is_not_fed_back():
     def work(peer: VirtualRank) -> tuple[list[float], list[float]]:
         held = Slice(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0, 4, place=peer.rank, weight=Fraction(1, 2))
         into = Residuals({(1, 0): SlotLayout((Part("a", 2, 2, 4),), (range(2),), place=peer.rank)}, CPU)
-        waiting = hand_over(Holding.of(2, {"a": [held]}), into, {"a": 4}, peer.exchange())
+        waiting = hand_over(Holding.of(2, {"a": [held]}), into, {"a": 4}, peer.sharing())
         return waiting["a"].tolist(), into.of(1).tolist()
 
     assert run_virtual(2, work) == [([1.0, 2.0, 0.0, 0.0], [3.0, 4.0])] * 2
@@ -281,7 +281,7 @@ def test_what_waits_on_one_rank_waits_on_all():
     def work(peer: VirtualRank) -> dict[str, list[float]]:
         waiting = {"a": torch.full((2,), 3.0), "b": torch.ones(1)} if peer.rank == 0 else {"b": torch.ones(1)}
         holding = Holding.of(2, {}, waiting)
-        found = hand_over(holding, Residuals({}, CPU), {"a": 2, "b": 1, "c": 1}, peer.exchange())
+        found = hand_over(holding, Residuals({}, CPU), {"a": 2, "b": 1, "c": 1}, peer.sharing())
         return {name: value.tolist() for name, value in found.items()}
 
     assert run_virtual(2, work) == [{"a": [1.5, 1.5], "b": [1.0]}] * 2

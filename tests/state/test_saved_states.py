@@ -40,7 +40,7 @@ def refusals(given: list[Any], ranks: int = 2) -> list[str]:
     """Return what each rank is told, all of them errors."""
 
     def work(peer: Any) -> None:
-        read_together(given[peer.rank], Here(SIZES, sorted(SIZES), {"a plan"}), peer.exchange())
+        read_together(given[peer.rank], Here(SIZES, sorted(SIZES), {"a plan"}), peer.sharing())
 
     outcomes = try_virtual(ranks, work)
     assert all(isinstance(outcome, BadState | PeerFailed) for outcome in outcomes), outcomes
@@ -120,9 +120,9 @@ def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_w
 
         kept = job.carried[peer.rank]
         here = Here(SIZES, sorted({*SIZES} - {"a", "b"}), set())
-        agreed = read_together(states[peer.rank], here, peer.exchange())
+        agreed = read_together(states[peer.rank], here, peer.sharing())
         assert agreed is not None
-        restore(agreed, kept, here, peer.exchange("restoring"))
+        restore(agreed, kept, here, peer.sharing("restoring"))
 
     with pytest.warns(UserWarning, match="'a' gets no gradient any more, and 1 others: what compression left out"):
         assert not any(isinstance(outcome, Exception) for outcome in try_virtual(2, work))
@@ -132,7 +132,7 @@ def test_where_nobody_has_a_state_nothing_changes():
     job, books = trained(compressed("int4"))
 
     def work(peer: Any) -> Any:
-        return read_together(None, Here(SIZES, sorted(SIZES), set()), peer.exchange())
+        return read_together(None, Here(SIZES, sorted(SIZES), set()), peer.sharing())
 
     assert try_virtual(2, work) == [None, None]
     assert books.off_by(job.owed()) < 1e-5

@@ -7,7 +7,7 @@ from math import ceil
 
 import pytest
 
-from fxcomp.step.errors.watch import CHECKS, CHECKS_SHARE, FIRST, LOOKS, LOOKS_SHARE, Pace
+from fxcomp.step.errors.error_looks import CHECKS, CHECKS_SHARE, FIRST, LOOKS, LOOKS_SHARE, Pace
 
 STEP_US, STEPS = 1e5, 20_000
 

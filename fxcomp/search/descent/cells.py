@@ -30,9 +30,9 @@ SAME = 1e-9
 
 
 class Part(NamedTuple):
-    """A bucket in the search: cells start to stop of a lane, and the number of one of its options."""
+    """A bucket in the search: cells start to stop of a strand, and the number of one of its options."""
 
-    lane: int
+    strand: int
     start: int
     stop: int
     option: int
@@ -74,11 +74,11 @@ class Limits(NamedTuple):
 
 
 MOST_CELLS = 64
-"""Of a lane, while a plan is looked for. A plan that was found is improved with a cell for each atom."""
+"""Of a strand, while a plan is looked for. A plan that was found is improved with a cell for each atom."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Strand:
     """The atoms that may share buckets, of one type, in ready order, cut into cells."""
 
     atoms: tuple[Atom, ...]
@@ -112,9 +112,9 @@ class Lane:
         """The atoms of cells."""
         return self.atoms[self.borders[start] : self.borders[stop]]
 
-    def whole(self) -> Lane:
+    def whole(self) -> Strand:
         """The same, with a cell for each atom."""
-        return Lane(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
+        return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
         """Add up each feature before each cell, and after the last."""
@@ -144,7 +144,7 @@ class Lane:
         return ends, times
 
 
-def lane_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Lane:
+def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Strand:
     """Join the smallest neighbours until there are no more cells than that."""
     count = len(atoms)
     size = [atom.elements for atom in atoms]
@@ -167,20 +167,20 @@ def lane_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS
         if before[one] >= 0:
             heapq.heappush(pairs, (size[before[one]] + together, before[one], one))
     borders = (*(k for k in range(count) if is_there[k]), count)
-    return Lane(tuple(atoms), tuple(places), borders)
+    return Strand(tuple(atoms), tuple(places), borders)
 
 
-def reaches(templates: Sequence[Template], lane: Lane, ranks: int) -> list[list[int] | None]:
+def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
     """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried."""
-    gradients = {atom.number: atom.gradient for atom in lane.atoms}
+    gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:
         return [None] * len(templates)
     largest = max(gradients, key=lambda number: gradients[number].elements)
-    return [_reach(template, lane, gradients, largest, ranks) for template in templates]
+    return [_reach(template, strand, gradients, largest, ranks) for template in templates]
 
 
 def _reach(
-    template: Template, lane: Lane, gradients: Mapping[int, Gradient], largest: int, ranks: int
+    template: Template, strand: Strand, gradients: Mapping[int, Gradient], largest: int, ranks: int
 ) -> list[int] | None:
 
     def refuses(shape: Sequence[int]) -> bool:
@@ -189,15 +189,15 @@ def _reach(
     compressed = [feature for feature in template.features if feature.compressor is not None]
     if not compressed or not refuses(gradients[largest].shape):
         return None
-    found = [lane.cells] * lane.cells
+    found = [strand.cells] * strand.cells
     for number, gradient in gradients.items():
         if not refuses(gradient.shape):
             continue
-        cells = [cell for cell in range(lane.cells) if _parts(lane, number, cell, cell + 1)]
+        cells = [cell for cell in range(strand.cells) if _parts(strand, number, cell, cell + 1)]
         for start in range(cells[-1] + 1):
             first = max(start, cells[0])
             for stop in range(first + 1, cells[-1] + 2):
-                parts = _parts(lane, number, first, stop)
+                parts = _parts(strand, number, first, stop)
                 extent = range(parts[0].extent.start, parts[-1].extent.stop)
                 if refuses(part_shape(gradient.shape, extent)):
                     found[start] = min(found[start], stop - 1)
@@ -205,6 +205,6 @@ def _reach(
     return found
 
 
-def _parts(lane: Lane, number: int, start: int, stop: int) -> list[Atom]:
+def _parts(strand: Strand, number: int, start: int, stop: int) -> list[Atom]:
     """List the atoms of one gradient in cells."""
-    return [atom for atom in lane.within(start, stop) if atom.number == number]
+    return [atom for atom in strand.within(start, stop) if atom.number == number]

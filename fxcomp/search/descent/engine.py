@@ -25,11 +25,11 @@ class Engine(Protocol):
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Simulate a plan with other options: each time one for all the buckets of each lane."""
+        """Simulate a plan with other options: each time one for all the buckets of each strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Simulate a plan with each option of a lane for one of its buckets at a time."""
+        """Simulate a plan with each option of a strand for one of its buckets at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -57,8 +57,8 @@ class Compiled:
         self._columns = problem.for_kernels
         opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
         self._search = ctypes.c_void_p(opened)
-        self._cells = problem.lane_cells[-1]
-        self._options = [end - start for start, end in pairwise(problem.lane_options)]
+        self._cells = problem.strand_cells[-1]
+        self._options = [end - start for start, end in pairwise(problem.strand_options)]
         weakref.finalize(self, kernels.function("fxcomp_search_close", None), self._search)
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
@@ -78,7 +78,7 @@ class Compiled:
         return _values(found)
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        parts, counts = array("i", chain.from_iterable(plan)), [self._options[part.lane] for part in plan]
+        parts, counts = array("i", chain.from_iterable(plan)), [self._options[part.strand] for part in plan]
         found = array("d", bytes(16 * sum(counts)))
         evaluate = kernels.function("fxcomp_search_others", None)
         evaluate(self._search, ctypes.c_int32(len(plan)), _address(parts), _address(found))
@@ -100,18 +100,18 @@ class Simulated:
 
     def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], exact: ExactPlans) -> None:
         self._problem, self._plan_of, self._exact = problem, plan_of, exact
-        self._options = [end - start for start, end in pairwise(problem.lane_options)]
+        self._options = [end - start for start, end in pairwise(problem.strand_options)]
         self._known: dict[Parts, Value] = {}
 
     def values(self, plans: Sequence[Parts]) -> list[Value]:
         return [self._value(parts) for parts in plans]
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        return self.values([tuple(part._replace(option=each[part.lane]) for part in plan) for each in options])
+        return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
         """Judge no other option: a simulation for each bucket and option would take minutes."""
-        return [[Value(math.inf, math.inf)] * self._options[part.lane] for part in plan]
+        return [[Value(math.inf, math.inf)] * self._options[part.strand] for part in plan]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
         """Leave the plan as it is."""
@@ -129,16 +129,16 @@ class Simulated:
 
     def _lost(self, part: Part) -> float:
         """Return what a bucket loses, in elements; infinitely much if its compressor cannot carry it."""
-        p, option = self._problem, self._problem.lane_options[part.lane] + part.option
+        p, option = self._problem, self._problem.strand_options[part.strand] + part.option
         reach = p.option_reach[option]
         if reach >= 0 and part.stop > p.reach[reach + part.start]:
             return math.inf
-        first, width = p.lane_losses[part.lane] + part.option, self._options[part.lane]
+        first, width = p.strand_losses[part.strand] + part.option, self._options[part.strand]
         return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
 
     def _bursting(self, part: Part) -> float:
-        p, row = self._problem, self._problem.lane_cells[part.lane] + part.lane
-        if not p.option_traits[p.lane_options[part.lane] + part.option] & BURSTY:
+        p, row = self._problem, self._problem.strand_cells[part.strand] + part.strand
+        if not p.option_traits[p.strand_options[part.strand] + part.option] & BURSTY:
             return 0.0
         return p.sums[(row + part.stop) * p.features] - p.sums[(row + part.start) * p.features]
 

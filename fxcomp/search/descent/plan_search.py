@@ -20,7 +20,7 @@ from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
-from fxcomp.search.descent.cells import Lane, Limits, Part, Parts, Value, lane_of
+from fxcomp.search.descent.cells import Limits, Part, Parts, Strand, Value, strand_of
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.problem import Option, Problem, Problems, TracedPrices
 from fxcomp.search.descent.spent_starts import ALONE, QUICK, SHARED, kicks, spent_starts
@@ -53,7 +53,7 @@ class Found:
 
     parts: Parts
     value: Value
-    lanes: tuple[Lane, ...]
+    strands: tuple[Strand, ...]
     """The cells that the parts count."""
 
 
@@ -65,8 +65,8 @@ class PlanSearch:
         workload, cluster = question.workload, traced.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         pinned = question.pinned
-        pinned_to = [pinned.lane_of.get(atom.gradient.name) for atom in atoms]
-        free = [k for k, lane in enumerate(pinned_to) if lane is None]
+        pinned_to = [pinned.strand_of.get(atom.gradient.name) for atom in atoms]
+        free = [k for k, strand in enumerate(pinned_to) if strand is None]
         self.options: list[list[Option]] = []
         places: list[list[int]] = []
         for content, offered in question.choices.items():
@@ -74,15 +74,15 @@ class PlanSearch:
                 places.append(found)
                 self.options.append([option_of(strategy, cluster) for strategy in worth_offering(offered, each)])
         self._free = len(places)
-        """The lanes of what is not pinned come first."""
-        for lane in pinned.lanes:
-            for _, found in _by_type([k for k, each in enumerate(pinned_to) if each is lane], atoms):
+        """The strands of what is not pinned come first."""
+        for strand in pinned.strands:
+            for _, found in _by_type([k for k, each in enumerate(pinned_to) if each is strand], atoms):
                 places.append(found)
-                self.options.append([pinned_option(strategy, cluster) for strategy in lane.strategies])
-        self.lanes = tuple(lane_of([atoms[k] for k in found], found) for found in places)
+                self.options.append([pinned_option(strategy, cluster) for strategy in strand.strategies])
+        self.strands = tuple(strand_of([atoms[k] for k in found], found) for found in places)
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self._losses = question.losses or Losses(workload.gradients, cluster)
-        self.problems = Problems(self._losses, workload, self.lanes, self.options, self.setting)
+        self.problems = Problems(self._losses, workload, self.strands, self.options, self.setting)
         self._ask(traced)
         self.shares = bool(self.problem.shares)
 
@@ -93,7 +93,7 @@ class PlanSearch:
     def _ask(self, traced: TracedPrices) -> None:
         self.traced = traced
         self.problem = self.problems.at(traced, self.question.bounds)
-        self.engine = self._engine(self.problem, self.lanes)
+        self.engine = self._engine(self.problem, self.strands)
         self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
         self._engine_of_whole: Engine | None = None
 
@@ -140,22 +140,22 @@ class PlanSearch:
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
-        """Make the fastest plans of one strategy everywhere, of these of the first lane, in buckets of a few sizes.
+        """Make the fastest plans of one strategy everywhere, of these of the first strand, in buckets of a few sizes.
 
-        Buckets of other lanes stay uncompressed where they must not have it. What is pinned goes by the same levels if
+        Other strands' buckets stay uncompressed where they must not have it. What is pinned goes by the same levels if
         it can.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
         values.sort(key=lambda start: start[0])
         return [
-            Found(tuple(Part(*part[:3], self._alike[number][part.lane]) for part in shape), value, self.lanes)
+            Found(tuple(Part(*part[:3], self._alike[number][part.strand]) for part in shape), value, self.strands)
             for value, shape, number in values[:most]
         ]
 
     def _shapes(self) -> list[tuple[Parts, list[Value]]]:
-        """Cut cells into buckets of a few sizes, with the step of each strategy of the first lane everywhere."""
+        """Cut cells into buckets of a few sizes, with the step of each strategy of the first strand everywhere."""
         if self._priced_shapes is None:
-            sizes = [lane.sizes() for lane in self.lanes]
+            sizes = [strand.sizes() for strand in self.strands]
             borders = dict.fromkeys(tuple(_borders(each, cap) for each in sizes) for cap in CAPS)
             shapes = [self._shape(each) for each in borders]
             self._priced_shapes = [(shape, self.engine.with_options(shape, self._alike)) for shape in shapes]
@@ -180,61 +180,61 @@ class PlanSearch:
         far = zip(starts, is_rough, rounded_us, strict=True)
         rough = [found for found, rough, more_us in far if rough and found.value.us - more_us < limit]
         if rough:
-            least = self._engine(self.problem.unrounded, self.lanes).values([found.parts for found in rough])
+            least = self._engine(self.problem.unrounded, self.strands).values([found.parts for found in rough])
             rough = [found for found, value in zip(rough, least, strict=True) if value.us < limit]
         return [*_of_buckets(rough, _ROUGH), *_of_buckets(close, _LISTED)]
 
     def _rounded_us(self, found: Found) -> float:
         """Return the most by which the rounding of shards lengthens one of a plan's buckets, as it is priced."""
         return max(
-            (self.problem.rounded_us[option] for option in {(part.lane, part.option) for part in found.parts}),
+            (self.problem.rounded_us[option] for option in {(part.strand, part.option) for part in found.parts}),
             default=0.0,
         )
 
     @property
     def is_joined(self) -> bool:
         """Cells hold several atoms."""
-        return any(lane.cells < len(lane.atoms) for lane in self.lanes)
+        return any(strand.cells < len(strand.atoms) for strand in self.strands)
 
     def plan(self, found: Found) -> Plan:
-        return self._plan(found.lanes, found.parts)
+        return self._plan(found.strands, found.parts)
 
-    def _plan(self, lanes: Sequence[Lane], parts: Parts) -> Plan:
+    def _plan(self, strands: Sequence[Strand], parts: Parts) -> Plan:
         buckets: list[Bucket] = []
         for part in parts:
-            members = joined(lanes[part.lane].within(part.start, part.stop), self.traced.costs)
+            members = joined(strands[part.strand].within(part.start, part.stop), self.traced.costs)
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
-            kind = lanes[part.lane].element_type
+            kind = strands[part.strand].element_type
             buckets.append(Bucket(names, sizes, self._strategy(part), starts, kind))
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
         """List what the mode allows instead of each strategy, with the step that it makes, the fastest first."""
-        engine = self.engine if found.lanes is self.lanes else self._engine_in_full()
+        engine = self.engine if found.strands is self.strands else self._engine_in_full()
         answers: list[list[tuple[Strategy, float]]] = []
         for part, values in zip(found.parts, engine.others(found.parts), strict=True):
             ranked = sorted((value, number) for number, value in enumerate(values) if number != part.option)
-            strategies = [option.strategy for option in self.options[part.lane]]
+            strategies = [option.strategy for option in self.options[part.strand]]
             answers.append([(strategies[number], value.us) for value, number in ranked if math.isfinite(value.us)])
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
         """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
-        lanes, effort = self._whole, SHARED if self.shares else ALONE
+        strands, effort = self._whole, SHARED if self.shares else ALONE
         engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
         starts = self.starts(offered)
 
         def improved(parts: Parts, limits: Limits) -> Found:
             parts, _ = engine.improve(parts, limits._replace(dense_only=dense_only))
-            return Found(parts, engine.values([parts])[0], lanes)
+            return Found(parts, engine.values([parts])[0], strands)
 
         again = starts[: effort.improved] if self.is_joined else ()
         best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=_value_of)
         tails = [option for option in dict.fromkeys(map(self._first_option, starts)) if option is not None]
         for _ in range(effort.rounds):
-            ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, lanes, tails[: effort.tails])]
+            ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, strands, tails[: effort.tails])]
             kicked = min(ends, key=_value_of, default=best)
             if not kicked.value.beats(best.value):
                 break
@@ -243,17 +243,18 @@ class PlanSearch:
 
     def _spread(self, parts: Parts) -> Parts:
         """Count atoms instead of cells."""
-        borders = [lane.borders for lane in self.lanes]
+        borders = [strand.borders for strand in self.strands]
         return tuple(
-            part._replace(start=borders[part.lane][part.start], stop=borders[part.lane][part.stop]) for part in parts
+            part._replace(start=borders[part.strand][part.start], stop=borders[part.strand][part.stop])
+            for part in parts
         )
 
     def _shape(self, borders: Sequence[Sequence[tuple[int, int]]]) -> Parts:
-        parts = [Part(lane, start, stop, 0) for lane, each in enumerate(borders) for start, stop in each]
-        return tuple(sorted(parts, key=lambda part: self.lanes[part.lane].last(part.stop - 1)))
+        parts = [Part(strand, start, stop, 0) for strand, each in enumerate(borders) for start, stop in each]
+        return tuple(sorted(parts, key=lambda part: self.strands[part.strand].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Number a strategy of the first lane in each lane; where it is not offered, the first one, or one like it."""
+        """Number a strategy of the first strand in each one; where it is not offered, the first one, or one like it."""
         wanted = self.options[0][number].strategy
         levels = _levels(wanted)
 
@@ -267,7 +268,7 @@ class PlanSearch:
 
     def _first_option(self, found: Found) -> int | None:
         """The option of the first bucket that is not pinned; None if all are."""
-        return next((part.option for part in found.parts if part.lane < self._free), None)
+        return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
         """Take the best starts, and the best ones with other strategies."""
@@ -284,21 +285,21 @@ class PlanSearch:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
 
     def _strategy(self, part: Part) -> Strategy:
-        return self.options[part.lane][part.option].strategy
+        return self.options[part.strand][part.option].strategy
 
     def improved(self, parts: Parts, limits: Limits) -> Found:
         """Change a plan until no change helps, or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
-        return Found(found, self.engine.values([found])[0], self.lanes)
+        return Found(found, self.engine.values([found])[0], self.strands)
 
     @cached_property
-    def _whole(self) -> tuple[Lane, ...]:
-        """The lanes with a cell for each atom."""
-        return tuple(lane.whole() for lane in self.lanes)
+    def _whole(self) -> tuple[Strand, ...]:
+        """The strands with a cell for each atom."""
+        return tuple(strand.whole() for strand in self.strands)
 
-    def _engine(self, problem: Problem, lanes: Sequence[Lane]) -> Engine:
+    def _engine(self, problem: Problem, strands: Sequence[Strand]) -> Engine:
         exact = ExactPlans(self.question.workload, self.traced.costs, self.traced.cluster)
-        return engine_of(problem, partial(self._plan, lanes), exact)
+        return engine_of(problem, partial(self._plan, strands), exact)
 
     def _engine_in_full(self) -> Engine:
         if not self.is_joined:

@@ -1,6 +1,6 @@
 """Write down as numbers all that a search compares plans by: plain arrays, which csrc/search.cpp reads in place.
 
-What belongs to a lane, a template, a task or a curve lies after what belongs to the one before it, from its entry in
+What belongs to a strand, a template, a task or a curve lies after what belongs to the one before it, from its entry in
 an array of starts up to the next one. csrc/priced_parts.h has the same fields in the same order.
 """
 
@@ -21,7 +21,7 @@ from fxcomp.cost.piecewise import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.cells import Lane, reaches
+from fxcomp.search.descent.cells import Strand, reaches
 from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import broadcast_task
@@ -41,7 +41,7 @@ PLACE = {stream: place for place, stream in enumerate(Stream)}
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A strategy that the buckets of a lane may have."""
+    """A strategy that the buckets of a strand may have."""
 
     strategy: Strategy
     is_bursty: bool
@@ -69,21 +69,21 @@ NO_BOUNDS = Bounds()
 class Problem:
     """The numbers. Arrays first, then times and limits, then counts and flags, as C++ has them."""
 
-    lane_cells: array[int]
+    strand_cells: array[int]
     last: array[int]
     """Of each cell: the place of its last gradient among all."""
     ready_us: array[float]
     sums: array[float]
-    """Of each cell, and after a lane's last: the features of all before it, one after another; elements first."""
+    """Of each cell, and after a strand's last: the features of all before it, one after another; elements first."""
     updates_us: array[float]
     join_last: array[int]
     """Of each cell: the cell where the gradient that it continues ends; -1 if it continues none."""
     join_us: array[float]
-    lane_options: array[int]
+    strand_options: array[int]
     option_template: array[int]
-    lane_losses: array[int]
+    strand_losses: array[int]
     losses: array[float]
-    """Of each cell, and after a lane's last: what each option loses of all before it, in elements."""
+    """Of each cell, and after a strand's last: what each option loses of all before it, in elements."""
     option_traits: array[int]
     option_reach: array[int]
     """Where an option's entries in `reach` begin; -1 if it carries any bucket."""
@@ -120,7 +120,7 @@ class Problem:
     bursty: float
     processors: float
     compute: float
-    lanes: int
+    strands: int
     features: int
     updates_wait: int
     commits: int
@@ -137,13 +137,13 @@ class Problem:
 
     @cached_property
     def rounded_us(self) -> dict[tuple[int, int], float]:
-        """The most by which that may shorten a bucket's tasks, by lane and option."""
+        """The most by which that may shorten a bucket's tasks, by strand and option."""
         found: dict[tuple[int, int], float] = {}
-        for lane, (first, end) in enumerate(pairwise(self.lane_options)):
+        for strand, (first, end) in enumerate(pairwise(self.strand_options)):
             for option in range(first, end):
                 tasks = self.template_tasks[self.option_template[option] :][:2]
                 terms = range(*(self.task_terms[task] for task in tasks))
-                found[lane, option - first] = sum(map(self._rounded_us, terms))
+                found[strand, option - first] = sum(map(self._rounded_us, terms))
         return found
 
     def _rounded_us(self, term: int) -> float:
@@ -174,22 +174,22 @@ class _ProblemColumns(ctypes.Structure):
 
 
 class Problems:
-    """Writes problems: one workload's lanes and options, at the prices of a cost table and a cluster."""
+    """Writes problems: one workload's strands and options, at the prices of a cost table and a cluster."""
 
     def __init__(
         self,
         losses: Losses,
         workload: Workload,
-        lanes: Sequence[Lane],
+        strands: Sequence[Strand],
         options: Sequence[Sequence[Option]],
         setting: Setting,
     ) -> None:
-        self.workload, self.lanes, self.options = workload, lanes, options
+        self.workload, self.strands, self.options = workload, strands, options
         self.losses = [
-            losses.sums(lane.atoms, lane.borders, [option.strategy for option in offered])
-            for lane, offered in zip(lanes, options, strict=True)
+            losses.sums(strand.atoms, strand.borders, [option.strategy for option in offered])
+            for strand, offered in zip(strands, options, strict=True)
         ]
-        settings = [replace(setting, element_type=lane.element_type) for lane in lanes]
+        settings = [replace(setting, element_type=strand.element_type) for strand in strands]
         found = [
             [template_of(option.strategy, each) for option in offered]
             for offered, each in zip(options, settings, strict=True)
@@ -202,9 +202,11 @@ class Problems:
         terms = [term for template in self.templates for task in template.tasks for term in task.terms]
         self.features = list(dict.fromkeys([ELEMENTS, *(term.feature for term in terms)]))
         ranks = setting.cluster.world_size
-        self.sums = [lane.sums(self.features, ranks) for lane in lanes]
+        self.sums = [strand.sums(self.features, ranks) for strand in strands]
         self.reaches = [
-            reach for lane, templates in zip(lanes, found, strict=True) for reach in reaches(templates, lane, ranks)
+            reach
+            for strand, templates in zip(strands, found, strict=True)
+            for reach in reaches(templates, strand, ranks)
         ]
 
     def at(self, traced: TracedPrices, bounds: Bounds) -> Problem:
@@ -223,18 +225,18 @@ class Problems:
         flat = [option for each in self.options for option in each]
         workload, processors = self.workload, costs.processors
         broadcast = broadcast_task(workload, costs, cluster)
-        joins = [lane.continued(costs) for lane in self.lanes]
+        joins = [strand.continued(costs) for strand in self.strands]
         return Problem(
-            lane_cells=_starts(lane.cells for lane in self.lanes),
-            last=_ints(lane.last(cell) for lane in self.lanes for cell in range(lane.cells)),
-            ready_us=_floats(lane.ready_us(cell) for lane in self.lanes for cell in range(lane.cells)),
+            strand_cells=_starts(strand.cells for strand in self.strands),
+            last=_ints(strand.last(cell) for strand in self.strands for cell in range(strand.cells)),
+            ready_us=_floats(strand.ready_us(cell) for strand in self.strands for cell in range(strand.cells)),
             sums=_floats(size for sums in self.sums for row in zip(*sums, strict=True) for size in row),
-            updates_us=_floats(us for lane in self.lanes for us in lane.updates_us()),
+            updates_us=_floats(us for strand in self.strands for us in strand.updates_us()),
             join_last=_ints(cell for cells, _ in joins for cell in cells),
             join_us=_floats(us for _, times in joins for us in times),
-            lane_options=_starts(map(len, self.options)),
+            strand_options=_starts(map(len, self.options)),
             option_template=_ints(number for each in self.numbers for number in each),
-            lane_losses=_starts(sums.size for sums in self.losses),
+            strand_losses=_starts(sums.size for sums in self.losses),
             losses=array("d", b"".join(sums.tobytes() for sums in self.losses)),
             option_traits=_ints(option.traits for option in flat),
             option_reach=_places(self.reaches),
@@ -268,7 +270,7 @@ class Problems:
             bursty=float(bounds.bursting),
             processors=float(processors.count),
             compute=float(processors.compute),
-            lanes=len(self.lanes),
+            strands=len(self.strands),
             features=len(self.features),
             updates_wait=int(workload.updates_wait),
             commits=int(workload.commits),

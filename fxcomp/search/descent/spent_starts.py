@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fxcomp.plan.kinds import Stream
-from fxcomp.search.descent.cells import Lane, Limits, Part, Parts
+from fxcomp.search.descent.cells import Limits, Part, Parts, Strand
 from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
 
 
@@ -75,28 +75,28 @@ _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 """Of a bucket, at its end or start."""
 
 
-def kicks(parts: Parts, lanes: Sequence[Lane], tails: Sequence[int]) -> list[Parts]:
+def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
     """Change a plan as no single change does: halves, pairs, and other options at the end or the start."""
 
     def ordered(found: Iterable[Part]) -> Parts:
-        return tuple(sorted(found, key=lambda part: lanes[part.lane].last(part.stop - 1)))
+        return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
 
     def halves(part: Part) -> tuple[Part, ...]:
         middle = (part.start + part.stop) // 2
         return (part._replace(stop=middle), part._replace(start=middle)) if middle > part.start else (part,)
 
-    by_lane = [[part for part in parts if part.lane == lane] for lane in range(len(lanes))]
+    by_strand = [[part for part in parts if part.strand == strand] for strand in range(len(strands))]
     found = [
         ordered(half for part in parts for half in halves(part)),
         ordered(
             pair[-1]._replace(start=pair[0].start)
-            for each in by_lane
+            for each in by_strand
             for pair in (each[k : k + 2] for k in range(0, len(each), 2))
         ),
     ]
-    if not by_lane[0]:
+    if not by_strand[0]:
         return found
-    last, first = by_lane[0][-1], by_lane[0][0]
+    last, first = by_strand[0][-1], by_strand[0][0]
     rest_of_last, rest_of_first = ([part for part in parts if part != one] for one in (last, first))
     for share in _KICKED_SHARES:
         cut = last.stop - max(1, int((last.stop - last.start) * share))
@@ -113,14 +113,14 @@ GRID = 128
 """Steps from no error to the limit."""
 
 MOST_CELLS = 20
-"""Of the lane; of more cells neighbours are taken together."""
+"""Of the strand; of more cells neighbours are taken together."""
 
 Numbers = Any
 """A numpy array."""
 
 
 class _Priced(NamedTuple):
-    """All buckets of a lane by all options, as arrays of pairs of borders * options."""
+    """All buckets of a strand by all options, as arrays of pairs of borders * options."""
 
     wire_us: Numbers
     compute_us: Numbers
@@ -128,9 +128,9 @@ class _Priced(NamedTuple):
 
 
 def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
-    """Make starts: the first lane cut and its options chosen, the buckets of other lanes as they are in `others`."""
-    first, cells = p.lane_options[0], p.lane_cells[1]
-    rest = [part for part in others if part.lane > 0]
+    """Make starts: the first strand cut and its options chosen, the buckets of others as they are in `others`."""
+    first, cells = p.strand_options[0], p.strand_cells[1]
+    rest = [part for part in others if part.strand > 0]
     limit = p.lossable - sum(_lost(p, part) for part in rest)
     if not cells or not 0 < limit < 1e300:
         return
@@ -138,7 +138,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     starts, stops = np.triu_indices(len(borders), 1)
     offered = [
         option
-        for option in range(p.lane_options[1] - first)
+        for option in range(p.strand_options[1] - first)
         if math.isinf(p.bursty) or not p.option_traits[first + option] & BURSTY
     ]
     if not offered:
@@ -150,7 +150,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
         found = table.within_limit()
         made = [Part(0, int(borders[i]), int(borders[j]), offered[option]) for i, j, option in found]
         if made:
-            yield tuple(sorted([*made, *rest], key=lambda part: p.last[p.lane_cells[part.lane] + part.stop - 1]))
+            yield tuple(sorted([*made, *rest], key=lambda part: p.last[p.strand_cells[part.strand] + part.stop - 1]))
 
 
 class _SpentTable:
@@ -204,7 +204,7 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
     features = sums[stops] - sums[starts]
     shape = len(starts), len(offered)
     made = _Priced(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-    losses = _array(p.losses)[: (p.lane_cells[1] + 1) * p.lane_options[1]].reshape(-1, p.lane_options[1])
+    losses = _array(p.losses)[: (p.strand_cells[1] + 1) * p.strand_options[1]].reshape(-1, p.strand_options[1])
     known: dict[int, tuple[Numbers, Numbers]] = {}
     search: Any = np.searchsorted
     for column, option in enumerate(offered):
@@ -229,7 +229,10 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
 
 
 def _lost(p: Problem, part: Part) -> float:
-    first, width = p.lane_losses[part.lane] + part.option, p.lane_options[part.lane + 1] - p.lane_options[part.lane]
+    first, width = (
+        p.strand_losses[part.strand] + part.option,
+        p.strand_options[part.strand + 1] - p.strand_options[part.strand],
+    )
     return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
 
 

@@ -1,6 +1,6 @@
 """Let the plan follow what compressors lose of the gradients, while the job trains. All ranks act at the same steps.
 
-    quiet ─► errors have drifted, or INTERVAL steps have passed
+    quiet ─► errors have changed, or INTERVAL steps have passed
           ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
           ─► retune    where compressors of the same buckets get other parameters: every rank, in four turns
              emit      else: every rank, a pass between two steps
@@ -27,11 +27,11 @@ from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
-from fxcomp.step.errors.watch import ErrorWatch
+from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.plan_in_force import PlanInForce
 
 INTERVAL = 1000
-"""Steps after which a plan is solved for again, whatever has drifted."""
+"""Steps after which a plan is solved for again, whatever has changed."""
 
 MEETING = 25
 """Steps between meetings for the answer. A solution takes some 50 turns."""
@@ -89,7 +89,7 @@ class Adaptation:
     def __init__(
         self,
         force: PlanInForce,
-        errors: ErrorWatch,
+        errors: ErrorLooks,
         terms: Terms,
         site: Site,
         follow: Callable[[int, str], None],
@@ -133,8 +133,8 @@ class Adaptation:
 
     def _why(self, step: int) -> str:
         """Say why the plan should be chosen again; empty if it should not."""
-        if self._errors.drift:
-            return self._errors.drift
+        if self._errors.change:
+            return self._errors.change
         lost = self._errors.applied
         if lost is None or step - self._force.calendar.solved_at < RETRY:
             return ""

@@ -1,6 +1,6 @@
 """Improve a plan by changing one bucket at a time, the last one first, and then two.
 
-A change gives a bucket another option, splits it, joins it with the next one of its lane, or moves the border between
+A change gives a bucket another option, splits it, joins it with the next one of its strand, or moves the border between
 them. The best options of a bucket by themselves are tried together with another change, too. csrc/search.cpp does the
 same, operation by operation.
 """
@@ -50,15 +50,15 @@ class Descent:
         return [self._value(self._bound(plan), _NEVER) for plan in plans]
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        return self.values([tuple(part._replace(option=each[part.lane]) for part in plan) for each in options])
+        return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        starts = self.p.lane_options
+        starts = self.p.strand_options
         return [
             self.values(
                 [
                     (*plan[:k], part._replace(option=option), *plan[k + 1 :])
-                    for option in range(starts[part.lane + 1] - starts[part.lane])
+                    for option in range(starts[part.strand + 1] - starts[part.strand])
                 ]
             )
             for k, part in enumerate(plan)
@@ -153,8 +153,8 @@ class Descent:
 
     def _options(self, part: Part) -> list[int]:
         """The other options of a bucket."""
-        first = self.p.lane_options[part.lane]
-        count = self.p.lane_options[part.lane + 1] - first
+        first = self.p.strand_options[part.strand]
+        count = self.p.strand_options[part.strand + 1] - first
         return [
             option
             for option in range(count)
@@ -191,10 +191,10 @@ class Descent:
         self._instead((k,), sides)
 
     def _join(self, k: int, options: Sequence[int]) -> None:
-        """Join a bucket with the next one of its lane, exchange their options, or move the border between them."""
+        """Join a bucket with the next one of its strand, exchange their options, or move the border between them."""
         part = self.base[k].part
-        lane = (j for j in range(k + 1, len(self.base)) if self.base[j].part.lane == part.lane)
-        other = next(lane, None)
+        strand = (j for j in range(k + 1, len(self.base)) if self.base[j].part.strand == part.strand)
+        other = next(strand, None)
         if other is None:
             return
         after = self.base[other].part
@@ -234,7 +234,7 @@ class Descent:
 
     def _exchange(self, k: int, other: int) -> None:
         one, two = self.base[k].part, self.base[other].part
-        if one.lane == two.lane and one.option != two.option:
+        if one.strand == two.strand and one.option != two.option:
             self._switch([(k, two.option), (other, one.option)])
 
     def _everywhere(self) -> None:

@@ -51,9 +51,9 @@ class PricedParts:
 
     def _price(self, part: Part) -> Record:
         p = self.p
-        option = p.lane_options[part.lane] + part.option
+        option = p.strand_options[part.strand] + part.option
         pattern = p.option_template[option]
-        first_cell, row = p.lane_cells[part.lane], p.lane_cells[part.lane] + part.lane
+        first_cell, row = p.strand_cells[part.strand], p.strand_cells[part.strand] + part.strand
         before, after = (row + part.start) * p.features, (row + part.stop) * p.features
         us: list[float] = []
         demands: list[float] = []
@@ -79,7 +79,10 @@ class PricedParts:
         if part.start <= p.join_last[first_cell + part.start] < part.stop:
             update_us += p.join_us[first_cell + part.start]
         elements = p.sums[after] - p.sums[before]
-        first, width = p.lane_losses[part.lane] + part.option, p.lane_options[part.lane + 1] - p.lane_options[part.lane]
+        first, width = (
+            p.strand_losses[part.strand] + part.option,
+            p.strand_options[part.strand + 1] - p.strand_options[part.strand],
+        )
         lost = p.losses[first + part.stop * width] - p.losses[first + part.start * width]
         reach = p.option_reach[option]
         is_carried = reach < 0 or part.stop <= p.reach[reach + part.start]

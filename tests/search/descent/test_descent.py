@@ -43,8 +43,8 @@ def every_option(workload: Workload, costs: CostTable, where: Cluster) -> PlanSe
 
 
 def random_parts(search: PlanSearch, chance: random.Random) -> Parts:
-    """Buckets of neighbours with any options, of a search with one lane."""
-    cells = search.lanes[0].cells
+    """Buckets of neighbours with any options, of a search with one strand."""
+    cells = search.strands[0].cells
     borders = [0, *sorted(chance.sample(range(1, cells), min(cells - 1, chance.choice((1, 4, 12))))), cells]
     return tuple(Part(0, start, stop, chance.randrange(len(search.options[0]))) for start, stop in pairwise(borders))
 
@@ -65,7 +65,7 @@ def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int,
         search = every_option(workload, costs, where)
         plans = [random_parts(search, chance) for _ in range(3)]
         for parts, value in zip(plans, search.engine.values(plans), strict=True):
-            plan = search.plan(Found(parts, value, search.lanes))
+            plan = search.plan(Found(parts, value, search.strands))
             assert value.us == pytest.approx(predict_us(workload, plan, costs, where), rel=5e-3)
 
 
@@ -90,7 +90,7 @@ def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: b
     changes = ({}, {"dense_only": True}, {"price": 1e-3}, {"price": 1e-2, "borders": False})
     for asked in (limits._replace(**each) for each in changes):
         assert compiled.improve(starts[-1], asked) == plain.improve(starts[-1], asked)
-    options = [(number,) * len(search.lanes) for number in (0, 1)]
+    options = [(number,) * len(search.strands) for number in (0, 1)]
     assert compiled.with_options(starts[0], options) == plain.with_options(starts[0], options)
 
 

@@ -27,7 +27,7 @@ def test_starts_cover_every_cell_and_keep_the_limit(seed: int):
     begun = search.starts(range(1))[0].parts
     for parts in spent_starts(search.problem, begun):
         cells = sorted(cell for part in parts for cell in range(part.start, part.stop))
-        assert cells == list(range(search.lanes[0].cells))
+        assert cells == list(range(search.strands[0].cells))
         assert math.isfinite(Descent(search.problem).values([parts])[0].us)
 
 
@@ -50,7 +50,7 @@ def test_losses_that_fall_from_cell_to_cell_start_nothing_wrong():
     losses = array("d", [-loss for loss in search.problem.losses])
     begun = search.starts(range(1))[0].parts
     for parts in spent_starts(replace(search.problem, losses=losses), begun):
-        assert sum(part.stop - part.start for part in parts) == search.lanes[0].cells
+        assert sum(part.stop - part.start for part in parts) == search.strands[0].cells
 
 
 def test_options_that_come_in_bursts_are_left_out_where_these_are_limited():

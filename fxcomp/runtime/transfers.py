@@ -77,9 +77,10 @@ def from_first(elements: int, ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One collective's input and output, both flat, and who takes part. The input must last until its end."""
+class Transfer:
+    """A collective of parts: its input and output, both flat, and who takes part. The input must last until its end."""
 
+    pattern: Pattern
     value: Tensor
     out: Tensor
     cut: Cut
@@ -88,13 +89,13 @@ class Move:
     memory: Callable[[int], Tensor] | None = None
     """Gives a reduce_scatter memory for so many elements, which lasts until its end; without it, new memory is made."""
 
-    def parts(self, pattern: Pattern, place: int, ranks: int | None = None) -> tuple[int, ...]:
+    def parts(self, place: int, ranks: int | None = None) -> tuple[int, ...]:
         """Count the elements that each rank owns. Raises BadTensor where the tensors do not fit."""
-        name = f"{pattern.value}@{self.level}"
-        parts = pattern.parts(self.cut, self.value.numel())
+        name = f"{self.pattern.value}@{self.level}"
+        parts = self.pattern.parts(self.cut, self.value.numel())
         if ranks is not None and len(parts) != ranks:
             raise BadTensor(f"{name} is cut into {len(parts)} parts, for {ranks} ranks.")
-        found, expected = (self.value.numel(), self.out.numel()), pattern.elements(parts, place)
+        found, expected = (self.value.numel(), self.out.numel()), self.pattern.elements(parts, place)
         if found != expected:
             raise BadTensor(
                 f"{name} cut into {parts} has {found[0]} elements going in and {found[1]} coming out"

@@ -13,7 +13,7 @@ import torch
 
 from fxcomp.capture.training import LossScale
 from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
-from fxcomp.runtime.moves import Move
+from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.site import Site
 from fxcomp.state.inputs import Sums
 from fxcomp.step.step_times import Looks
@@ -107,7 +107,7 @@ class Agreement:
         ranks = site.ranks.world_size
         mine = torch.tensor([micro_batches], dtype=torch.float64, device=site.device)
         self._everyone = mine.new_zeros(ranks)
-        self._work = site.transport.all_gather(Move(mine, self._everyone, ranks, "world"))
+        self._work = site.transport.start(Transfer(Pattern.ALL_GATHER, mine, self._everyone, ranks, "world"))
 
     def check(self) -> None:
         """Raise GroupsDiffer on all ranks if they end a group after different numbers of micro-batches."""

@@ -49,14 +49,14 @@ OUTLIER = 4.0
 MOST_EXCESS = 3.0
 """Measurements above it are taken for a disturbance."""
 
-PLAN_DRIFT = 0.2
+PLAN_CHANGE = 0.2
 """Three times the deviation of a plan's smoothed error between looks of a job whose errors stay (assumed)."""
 
-GRADIENT_DRIFT = 2.0
+GRADIENT_CHANGE = 2.0
 """A column's error, or a gradient's share of all squares, has become so many times as large or as small."""
 
 HEAVY = 0.01
-"""Of all squares, in either table: gradients with less do not drift."""
+"""Of all squares, in either table: changes of gradients with less do not count."""
 
 ROUNDING = 1e-5
 """Errors below it are rounding, of which no budget notices a change."""
@@ -89,13 +89,13 @@ class Pace:
         return max(least, ceil(us / (share * self.step_us))) if self.step_us else least
 
 
-class ErrorWatch(Observer):
-    """The error table of one step function, and the looks that it is from."""
+class ErrorLooks(Observer):
+    """The looks at one step function's gradients, the checks of its plan, and the error table that is from them."""
 
     wants = frozenset({Use.LOOK, Use.CHECK})
 
     def __init__(self, force: PlanInForce, site: Site, monitor: Monitor, note: Callable[[str], None], steps: int = 0):
-        """Watch from the step of this number on."""
+        """Take looks from the step of this number on."""
         self._force, self._site, self._monitor, self._note = force, site, monitor, note
         self._calendar = force.calendar
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.trained_sizes}
@@ -121,7 +121,7 @@ class ErrorWatch(Observer):
         self.excess = 1.0
         """Its error over the table's, 1 at least: v, and so its spectrum, depends on the plan."""
         self._marked = ASSUMED
-        self._drift: tuple[ErrorTable, ErrorTable, Plan, str] | None = None
+        self._change: tuple[ErrorTable, ErrorTable, Plan, str] | None = None
         self._under_way: ErrorLook | AppliedError | None = None
         self._begun = self._steps = steps
         calendar = self._calendar
@@ -278,12 +278,12 @@ class ErrorWatch(Observer):
         return f"errors are measured: {self.looks} looks at gradients took {self.share:.1%} of the time"
 
     @property
-    def drift(self) -> str:
+    def change(self) -> str:
         """Describe a change since the mark for which the plan should be chosen again; empty if nothing."""
         before, now, plan = self._marked, self.table, self._force.plan
-        known = self._drift
+        known = self._change
         if known is None or known[0] is not before or known[1] is not now or known[2] is not plan:
-            known = self._drift = before, now, plan, what_drifted(before, now, plan, self._site.cluster)
+            known = self._change = before, now, plan, what_changed(before, now, plan, self._site.cluster)
         return known[3]
 
 
@@ -296,7 +296,7 @@ def _read(data: Mapping[str, Any]) -> tuple[int, ErrorTable]:
         ) from None
 
 
-def what_drifted(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
+def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
     """Say the first change for which a plan chosen by the old errors should be chosen again; empty if there is none.
 
     What the plan in force loses says nothing of what others would lose, so each column of heavy gradients counts,
@@ -305,7 +305,7 @@ def what_drifted(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
     if before.is_measured != now.is_measured:
         return "errors are measured now" if now.is_measured else "errors are measured no more"
     was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
-    if max(was, becomes) > ROUNDING and abs(becomes - was) >= PLAN_DRIFT * was:
+    if max(was, becomes) > ROUNDING and abs(becomes - was) >= PLAN_CHANGE * was:
         return f"the plan's error was {was:.3g} and is {becomes:.3g}"
     old_squares, new_squares = _squares(before), _squares(now)
     for name, row in now.rows.items():
@@ -324,7 +324,7 @@ def what_drifted(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 
 def _has_changed(one: float, other: float) -> bool:
-    return max(one, other) >= GRADIENT_DRIFT * min(one, other)
+    return max(one, other) >= GRADIENT_CHANGE * min(one, other)
 
 
 def _squares(table: ErrorTable) -> float:

@@ -1,4 +1,4 @@
-"""Errors drift where what a plan loses changes, or what a heavy gradient would lose."""
+"""A plan is solved for again where what a plan loses changes, or what a heavy gradient would lose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorTable, cut, families, joined
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.step.errors.watch import what_drifted
+from fxcomp.step.errors.error_looks import what_changed
 
 COLUMNS = Columns((0.01, 0.1), (1,), (parse_compressor("int8"),))
 HEAVY = ErrorRow((10, 10), 99.5, (0.9, 0.5, 0.8, 1e-4), 4)
@@ -21,9 +21,9 @@ TABLE = ErrorTable(COLUMNS, {"heavy": HEAVY, "light": LIGHT})
 PLAN = Plan((Bucket(("heavy", "light"), (100, 100), Strategy.flat(parse_compressor("topk(0.1)"))),))
 
 
-def drift(**rows: ErrorRow) -> str:
+def change(**rows: ErrorRow) -> str:
     now = ErrorTable(COLUMNS, {**TABLE.rows, **rows})
-    return what_drifted(TABLE, now, PLAN, cluster(4, 1, "1gbit"))
+    return what_changed(TABLE, now, PLAN, cluster(4, 1, "1gbit"))
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,20 @@ def drift(**rows: ErrorRow) -> str:
         ((0.9, 0.5, 0.8, 3e-4), "what int8 loses of heavy was 0.0001 and is 0.0003"),
     ],
 )
-def test_a_heavy_gradients_errors_drift(errors: tuple[float, ...], said: str):
-    found = drift(heavy=replace(HEAVY, errors=errors))
+def test_a_heavy_gradients_errors_change(errors: tuple[float, ...], said: str):
+    found = change(heavy=replace(HEAVY, errors=errors))
     assert re.match(said + "$", found)
 
 
 def test_light_gradients_count_once_they_are_heavy():
-    assert not drift(light=replace(LIGHT, errors=(0.5, 0.1, 0.1, 1e-3)))
-    assert not drift(light=replace(LIGHT, squares=0.8))
-    assert "light had 0.5% of the squares and has 2.0%" in drift(light=replace(LIGHT, squares=2.0))
+    assert not change(light=replace(LIGHT, errors=(0.5, 0.1, 0.1, 1e-3)))
+    assert not change(light=replace(LIGHT, squares=0.8))
+    assert "light had 0.5% of the squares and has 2.0%" in change(light=replace(LIGHT, squares=2.0))
 
 
 def test_a_first_measurement_is_a_change():
-    assert what_drifted(ASSUMED, TABLE, PLAN, cluster(4, 1, "1gbit")) == "errors are measured now"
-    assert not what_drifted(ASSUMED, ASSUMED, PLAN, cluster(4, 1, "1gbit"))
+    assert what_changed(ASSUMED, TABLE, PLAN, cluster(4, 1, "1gbit")) == "errors are measured now"
+    assert not what_changed(ASSUMED, ASSUMED, PLAN, cluster(4, 1, "1gbit"))
 
 
 def test_families_are_cut_and_joined_to_the_same_table():
