@@ -24,7 +24,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.search.resolve import Resolve
 from fxcomp.step import calendar
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.errors import adaptation, watch
+from fxcomp.step.errors import adaptation, error_looks
 from fxcomp.step.plan_in_force import PlanInForce
 
 WHERE = Cluster.parse("2x1, inter 10mbit@20us, intra 100gbit")
@@ -36,7 +36,7 @@ _TITLES = ("Error", "By layer", "Why these parameters", "How the plan moved")
 def soon() -> Generator[None]:
     """Look at gradients every third step, and meet for answers every tenth."""
     with (
-        patch.multiple(watch, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
+        patch.multiple(error_looks, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
         patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
     ):

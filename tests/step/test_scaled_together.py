@@ -30,7 +30,7 @@ from fxcomp.search.choose import uniform
 from fxcomp.search.runners import Runner
 from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step import calendar
-from fxcomp.step.errors import adaptation, watch
+from fxcomp.step.errors import adaptation, error_looks
 
 IN_TWO_SHOTS = (
     "compress(int4(block=32))@gpu > all_to_all@world > decompress@gpu > "
@@ -148,10 +148,10 @@ CHANGES_AT = 70
 def soon() -> Generator[None]:
     """Look at gradients every third step, and meet for answers every tenth."""
     with (
-        patch.multiple(watch, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
+        patch.multiple(error_looks, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
         patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
-        patch.object(watch, "CHECKS", 4),
+        patch.object(error_looks, "CHECKS", 4),
     ):
         yield
 

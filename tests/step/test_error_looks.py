@@ -26,7 +26,7 @@ from fxcomp.error_tables.table import ErrorSource
 from fxcomp.errors import BadState, PeerFailed
 from fxcomp.step import calendar
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.errors import watch
+from fxcomp.step.errors import error_looks
 from fxcomp.step.errors.look import ErrorLook
 from fxcomp.step.race import LONGEST
 
@@ -37,7 +37,7 @@ EVERY = 5
 def often() -> Generator[None]:
     """Let looks take what they like: one is due every five steps, the first one in step 5."""
     limits = {"LOOKS_SHARE": 1e9, "LOOKS": EVERY, "FIRST": EVERY}
-    with patch.multiple(watch, **limits), patch.object(calendar, "SETTLED", EVERY):
+    with patch.multiple(error_looks, **limits), patch.object(calendar, "SETTLED", EVERY):
         yield
 
 
@@ -70,7 +70,7 @@ def both_ways() -> dict[str, Any]:
     for looks in (True, False):
         with often():
             step = compiled(job, looks=looks)
-        with patch.object(watch, "CHECKS", 50):  # on a busy machine a second check may be cheap enough
+        with patch.object(error_looks, "CHECKS", 50):  # on a busy machine a second check may be cheap enough
             found[f"at, {looks}"] = measured_at(step, 50, lambda number: job.batch(number, dist.get_rank()))
         found[f"parameters, {looks}"] = replica_fingerprint(step.training.model)
         found[f"table, {looks}"] = step.error_table.to_json()
