@@ -80,6 +80,8 @@ class Conversation:
         except BaseException as error:
             with suppress(PeerFailed):  # without a store there is nobody to tell
                 self._answer(self._failure(topic, error))
+                if not isinstance(error, PeerFailed):
+                    self._has_heard(f"{self._answered - 1}")  # this rank knows an error of its own
                 self._linger(f"{self._answered - 1}")
             if isinstance(error, PeerFailed):  # a collective broke off; another rank may know why
                 self._check(topic, self._answers(topic), f"{self._answered - 1}")
@@ -167,8 +169,7 @@ class Conversation:
         """Raise PeerFailed for the first rank that failed, or is elsewhere; `number` is the answers'."""
         failed = [answer for answer in answers if "error" in answer]
         if failed:
-            with suppress(Exception):  # as a courtesy
-                self.store.set(f"{self.name}/heard/{number}/{self.rank}", "")
+            self._has_heard(number)
             failed.sort(key=lambda answer: answer["heard"])
             error = PeerFailed(failed[0]["error"])
             if not any("gone" in answer for answer in failed):
@@ -201,6 +202,10 @@ class Conversation:
         with self._store_lives(answer["topic"]):
             self.store.set(f"{self.name}/told/{self._told}", json.dumps(answer))
         self._told += 1
+
+    def _has_heard(self, number: str) -> None:
+        with suppress(Exception):  # as a courtesy
+            self.store.set(f"{self.name}/heard/{number}/{self.rank}", "")
 
     def _linger(self, number: str) -> None:
         """Let the others hear of a failure before this process ends, and perhaps the store with it."""
