@@ -79,6 +79,7 @@ def test_a_change_moves_its_rows(tree: Path, name: str, found: str, written: str
     assert house.measure(tree) == COUNTED | moved
 
 
+@pytest.mark.slow
 def test_the_table_has_the_project_and_the_minutes_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "minutes.json").write_text('{"here": {"make test": 4.5}}')
     house.main(["--json", str(tmp_path / "rows.json"), "--minutes", str(tmp_path / "minutes.json")])

@@ -169,6 +169,7 @@ def batches(labels: Sequence[Sequence[int]] = ((0, 1, 2), (3, 0, 1), (1, 1, 2), 
 
 
 @pytest.mark.filterwarnings("ignore:fxcomp. the answer")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_takes_the_side_that_eager_takes(loss: Any):
     torch.manual_seed(0)

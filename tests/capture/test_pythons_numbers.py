@@ -103,6 +103,7 @@ def test_numbers_of_a_list(claim: Claim):
     check(claim, [torch.tensor(each) for each in ([1, 2, 3], [1, 1, 4], [2, 1, 2])])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("claim", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("reads", [lambda t: t[1].item(), lambda t: t.tolist()[1]], ids=["item", "tolist"])
 def test_a_float_may_be_nan_infinite_or_minus_zero(claim: Claim, reads: Callable[[Tensor], float]):

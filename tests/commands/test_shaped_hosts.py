@@ -125,6 +125,7 @@ def test_a_rank_that_does_not_finish_is_ended(script):
     assert not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_process_that_started_them_is_killed(script):
     rank = script("""
         import os, threading, time
@@ -164,6 +165,7 @@ def test_namespaces_end_with_a_process_that_is_killed():
 
 
 @pytest.mark.usefixtures("shaping")
+@pytest.mark.slow
 def test_a_link_carries_no_more_than_the_rate_asked_for_and_the_rate_can_change(script):
     # One host sends 4 MB at 400 Mbit/s (0.08 s), then, after a change of rate, 4 MB at 100 Mbit/s (0.32 s).
     send = script("""

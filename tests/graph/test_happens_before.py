@@ -58,7 +58,7 @@ def final(strategy: str, job: str = "mlp", momentum: float = 0.0, commits: bool 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_emitted_steps_have_no_races(strategy: str, commits: bool, momentum: float):
     for job in ("mlp", "conv"):
         gm = final(strategy, job, momentum, commits)

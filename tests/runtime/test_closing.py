@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CLOSES_AND_ENDS = """
 import os, sys, time
 import torch
@@ -30,6 +32,7 @@ destroy_groups(handles)
 """Rank 0 closes a group in which it waits for rank 1, which ends a second later; until then Python would have ended."""
 
 
+@pytest.mark.slow
 def test_python_ends_in_order_while_a_group_is_being_closed(tmp_path: Path):
     command = [sys.executable, "-c", CLOSES_AND_ENDS, str(tmp_path / "store")]
     other = subprocess.Popen([*command, "1"])

@@ -19,6 +19,7 @@ lender().idle["a kind"] = {0: Groups.create({"world": [[0]]}, ["main"], [])}
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_never_destroys_its_process_group_ends_without_a_word():
     command = [sys.executable, "-W", "error", "-c", SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -135,7 +135,7 @@ def step(request: pytest.FixtureRequest) -> tuple[str, Captured]:
     return job, captured_step(job, 1.0 if clipped else None)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip_nonfinite"])
 @pytest.mark.parametrize("name", PLANS)
 def test_search_and_graph_agree_on_the_time_of_a_step(step: tuple[str, Captured], name: str, skip: bool):

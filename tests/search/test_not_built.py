@@ -20,7 +20,7 @@ from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
 
 WHERE = cluster(2, 2, "1gbit")
-WORKLOAD = layers(3)
+WORKLOAD = layers(2)
 
 
 @pytest.fixture
