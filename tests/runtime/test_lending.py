@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+import pytest
 import torch.distributed as dist
 import fxcomp
 from fxcomp.runtime.lending import lender
