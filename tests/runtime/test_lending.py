@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import pytest
 import torch.distributed as dist
 import fxcomp
 from fxcomp.runtime.lending import lender
