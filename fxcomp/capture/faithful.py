@@ -164,6 +164,10 @@ _COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
 """Functions that ask about values, in one operator that has no fake."""
 
 
+_QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
+"""Functions that check their second argument, unless it is a fake."""
+
+
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 """Functions of one tensor whose sizes may be given as tensors, of which they take the values."""
 
@@ -216,6 +220,12 @@ class _Refusing(TorchFunctionMode):
         if func in _TAKES_NUMBERS and args:
             numbers, named = pytree.tree_map_only(Tensor, int, (tuple(args[1:]), kwargs or {}))
             return func(args[0], *numbers, **named)
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(func, *args, **(kwargs or {}))
+        if func in _QUANTILES and isinstance(q := [*args[1:2], (kwargs or {}).get("q")][0], Tensor):
+            torch.ops.aten._assert_async.msg(
+                ((q >= 0) & (q <= 1)).all(), "quantile() q values must be in the range [0, 1]"
+            )
         if func is torch.arange:
             args, kwargs = pytree.tree_map_only(
                 (Tensor, torch.SymFloat), self._reader.number, (tuple(args), kwargs or {})
@@ -232,6 +242,8 @@ class _Refusing(TorchFunctionMode):
             with compat.plain_values():
                 shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
                 return func(shown, *form)
+        if not compat.is_called_by_user():  # a library tells of the tensor in an error or a warning
+            return f"tensor(shape={list(tensor.shape)}, dtype={tensor.dtype})"
         if func is Tensor.__format__ and tensor.dim() == 0:
             return format(self._reader.number(tensor), *form)
         raise CaptureFailed(
@@ -239,6 +251,12 @@ class _Refusing(TorchFunctionMode):
             "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the batch"
             " (.item()) is captured."
         )
+
+
+def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:
+    """Do what eager does, where a class out of range raises; for fakes torch compares with all classes instead."""
+    classes = func(rows, num_classes).shape[-1]
+    return rows.new_zeros((*rows.shape, classes)).scatter_(-1, rows.unsqueeze(-1), 1)
 
 
 def _check_is_traced(tensor: Tensor) -> None:

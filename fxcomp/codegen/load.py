@@ -38,6 +38,8 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a whole region; `plain` computes the same, and stays for one without work, or whose draws would change.
 
+    It stays for one with a check whose result nobody uses, too: Inductor would leave the check out.
+
     A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
     memory in another order. Other random operators keep their order inside. What a region takes from a line's list of
     tensors is taken before it, too.
@@ -53,7 +55,7 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
     taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
     inner = _without(region, fills, taken)
     fakes = [node.meta["val"] for node in inner.inputs]
-    if not inner.nodes or compat.unbound_symbols(fakes):
+    if not inner.nodes or compat.unbound_symbols(fakes) or any(map(_only_checks, inner.nodes)):
         return plain
     module = region_module(gm, inner)
     compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
@@ -77,6 +79,10 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
         return [*(inputs[number] for number in wanted), *(inputs[number][item] for number, item in items)]
 
     return compiled_region
+
+
+def _only_checks(node: Node) -> bool:
+    return not node.users and compat.checks_values(node)
 
 
 def _is_as_captured(given: Any, node: Node) -> bool:

@@ -41,18 +41,19 @@ from fxcomp.compat.modes import (
     is_same_generator, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
-    OBJECTS, bare_name, carries_objects, communicates, direct_aten, draws, finished_work, flops, functional_operator,
-    has_effect, has_flop_formula, has_results, is_bound_by_memory, is_functional_collective, is_higher_order,
-    is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view, moves_tensors, multiplies_in_tf32,
-    named_arguments, places_of_arguments, reduction, without_hidden_communication, written_arguments,
+    OBJECTS, bare_name, carries_objects, checks_values, communicates, direct_aten, draws, finished_work, flops,
+    functional_operator, has_effect, has_flop_formula, has_results, is_bound_by_memory, is_functional_collective,
+    is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view, moves_tensors,
+    multiplies_in_tf32, named_arguments, places_of_arguments, reduction, without_hidden_communication,
+    written_arguments,
 )
 from fxcomp.compat.optimizers import (
     GradScaler, awaits_update, begin_in_step, is_fake, is_sparse_view, is_subclass, is_uninitialized, is_without_memory,
     knows_values, mark_stepped, scale_of, strides, suggested_format,
 )
 from fxcomp.compat.source_lines import (
-    is_asked_by_user, is_raised_by_user, is_raised_in_users_code, users_code_names, users_level, users_line,
-    users_source,
+    is_asked_by_user, is_called_by_user, is_raised_by_user, is_raised_in_users_code, users_code_names, users_level,
+    users_line, users_source,
 )
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,

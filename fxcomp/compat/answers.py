@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxcomp.compat.source_lines import is_called_by_user
+
 Expression = Any
 """A question: a SymPy expression of symbols."""
 
@@ -33,10 +35,24 @@ class AskingShapes(ShapeEnv):
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> Any:
         """Evaluate a number, as torch does."""
+        return self._answered(
+            sym_node.expr, lambda: super(AskingShapes, self).evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+        )
+
+    # torch has put a cache around it.
+    def guard_or_defer_runtime_assert(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, orig_expr: Expression, msg: str, fx_node: Any = None
+    ) -> bool:
+        """Evaluate what the user checks (`torch._check`); what torch's own functions check, operators check again."""
+        if is_called_by_user():
+            return bool(self._answered(orig_expr, lambda: self.evaluate_expr(orig_expr)))
+        return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
+
+    def _answered(self, expression: Expression, evaluate: Callable[[], Any]) -> Any:
         try:
-            return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+            return evaluate()
         except GuardOnDataDependentSymNode:
-            answer = self._ask(sym_node.expr)
+            answer = self._ask(expression)
             if answer is None:
                 raise
             return answer

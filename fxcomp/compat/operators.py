@@ -128,7 +128,34 @@ def has_effect(node: Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
-    return isinstance(target, OpOverload) and (target._schema.is_mutable or is_random(target))
+    return isinstance(target, OpOverload) and (target._schema.is_mutable or is_random(target) or checks_values(node))
+
+
+_CHECKS = frozenset(
+    """
+    _assert_async _assert_scalar _linalg_check_errors sym_constrain_range sym_constrain_range_for_size
+    linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex linalg_ldl_factor_ex _linalg_solve_ex linalg_eig linalg_eigvals
+    _linalg_eigvals _linalg_eigh _linalg_svd linalg_pinv linalg_lstsq cholesky cholesky_inverse lu_unpack
+    index index_put index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce
+    take put masked_scatter embedding embedding_bag _embedding_bag _embedding_bag_forward_only repeat_interleave
+    nll_loss_forward nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward binary_cross_entropy _ctc_loss
+    bincount histc histogram segment_reduce max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d
+    searchsorted _pack_padded_sequence _validate_sparse_coo_tensor_args
+    """.split()  # noqa: SIM905  # a table of one word each
+)
+"""ATen's operators that look at values and raise: an index out of range, a matrix that is singular."""
+
+_DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
+"""Operators that raise where an integer is divided by zero."""
+
+
+def checks_values(node: Node) -> bool:
+    """Ask if a node raises for some values."""
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+    return bare_name(target) in _CHECKS or (is_whole and bare_name(target) in _DIVIDES)
 
 
 # Random numbers

@@ -15,7 +15,9 @@ from types import FrameType, TracebackType
 
 import torch
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
+_TORCH = os.path.dirname(torch.__file__)
+
+_NOT_THE_USERS = (_TORCH, str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
 """Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
 
 _PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
@@ -23,8 +25,17 @@ _PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
 
 _INSTALLED = ("site-packages", "dist-packages")
 
-_KNOW_SYMBOLS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<eval")
+_KNOW_SYMBOLS = (_TORCH, str(Path(__file__).parents[1]), "<eval")
 """Beginnings of the names of files that work on symbols, beside SymPy's."""
+
+_PASS_TO_US = (
+    *(
+        os.path.join(_TORCH, name)
+        for name in ("__init__.py", "_tensor.py", "overrides.py", os.path.join("fx", "experimental"))
+    ),
+    str(Path(__file__).parents[1]),
+)
+"""Beginnings of the names of files between a caller of `torch._check` or `str(tensor)` and us."""
 
 
 def users_line(error: BaseException | None = None) -> str | None:
@@ -68,6 +79,12 @@ def is_asked_by_user() -> bool:
             continue
         return not name.startswith(_KNOW_SYMBOLS) and f"{os.sep}sympy{os.sep}" not in name
     return False
+
+
+def is_called_by_user() -> bool:
+    """Ask if the user's Python called the function of torch that the caller of this works for."""
+    names = (frame.f_code.co_filename for frame in frames(sys._getframe(2)))
+    return not next(name for name in names if not name.startswith(_PASS_TO_US)).startswith(_TORCH)
 
 
 def users_code_names(name: str) -> bool:

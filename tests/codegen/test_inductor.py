@@ -183,3 +183,16 @@ def test_a_region_that_is_given_another_type_than_the_capture_says_stays_as_it_i
     for _ in range(2):
         assert run(torch.ones(4, dtype=given)).tolist() == [2.0] * 4
     assert calls == ([] if given is torch.bfloat16 else [given] * 2)
+
+
+def test_a_check_whose_result_nobody_uses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        inverse: Tensor = torch.linalg.inv(batch)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        return model(inverse).square().mean()
+
+    monkeypatch.setattr(program, "INDUCTOR_DEVICES", ("cpu",))
+    model = nn.Linear(3, 3)
+    step = fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.eye(3))
+    step(torch.eye(3))
+    with pytest.raises(RuntimeError, match="could not be completed"):
+        step(torch.zeros(3, 3))
