@@ -27,14 +27,15 @@ from fxcomp.frontends.start import Start
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision, Raced
-from fxcomp.search.runners import Runner, lined_up
+from fxcomp.search.runners import lined_up
 from fxcomp.site import NOBODY
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Followed, Follower
 from fxcomp.step.lockstep import Lockstep
-from fxcomp.step.race import WARM_STEPS, Race
+from fxcomp.step.observer import Observer
+from fxcomp.step.referee import Referee
 from fxcomp.step.step_times import Looks, StepTimes
 
 log = logging.getLogger(__name__)
@@ -92,12 +93,11 @@ class BackwardPasses(ABC):
         self.follower: Follower | None = None
         """The owner of the plan that passes follow, once there is one."""
         self._calendar = Calendar()
-        self._race: Race | None = None
-        self._raced: Raced | None = None
-        """The race that is over."""
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
         """From the end of one planned pass to the end of the next."""
+        self.referee = Referee(self._calendar, self.times, self.site, self._take_turn, self._settle)
+        self._observers: tuple[Observer, ...] = (self.referee,)
         self._ended: Any = None
 
     @property
@@ -119,7 +119,7 @@ class BackwardPasses(ABC):
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will after passes that are not counted."""
-        return self._race is not None
+        return self.referee.is_racing
 
     @property
     def is_timed(self) -> bool:
@@ -176,8 +176,8 @@ class BackwardPasses(ABC):
     def end_pass(self, layout: Layout) -> None:
         """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""
         self.passes += 1
-        if self._race is not None and self.passes == self._race.turn.ends:
-            self._end_turn(self._race)
+        for each in self._observers:
+            each.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
             self.decide(layout)
 
@@ -194,7 +194,8 @@ class BackwardPasses(ABC):
         self._given = None
 
     def _decide(self, layout: Layout, given: Given) -> None:
-        self.follower, self._race = Follower(self.start.trained, self._decision(layout)), None
+        self.follower = Follower(self.start.trained, self._decision(layout))
+        self.referee.call_off()
         self._load(given)
         self._line_up(layout)
         self._prepare(self.follower.now, layout)
@@ -226,21 +227,19 @@ class BackwardPasses(ABC):
             follower.line_up([runner.plan for runner in runners[1:]])
             for followed in follower.racing:
                 self._prepare(followed, layout)
-            self._race = self._next_race(runners)
+            self.referee.line_up(runners, self.passes)
 
-    def _next_race(self, runners: Sequence[Runner]) -> Race:
-        return Race(runners, self.passes + WARM_STEPS, self._calendar)
+    def _take_turn(self, number: int) -> None:
+        self.planned.take_turn(number)
+        self._turn_to_plan()
 
-    def _end_turn(self, race: Race) -> None:
-        """Agree on what the turn's passes took, and let the next plan have its turn, or the best one stay."""
-        race.end_turn(self.times.slowest(race.turn.steps, self.site))
-        self.times.forget()
-        if race.result is None:
-            self.planned.take_turn(race.turn.number)
-        else:
-            self.planned.settle_on(race.result.winner)
-            self.planned.tell(str(race.result))
-            self._race, self._raced = None, race.result
+    def _settle(self, raced: Raced) -> None:
+        self.planned.settle_on(raced.winner)
+        self.planned.tell(str(raced))
+        self._turn_to_plan()
+
+    def _turn_to_plan(self) -> None:
+        """Let the next pass follow what is followed now; the time until it does not count."""
         self.runtime.forget_buffers()
         self._go_on()
         self._ended = self.times.look()
@@ -268,10 +267,11 @@ class BackwardPasses(ABC):
     def _load(self, given: Given) -> None:
         follower = self.planned
         steps = follower.load(given, {follower.decision.plan.digest})
-        if steps is not None and self._race is not None:  # it begins again
-            self._race = Race(
-                lined_up(self._race.runners, follower.decision.plan), self.passes + WARM_STEPS, self._calendar
-            )
+        if steps is None:
+            return
+        for each in self._observers:
+            each.resume(self.passes, given)
+        if self.is_racing:  # it begins again
             self.runtime.forget_buffers()
             self._go_on()
 

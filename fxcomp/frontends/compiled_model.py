@@ -81,7 +81,7 @@ class CompiledModel:
 
     def __post_init__(self) -> None:
         self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks, CLOSED)
-        self.runtime.owed = self.state.owed
+        self.runtime.gradients.owed = self.state.owed
 
     @property
     def state(self) -> GradientState:
@@ -129,7 +129,7 @@ class CompiledModel:
         self.lockstep.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             self.follower.load(state, {self.plan.digest})
-            self.runtime.owed = self.state.owed
+            self.runtime.gradients.owed = self.state.owed
 
     # Running
 

@@ -288,6 +288,6 @@ class HookJob(BackwardPasses):
             measured_ms=self.times.median_ms,
             exposed_ms=self.times.exposed_ms,
             budget=terms.budget,
-            raced=self._raced,
+            raced=self.referee.raced,
             is_racing=self.is_racing,
         )

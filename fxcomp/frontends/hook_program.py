@@ -203,7 +203,7 @@ class HookProgram:
         """Let lines write into a buffer of DDP that has come."""
         for name, run in self.lent:
             if run.ddp_bucket == number:
-                runtime.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])
+                runtime.buffers.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])
 
     def hand_back(self, means: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Copy the means into DDP's buffers, where they do not lie there already."""

@@ -54,6 +54,14 @@ class Buffers:
             self._rooms[buffer.data_ptr()] = buffer.nbytes
         return buffer
 
+    def like(self, name: str, value: Tensor) -> Tensor:
+        """The buffer of a line for as many elements as a value has, of its type, where it is."""
+        return self.take(name, value.numel(), value.dtype, value.device)
+
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Copy a value into the buffer of a line."""
+        return self.like(name, value).copy_(value)
+
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
         """The value with so many elements after it, at most `ROOM`: where it lies if it is a buffer, else a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:

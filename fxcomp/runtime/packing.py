@@ -8,7 +8,7 @@ Read and set the state of a device's random generator: a few microseconds each, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +34,12 @@ def mask_velocity(velocity: Tensor, bucket: Tensor, residual: Tensor) -> Tensor:
     return velocity.masked_fill_((residual == 0) & bucket.isfinite(), 0.0)
 
 
-def turn(payloads: Tensor, outer: int, sizes: Sequence[int], out: Tensor) -> Tensor:
-    """Put so many rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1."""
+def turn(payloads: Tensor, outer: int, sizes: Sequence[int], buffer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Put so many rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1.
+
+    `buffer` gives memory for as much as it is given.
+    """
+    out = buffer(payloads)
     parts = torch.split(payloads.view(outer, -1), list(sizes), dim=1)
     for place, part in zip(torch.split(out, [outer * size for size in sizes]), parts, strict=True):
         place.view(part.shape).copy_(part)
@@ -67,22 +71,23 @@ def _have_kernel(*values: Tensor) -> bool:
     )
 
 
-def rng_state(device: torch.device) -> Tensor:
+def rng_state(device: torch.device | str) -> Tensor:
     """Copy the state of a device's default generator, as bytes on the CPU, to draw the same numbers again."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return torch.get_rng_state() if torch.device(device).type == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def set_rng_state(state: Tensor, device: torch.device) -> None:
+def set_rng_state(state: Tensor, device: torch.device | str) -> None:
     """Let the default generator of a device go on from a state."""
-    if device.type == "cpu":
+    if torch.device(device).type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
 
 
-def seed_rng(seed: int, device: torch.device) -> None:
+def seed_rng(seed: int, device: torch.device | str) -> None:
     """Let the default generator of a device begin again with a seed."""
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    named = torch.device(device)
+    generator = torch.default_generator if named.type == "cpu" else torch.cuda.default_generators[named.index]
     generator.manual_seed(seed)
 
 

@@ -24,7 +24,8 @@ from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
-from fxcomp.runtime.packing import copy_scaled, rng_state, seed_rng, set_rng_state
+from fxcomp.runtime.local_gradients import LocalGradients
+from fxcomp.runtime.packing import copy_scaled
 from fxcomp.runtime.rider import Rider
 from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.transport import Flight, Launch, Transport
@@ -32,9 +33,6 @@ from fxcomp.runtime.transport import Flight, Launch, Transport
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
-
-GradientCheck = Callable[[str, Tensor, int], None]
-"""Takes a parameter's name, a gradient or a part of one, and the place of the part's first element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +67,15 @@ class Runtime:
         self._device = device
         self._copies = HostCopies(device)
         self.counters = Counters()
-        self.on_gradient: GradientCheck | None = None
-        self.on_update: Callable[[Tensor], None] | None = None
-        self.before_packing: list[Callable[[], None]] = []
-        """Each is called once, in order, before the first bucket of gradients is filled."""
-        self.owed: dict[str, Tensor] = {}
-        """Parts of gradients that another plan left out, flat, by parameter; packing adds them until it is cleared."""
+        self.gradients = LocalGradients()
+        """This rank's own, before they are sent."""
+        self.complete, self.before_update = self.gradients.complete, self.gradients.before_update
         self.numbers: Numbers = AS_WRITTEN
         """Numbers that lines take in the place of those written in them; those of the program that runs."""
         self.rider: Rider | None = None
         """The digest that ranks compare in the step under way, taken along by its collectives."""
-        self.updates = False
-        """True once a line of the step may have changed a parameter."""
         self.pool = HostPool()
-        self._buffers = Buffers()
+        self.buffers = Buffers()
 
     # Lines of an emitted step
 
@@ -102,20 +95,15 @@ class Runtime:
         `starts` says where parts of gradients begin, all 0 if empty. A live `factor` brings gradients into the unit of
         what is owed, which it leaves alone.
         """
-        while parameters and self.before_packing:
-            self.before_packing.pop(0)()
-        self.see(parameters, gradients, starts, factor)
-        flat, parts = self._buffers.take_packed(name, gradients, dtype)
+        self.gradients.see(parameters, gradients, starts, factor)
+        flat, parts = self.buffers.take_packed(name, gradients, dtype)
         copy_scaled(gradients, scale, parts, factor)
-        for parameter, slot, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
-            owed = self.owed.get(parameter)
-            if owed is not None:
-                slot.add_(owed[start : start + slot.numel()].view(slot.shape), alpha=scale)
+        self.gradients.add_owed(parameters, parts, starts, scale)
         return flat
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Give a bucket's values another type: compressors take fp32, and dense values travel as gradients are."""
-        return self._buffers.take(name, value.numel(), dtype, value.device).copy_(value)
+        return self.buffers.take(name, value.numel(), dtype, value.device).copy_(value)
 
     def in_place(self, flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
         """Take a bucket where it lies, and scale it there."""
@@ -125,11 +113,8 @@ class Runtime:
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
         """Put rows of parts of these sizes in the parts' order."""
         sizes = self.numbers.sizes.get(name, sizes)
-
-        def run(value: Tensor) -> Tensor:
-            return packing.turn(value, outer, sizes, self._buffers.take(name, value.numel(), value.dtype, value.device))
-
-        return self.pool.after(run, payloads)
+        buffer = functools.partial(self.buffers.like, name)
+        return self.pool.after(packing.turn, payloads, outer, sizes, buffer)
 
     def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
         """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
@@ -154,7 +139,7 @@ class Runtime:
 
         def run(value: Tensor) -> Tensor:
             elements = compressor.proposal_elements(segments)
-            proposal = self._buffers.take(name, elements, compressor.facts.proposal_dtype, value.device)
+            proposal = self.buffers.take(name, elements, compressor.facts.proposal_dtype, value.device)
             compressor.propose(value, residual, segments, state, proposal)
             return proposal
 
@@ -175,14 +160,14 @@ class Runtime:
         compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
 
-        def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
+        def run(value: Tensor, agreement: Tensor | None) -> Tensor:
             elements = operators.payload_elements(compressor, parts)
-            payload = self._buffers.take(name, elements, compressor.payload_dtype, value.device)
+            payload = self.buffers.take(name, elements, compressor.payload_dtype, value.device)
             given = EncoderInput(value, residual, tuple(chain.from_iterable(parts)), state, agreement)
             operators.encode(compressor, given, payload, parts)
             return payload
 
-        return self.pool.after(run, bucket) if agreed is None else self.pool.after(run, bucket, agreed)
+        return self.pool.after(run, bucket, agreed)
 
     def launch(
         self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
@@ -193,7 +178,7 @@ class Runtime:
         place. `how` is what an all_reduce makes of the ranks' values: sum or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
-        rides = functools.partial(rider.start, self._buffers) if rider and name in rider.carriers else None
+        rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
         if isinstance(value, OnHost):
             launch = Launch(name, kind, cut, level, how, "pool", rides)
             return HostFlight(self.pool.submit(functools.partial(self._start, launch), value))
@@ -222,13 +207,12 @@ class Runtime:
         parts = as_pieces(segments)
         sizes = tuple(chain.from_iterable(parts))
 
-        def run(value: Tensor, agreement: Tensor | None = None) -> Tensor:
-            mean = self._buffers.take(name, sum(sizes), torch.float32, value.device)
+        def run(value: Tensor, agreement: Tensor | None) -> Tensor:
+            mean = self.buffers.take(name, sum(sizes), torch.float32, value.device)
             operators.decode(compressor, DecoderInput(value, ranks, sizes, agreement, state), mean, parts)
             return mean
 
-        given = (payloads,) if agreed is None else (payloads, agreed)
-        return self.pool.after(run, *given, on=PoolThread.ARRIVING)
+        return self.pool.after(run, payloads, agreed, on=PoolThread.ARRIVING)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
         """Make a summed payload a compressor's next state, where it is finite."""
@@ -236,7 +220,7 @@ class Runtime:
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
-        pinned = functools.partial(self._buffers.take, name, value.numel(), value.dtype, CPU, pinned=True)
+        pinned = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU, pinned=True)
         return OnHost(self.pool.submit(self._copies.to_host(value, pinned)))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
@@ -244,18 +228,14 @@ class Runtime:
 
         def take_back() -> Tensor:
             result = value.future.result()
-            buffer = functools.partial(self._buffers.take, name, result.numel(), result.dtype, self._device)
+            buffer = functools.partial(self.buffers.take, name, result.numel(), result.dtype, self._device)
             return self._copies.to_device(result, buffer)
 
         return self._exposed(take_back)
 
     def save(self, name: str, value: Tensor | OnHost) -> Tensor | OnHost:
         """Copy what will be overwritten."""
-
-        def run(now: Tensor) -> Tensor:
-            return self._buffers.take(name, now.numel(), now.dtype, now.device).copy_(now)
-
-        return self.pool.after(run, value)
+        return self.pool.after(functools.partial(self.buffers.copy, name), value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         """Return whether parameters may change. Every rank sees the same values, and so finds the same.
@@ -279,45 +259,9 @@ class Runtime:
         """Run a collective of the loss function's own; time spent here is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
-    def rng_state(self, device: str) -> Tensor:
-        """Copy the state of a device's random generator, to draw the same numbers again."""
-        return rng_state(torch.device(device))
-
-    def set_rng_state(self, state: Tensor, device: str) -> None:
-        """Let a device's random generator go on from a state."""
-        set_rng_state(state, torch.device(device))
-
-    def seed_rng(self, seed: int, device: str) -> None:
-        """Let a device's random generator begin again with a seed."""
-        seed_rng(seed, torch.device(device))
-
-    def see(
-        self,
-        parameters: Sequence[str],
-        gradients: Sequence[Tensor],
-        starts: Sequence[int] = (),
-        factor: Tensor | None = None,
-    ) -> None:
-        """Show local gradients, times the live factor, to whoever checks them."""
-        if self.on_gradient is not None and parameters:
-            for parameter, gradient, start in zip(parameters, gradients, starts or [0] * len(gradients), strict=True):
-                self.on_gradient(parameter, gradient if factor is None else gradient * factor, start)
-
-    def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Show gradients that no bucket carries, and add what is owed: one rank alone has no buckets."""
-        self.see(parameters, gradients)
-        if not self.owed:
-            return list(gradients)
-        return [
-            gradient.add(self.owed[name].view(gradient.shape)).to(gradient.dtype) if name in self.owed else gradient
-            for name, gradient in zip(parameters, gradients, strict=True)
-        ]
-
-    def before_update(self, loss: Tensor) -> None:
-        """The last line before parameters change: every gradient has been seen."""
-        if self.on_update is not None:
-            self.on_update(loss)
-        self.updates = True
+    rng_state = staticmethod(packing.rng_state)
+    set_rng_state = staticmethod(packing.set_rng_state)
+    seed_rng = staticmethod(packing.seed_rng)
 
     # Beneath the lines
 
@@ -343,13 +287,9 @@ class Runtime:
         self.forget_buffers()
         self.take_counters()
 
-    def lend(self, name: str, memory: Tensor) -> None:
-        """Let a line of this step write its result there."""
-        self._buffers.lend(name, memory)
-
     def forget_buffers(self) -> None:
         """Give back the memory of lines that will not run again. No line may be running."""
-        self._buffers.clear()
+        self.buffers.clear()
 
     def close(self) -> None:
         """End the pool's threads."""
@@ -364,4 +304,4 @@ class Runtime:
 
     def _start(self, launch: Launch, value: Tensor) -> Flight:
         self.counters.count(launch.kind, launch.level, value.nbytes)
-        return launch.start(value, self.transport, self._buffers.take)
+        return launch.start(value, self.transport, self.buffers.take)

@@ -58,7 +58,7 @@ class Alike:
             self._numbers = numbers
             values = [value for group in numbers for value in group.values()]  # whose names are among the options
             self.rider.carry(zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options))
-        runtime.rider, runtime.updates = self.rider, False
+        runtime.rider, runtime.gradients.are_applied = self.rider, False
 
     def facts(self) -> dict[str, Any]:
         """Name everything that is compared, with its value here."""
@@ -75,7 +75,7 @@ class Alike:
         members = next(tuple(group) for group in groups if ranks.rank in group)
         told = ranks.tell("comparing the optimizers' numbers", self.facts(), members)
         assert self._runtime is not None, "a step is under way"
-        has_changed = late > 0 or self._runtime.updates
+        has_changed = late > 0 or self._runtime.gradients.are_applied
         error = ReplicasDiffer(
             f"{_first_difference(told)}: replicas would drift apart.\n{WHAT_TO_DO}\n"
             f"  It was found in step {self._step}, where {_UPDATED[has_changed]}."

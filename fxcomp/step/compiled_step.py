@@ -75,7 +75,8 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), self._steering]
+        acting = self._steering, self._steering.referee
+        self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
@@ -179,7 +180,7 @@ class CompiledStep:
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon."""
-        return self._steering.is_racing
+        return self._steering.referee.is_racing
 
     @property
     def moves(self) -> Sequence[PlanMove]:
@@ -189,7 +190,7 @@ class CompiledStep:
     @property
     def raced(self) -> Raced | None:
         """The last race of plans, with what each was predicted and measured at; None before one is over."""
-        return self._steering.raced
+        return self._steering.referee.raced
 
     @property
     def error_table(self) -> ErrorTable:
@@ -238,14 +239,14 @@ class CompiledStep:
     def explain(self) -> str:
         """Explain the plan and the step as text."""
         notes = (*self.notes, *self.counted_notes)
-        race = (self.raced, self._steering.takes_turns(self.steps))
+        race = (self.raced, self._steering.referee.takes_turns(self.steps))
         times, errors = self.monitor.times, self.error_table
         return to_text(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
         """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
-        race, errors = self._steering.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
+        race, errors = self._steering.referee.note(self.steps), self.errors.said if self.errors is not None else ""
         unlike_first, skipped = self._steps_unlike_first, self.skipped_steps
         return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike_first, skipped=skipped)
 

@@ -80,12 +80,12 @@ class Execution:
         if self._alike is not None:
             self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)
         agreement = self.group.agree()
-        runtime.before_packing = [] if agreement is None else [agreement.check]
+        runtime.gradients.before_packing = [] if agreement is None else [agreement.check]
         with self._holding_unused(program) as unused:
             try:
                 loss, aux = step.run(arguments)
             finally:
-                runtime.on_gradient = runtime.on_update = None
+                runtime.gradients.on_gradient = runtime.gradients.on_update = None
             for each in watching:
                 each.after(step, aux)
             runtime.finish()

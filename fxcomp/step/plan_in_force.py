@@ -227,7 +227,7 @@ class PlanInForce:
         self.program = self._standing[self._number]
         """The program that ran last, or runs next."""
         self.runtime.forget_buffers()
-        self.runtime.owed = self.state.owed
+        self.runtime.gradients.owed = self.state.owed
 
     # State
 
@@ -249,7 +249,7 @@ class PlanInForce:
             everyone = self._site.ranks.gather("the calendar", _saved_calendar(given))
             self.calendar.resume(steps, next((saved for saved in everyone if saved is not None), None))
             self._follower.now.follow_scale(1.0)  # gradients come unscaled
-            self.runtime.owed = self.state.owed
+            self.runtime.gradients.owed = self.state.owed
         return steps
 
     def _start_over(self, steps: int) -> None:

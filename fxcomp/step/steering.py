@@ -17,7 +17,7 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.question import Terms
-from fxcomp.search.runners import Runner, lined_up
+from fxcomp.search.runners import lined_up
 from fxcomp.site import Site
 from fxcomp.state.saved_state import Given
 from fxcomp.step.drift.judge import Finding
@@ -26,7 +26,7 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
-from fxcomp.step.race import LONGEST, WARM_STEPS, Race
+from fxcomp.step.referee import Referee
 
 
 class Replanner(Protocol):
@@ -55,37 +55,19 @@ class Steering(Observer):
         self._in_force, self._monitor, self._planner = in_force, monitor, planner
         self._options, self._site, self._ranks, self._note = options, site, site.ranks, note
         self._calendar = in_force.calendar
-        self._race: Race | None = None
-        """The race that is on, or due."""
+        self.referee = Referee(in_force.calendar, monitor.times, site, self._take_turn, self._settle)
+        """It sees each step after this one, so that a race which has just ended is judged from the next step on."""
         self._planned_for: Plan | None = None
         """The plan that was followed before ranks planned again, until the race after that is over."""
-        self.raced: Raced | None = None
-        """The last race that is over."""
         self.adaptation: Adaptation | None = None
         """Lets the plan follow the gradients; None without an error budget."""
         self._line_up(0, "compiling")
 
-    @property
-    def is_racing(self) -> bool:
-        """Plans take turns, or will soon: nothing is compared with its prediction."""
-        return self._race is not None
-
-    def takes_turns(self, step: int) -> bool:
-        """Return whether a race is on after so many steps."""
-        return self._race is not None and step >= self._race.begins
-
-    def note_on_race(self, step: int) -> str:
-        """Tell a race that is on, or due; empty if there is none."""
-        if self.takes_turns(step):
-            return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
-        return "" if self._race is None else f"plans will race from step {self._race.begins} on"
-
     def between(self, steps: int) -> None:
         """Do what is due after so many steps."""
-        if self._race is not None:
-            if steps == self._race.turn.ends:
-                self._end_turn(self._race, steps)
-        elif self._calendar.judges_after(steps):
+        if self.referee.is_racing:
+            return
+        if self._calendar.judges_after(steps):
             with self._ranks.together("comparing steps with their prediction"):
                 self._judge(steps)
         elif self.adaptation is not None and self._calendar.is_quiet_at(steps - 1):
@@ -98,11 +80,9 @@ class Steering(Observer):
             self.adaptation = Adaptation(self._in_force, errors, terms, self._site, self._monitor.follow, self._note)
 
     def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
-        """Go on at another step of the job. A race that was not over begins again."""
+        """Go on at another step of the job."""
         if self.adaptation is not None:
             self.adaptation.forget()
-        if self._race is not None:
-            self._race = self._next_race(self._race.runners, steps)
 
     # Racing
 
@@ -113,33 +93,24 @@ class Steering(Observer):
         if runners:
             self._drop_adaptation(step)
             self._in_force.line_up([runner.plan for runner in runners[1:]], topic)
-            self._race = self._next_race(runners, step)
+            self.referee.line_up(runners, step)
 
-    def _next_race(self, runners: Sequence[Runner], step: int) -> Race:
-        """Make the next race, which does not begin in the warm-up of error feedback."""
-        return Race(runners, max(step, self._calendar.warm_from[-1]) + WARM_STEPS, self._calendar)
-
-    def _end_turn(self, race: Race, step: int) -> None:
-        """Agree on what the turn's steps took, and let the next plan have its turn."""
-        race.end_turn(self._monitor.times.slowest(race.turn.steps, self._site))
-        self._monitor.times.forget()
-        if race.result is not None:
-            with self._ranks.together("ending the race"):
-                self._end_race(race.result, step)
-        elif self._in_force.state.velocities is None:
-            self._in_force.take_turn(race.turn.number)
+    def _take_turn(self, number: int) -> None:
+        if self._in_force.state.velocities is None:
+            self._in_force.take_turn(number)
         else:  # they change hands
             with self._ranks.together("racing"):
-                self._in_force.take_turn(race.turn.number)
+                self._in_force.take_turn(number)
 
-    def _end_race(self, raced: Raced, step: int) -> None:
-        self._race, self.raced = None, raced
-        self._in_force.settle_on(raced.winner)
-        self._monitor.follow(step, "watching the winner")
-        if self._planned_for is not None:
-            self._monitor.has_replanned(step, changed=self._in_force.plan != self._planned_for)
-            self._planned_for = None
-        self._note(str(raced))
+    def _settle(self, raced: Raced) -> None:
+        step = raced.last_step
+        with self._ranks.together("ending the race"):
+            self._in_force.settle_on(raced.winner)
+            self._monitor.follow(step, "watching the winner")
+            if self._planned_for is not None:
+                self._monitor.has_replanned(step, changed=self._in_force.plan != self._planned_for)
+                self._planned_for = None
+            self._note(str(raced))
 
     def _drop_adaptation(self, step: int) -> None:
         if self.adaptation is not None:
@@ -162,7 +133,7 @@ class Steering(Observer):
                 f"the warm-up of error feedback lasts until step {last}, this is {step}.\n"
                 "  Plan again once the plan itself is followed."
             )
-        if self.takes_turns(step):
+        if self.referee.takes_turns(step):
             raise CannotReplan(
                 f"plans are racing, and this is step {step}: nothing has been compared with its prediction yet.\n"
                 "  Plan again once a note says which plan stays."
@@ -193,7 +164,7 @@ class Steering(Observer):
         self._drop_adaptation(step)
         decision = self._planner.again(table, topic, self.adaptation.table if self.adaptation else ASSUMED)
         self._in_force.switch(decision, topic)
-        self._race = self._calendar.turn = None
+        self.referee.call_off()
         self._monitor.follow(step, "watching the new plan")
         changed = decision.plan != before
         self._monitor.has_replanned(step, changed=changed)
@@ -201,7 +172,7 @@ class Steering(Observer):
         predicted_us = self._ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
         self._note(_said_of(decision, findings, step, predicted_us, changed=changed))
         self._line_up(step, f"{topic}: the race")
-        self._planned_for = before if self.is_racing else None
+        self._planned_for = before if self.referee.is_racing else None
         return changed
 
 

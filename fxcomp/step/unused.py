@@ -72,7 +72,7 @@ class FindsUnused:
             arriving = _tell(self._names, is_unused, self._site)
         here.arriving = arriving
         if unused:
-            runtime.before_packing.append(lambda: here.hold(self._nobodys(arriving)))
+            runtime.gradients.before_packing.append(lambda: here.hold(self._nobodys(arriving)))
         return here
 
     def _nobodys(self, arriving: _ArrivingFlags) -> list[str]:
@@ -149,7 +149,7 @@ class UnusedHere:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Put everything back after the step's last line, or after an error."""
-        self._runtime.before_packing.clear()
+        self._runtime.gradients.before_packing.clear()
         if self.arriving is not None and error is None:
             self.arriving.work.wait()
         for name, kept in self.held.items():

@@ -191,7 +191,7 @@ def test_bytes_are_counted_by_kind_and_level_and_then_forgotten(rt: Runtime):
 
 def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
     seen: dict[str, float] = {}
-    rt.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
+    rt.gradients.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
     rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(3)), 0.5)
     rt.pack("buffers", (), (torch.ones(7),), 1.0)
     (alone,) = rt.complete(("c",), (torch.ones(4),))
@@ -201,8 +201,8 @@ def test_whoever_checks_gradients_sees_each_with_its_name(rt: Runtime):
 
 def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
     seen: dict[str, float] = {}
-    rt.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
-    rt.owed = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
+    rt.gradients.on_gradient = lambda name, gradient, _: seen.update({name: float(gradient.sum())})
+    rt.gradients.owed = {"a": torch.full((2,), 3.0), "c": torch.full((4,), 5.0)}
     packed = rt.pack("p", ("a", "b"), (torch.ones(2), torch.ones(1)), 0.5)
     broadcast = torch.ones(1).expand(2, 2)  # gradients may overlap in memory: they are not added to in place
     alone, other = rt.complete(("c", "d"), (broadcast, broadcast))
@@ -214,8 +214,8 @@ def test_what_waits_for_a_gradient_is_added_but_not_shown(rt: Runtime):
 
 def test_what_waits_for_a_gradient_is_added_to_each_part_of_it(rt: Runtime):
     seen: list[tuple[str, int]] = []
-    rt.on_gradient = lambda name, _, start: seen.append((name, start))
-    rt.owed = {"a": torch.arange(6.0)}
+    rt.gradients.on_gradient = lambda name, _, start: seen.append((name, start))
+    rt.gradients.owed = {"a": torch.arange(6.0)}
     first = rt.pack("p", ("a",), (torch.ones(2, 2),), 1.0)
     second = rt.pack("q", ("b", "a"), (torch.ones(1), torch.ones(1, 2)), 0.5, (0, 4))
     assert first.tolist() == [1.0, 2.0, 3.0, 4.0]

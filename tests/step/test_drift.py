@@ -180,7 +180,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         for i in range(3 * JUDGED):
             clock.factor = slower({(CostKind.COLLECTIVE, ""): factor} if i >= 4 and not plans_made(step) else {})
             gradients = draw(i)
-            owed = owed or bool(step.in_force.runtime.owed)
+            owed = owed or bool(step.in_force.runtime.gradients.owed)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out
                 gradients["0.weight"][0, 0] = math.nan
             else:

@@ -67,7 +67,7 @@ def test_a_look_finds_what_is_left_out_of_gradients_and_residuals(runtime: Runti
         gradients = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
         look = looking(SHAPES, residuals, where.world_size)
         before = residuals.of(len(plan.buckets) - 1).clone()
-        runtime.on_gradient = look.see
+        runtime.gradients.on_gradient = look.see
         compress(runtime, plan, residuals, gradients)
     table = measured(look)
     squares = {name: gradient.square().sum().item() for name, gradient in gradients.items()}
@@ -83,9 +83,9 @@ def test_a_look_finds_what_is_left_out_of_gradients_and_residuals(runtime: Runti
 def test_parts_of_a_gradient_are_put_together(runtime: Runtime):
     gradient = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
     whole, parts = (looking({"a": (30, 40)}, Residuals({}, CPU), 1) for _ in range(2))
-    runtime.on_gradient = whole.see
+    runtime.gradients.on_gradient = whole.see
     runtime.pack("whole", ("a",), (gradient,), 1.0)
-    runtime.on_gradient = parts.see
+    runtime.gradients.on_gradient = parts.see
     runtime.pack("second", ("a",), (gradient.flatten()[500:],), 1.0, (500,))
     runtime.pack("first", ("a",), (gradient.flatten()[:500],), 1.0)
     assert measured(parts) == measured(whole)

@@ -83,14 +83,11 @@ class PlanSearch:
         self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
         self._losses = question.losses or Losses(workload.gradients, cluster)
         self.problems = Problems(self._losses, workload, self.strands, self.options, self.setting)
-        self._ask(traced)
+        self.at(traced)
         self.shares = bool(self.problem.shares)
 
     def at(self, traced: TracedPrices) -> None:
         """Ask the same at other prices, for links of another bandwidth."""
-        self._ask(traced)
-
-    def _ask(self, traced: TracedPrices) -> None:
         self.traced = traced
         self.problem = self.problems.at(traced, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)

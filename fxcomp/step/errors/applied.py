@@ -79,7 +79,7 @@ class AppliedError:
 
     def before(self, runtime: Runtime) -> None:
         """See the gradients of the step that is about to run."""
-        runtime.on_gradient = self.see
+        runtime.gradients.on_gradient = self.see
 
     def after(self, runtime: Runtime) -> None:
         """Let nothing count if the step was left out."""

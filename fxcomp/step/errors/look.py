@@ -103,7 +103,7 @@ class ErrorLook:
 
     def before(self, runtime: Runtime) -> None:
         """See the gradients of the step that is about to run."""
-        runtime.on_gradient, runtime.on_update = self.see, self.measure
+        runtime.gradients.on_gradient, runtime.gradients.on_update = self.see, self.measure
 
     def after(self, runtime: Runtime) -> None:
         """Let nothing count if the step was left out."""

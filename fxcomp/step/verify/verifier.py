@@ -144,7 +144,8 @@ class Verification:
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
         function = observed(self._program.module, rule=self._updates.rule, update=self._watch_arrivals)
         step.run = lambda arguments: function(step.runtime, *arguments)
-        self._runtime.on_gradient, self._runtime.on_update = self._on_gradient, self._on_update
+        shown = self._runtime.gradients
+        shown.on_gradient, shown.on_update = self._on_gradient, self._on_update
 
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
         """Run eager PyTorch; None if there is no room for its results, or if it raises."""
@@ -224,7 +225,8 @@ class Verification:
 
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add what has waited for eager's gradients, as one rank does by itself."""
-        waited = {name: self._runtime.owed[name] for name in gradients if name in self._runtime.owed}
+        owed = self._runtime.gradients.owed
+        waited = {name: owed[name] for name in gradients if name in owed}
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
