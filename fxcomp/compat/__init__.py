@@ -38,7 +38,7 @@ from fxcomp.compat.machine import (
 from fxcomp.compat.modes import (
     attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
     float32_precision, function_mode, generators_in, has_saved_tensor_hooks, is_as_made, is_inside_transform,
-    is_same_generator, subclass_dispatch,
+    is_same_generator, methods_instead, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
     OBJECTS, bare_name, carries_objects, checks_values, communicates, direct_aten, draws, finished_work, flops,
@@ -52,8 +52,8 @@ from fxcomp.compat.optimizers import (
     knows_values, mark_stepped, scale_of, strides, suggested_format,
 )
 from fxcomp.compat.source_lines import (
-    is_asked_by_user, is_called_by_user, is_raised_by_user, is_raised_in_users_code, users_code_names, users_level,
-    users_line, users_source,
+    is_asked_by_user, is_called_by_user, is_raised_by_user, is_raised_in_users_code, is_users_call, users_code_names,
+    users_level, users_line, users_source,
 )
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,

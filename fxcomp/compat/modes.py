@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,15 +37,23 @@ _METHODS = (
 @contextmanager
 def calls_of_generators(instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Generator[None]:
     """While open, `instead` is called with a generator, a method's name and arguments wherever this code is traced."""
-    table: dict[str, Any] = gc.get_referents(torch.Generator.__dict__)[0]
-    before = {name: table[name] for name in _METHODS if name in table}
+    table = vars(torch.Generator)
+    with methods_instead(torch.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
+        yield
+
+
+@contextmanager
+def methods_instead(kind: type, methods: Mapping[str, Any]) -> Generator[None]:
+    """Give a C type other methods meanwhile, in its own table."""
+    table: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
+    before = {name: table[name] for name in methods}
     try:
-        table.update({name: _instead_of(name, method, instead) for name, method in before.items()})
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Generator))
+        table.update(methods)
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
         yield
     finally:
         table.update(before)
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Generator))
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 def _instead_of(name: str, method: Any, instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Any:

@@ -87,6 +87,11 @@ def is_called_by_user() -> bool:
     return not next(name for name in names if not name.startswith(_PASS_TO_US)).startswith(_TORCH)
 
 
+def is_users_call() -> bool:
+    """Ask if a line of the user's own code calls the caller of this."""
+    return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
 def users_code_names(name: str) -> bool:
     """Ask if the user's function that runs now uses a global or an attribute of this name."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))

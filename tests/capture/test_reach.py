@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import types
 from collections import ChainMap, UserDict
 from collections.abc import Callable
@@ -16,8 +15,6 @@ import torch
 from helpers.followed import BATCH, assert_followed, compiled, count_captures, small
 from helpers.jobs import cross_entropy
 from torch import Tensor, nn
-
-from fxcomp import errors
 
 Made = tuple[Any, Callable[[Any], None]]
 """A loss function, and what changes it."""
@@ -188,20 +185,6 @@ def test_what_a_loss_function_reaches_in_other_ways_is_followed(made: Callable[[
     loss, change = made()
     done: list[None] = []
     assert_followed(small(), loss, lambda model: done or (change(model), done.append(None)))
-
-
-# What is used up
-
-
-def ones() -> Any:
-    while True:
-        yield 1.0
-
-
-@pytest.mark.parametrize("iterator", [iter([1.0] * 9), ones(), itertools.count(1)], ids=["list", "generator", "count"])
-def test_taking_from_an_iterator_is_refused(iterator: Any):
-    with pytest.raises(errors.DrawsInPython, match=r"draws from loss_fn's .*iterator"):
-        compiled(small(), lambda model, batch: next(iterator) * cross_entropy(model, batch))
 
 
 # What is not the step's business

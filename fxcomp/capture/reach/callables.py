@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import cached_property, partial, partialmethod
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, cast
 
+from fxcomp.capture.reach.iterators import callees
 from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, is_library, named_in, read
 
 
@@ -162,8 +163,11 @@ def _functions(value: Any) -> Iterable[Any]:
         yield value
 
 
+BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType, partial, partialmethod)
+
+
 class CallPlace(Place):
-    """A bound method, a functools.partial or partialmethod."""
+    """A bound method, a functools.partial or partialmethod, an iterator that calls something."""
 
     def __init__(self, name: str, owner: Any):
         self.name, self.owner = name, owner
@@ -171,8 +175,13 @@ class CallPlace(Place):
     def held(self) -> Held:
         if isinstance(self.owner, MethodType):
             return (("", self.owner.__func__), ("'s self", self.owner.__self__))
+        if isinstance(self.owner, BuiltinFunctionType | MethodWrapperType):
+            owner = self.owner.__self__
+            return () if isinstance(owner, ModuleType | type | None) else (("'s self", owner),)
+        if not is_a(self.owner, (partial, partialmethod)):
+            return [(f"'s {i}", value) for i, value in enumerate(callees(self.owner))]
         found = [(f"({i})", value) for i, value in enumerate(self.owner.args)]
         return [("", self.owner.func), *found, *((f"({key}=)", value) for key, value in self.owner.keywords.items())]
 
     def views(self) -> Iterable[View]:
-        return () if isinstance(self.owner, MethodType) else (self.owner.keywords.values(),)
+        return (self.owner.keywords.values(),) if is_a(self.owner, (partial, partialmethod)) else ()

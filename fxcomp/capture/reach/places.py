@@ -21,6 +21,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +102,16 @@ def is_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in LIBRARIES
 
 
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+_PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
+
+
+def has_no_parts(value: object) -> bool:
+    """Ask if a value is what it looks like: comparing it needs no walk."""
+    return type(value) in _PLAIN or isinstance(value, _PLAIN_TOO)
+
+
 MISSING = object()
 """The content of a slot that is not there."""
 
@@ -140,6 +151,19 @@ def read(owner: Any, key: str) -> Any:
         return getattr(owner, key, MISSING)
     except ValueError:  # a closure's cell that is empty
         return MISSING
+
+
+def write(owner: Any, key: str, value: Any) -> None:
+    """Write a slot, or empty it by MISSING."""
+    if is_a(owner, dict):
+        if value is MISSING:
+            del owner[key]
+        else:
+            owner[key] = value
+    elif value is MISSING:
+        delattr(owner, key)
+    else:
+        setattr(owner, key, value)
 
 
 def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:

@@ -3,31 +3,37 @@
     self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
     losses.append(balance)   kept in loss_fn's losses[0], likewise
     self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
-    random.random()          the state is put back; drawing is refused, at its line
-    next(iterator)           cannot be put back; refused alike
+    random.random()          refused (draws.py)
 
 Symbols for sizes that were kept are taken out in silence: they stand for numbers of the user's batch.
 """
 
 from __future__ import annotations
 
-import operator
-import random
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, GeneratorType, ModuleType
-from typing import Any, cast
+from types import FunctionType
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from fxcomp import compat, errors
 from fxcomp.capture.reach.callables import ClassPlace, FunctionPlace
-from fxcomp.capture.reach.places import COLLECTIONS, MISSING, ModulePlace, NamespacePlace, Place, is_a, items, read
-from fxcomp.capture.reach.walk import DEPTH, Reach, has_no_parts, is_iterator, walk
+from fxcomp.capture.reach.draws import Draws
+from fxcomp.capture.reach.places import (
+    COLLECTIONS,
+    MISSING,
+    ModulePlace,
+    NamespacePlace,
+    Place,
+    is_a,
+    items,
+    read,
+    write,
+)
+from fxcomp.capture.reach.walk import DEPTH, Reach, walk
 
 
 @contextmanager
@@ -37,22 +43,15 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     Around the whole trace: inside it, copies of tensors would be part of it.
     """
     reach = walk(model, {"loss_fn": loss_fn})
-    before, draws = _HeldContent(reach), _Generators(reach)
+    before, draws = _HeldContent(reach), Draws(reach)
     kept: list[tuple[str, str]] = []
-    moved: list[str] = []
     try:
-        yield
+        with draws.seen():
+            yield
     finally:
-        kept, moved = before.put_back(), draws.put_back()
-    if moved:
-        line = draws.line(moved)
-        raise errors.DrawsInPython(
-            f"the loss function or a forward pass seeds or draws from {' and '.join(moved)}"
-            f"{f', at {line}' if line else ''}: a compiled step does not run that Python again, and would repeat"
-            " today's numbers for ever.\n"
-            "  Draw outside and pass the numbers in the batch, as tensors; or draw with torch.rand, and select with"
-            " torch.where."
-        )
+        kept = before.put_back()
+        draws.put_back()
+    draws.check()
     if kept:
         raise errors.CaptureFailed(
             f"the forward pass stores a {kept[0][0]} in {kept[0][1]!r}, which a compiled step would not do again.\n"
@@ -85,7 +84,7 @@ class _HeldContent:
         for name, owner, key, before in self._slots:
             value = read(owner, key)
             if value is not before and (kept := _what_is_kept(value)):
-                _write(owner, key, before)
+                write(owner, key, before)
                 found += [(kept, name)] * (kept != "known")
         return found
 
@@ -156,98 +155,3 @@ def _parts(value: Any) -> Iterable[Any]:
     elif not is_a(value, type) and type(value).__dictoffset__:
         attributes: dict[str, Any] = value.__dict__
         yield from attributes.values()
-
-
-def _write(owner: Any, key: str, value: Any) -> None:
-    if is_a(owner, dict):
-        if value is MISSING:
-            del owner[key]
-        else:
-            owner[key] = value
-    elif value is MISSING:
-        delattr(owner, key)
-    else:
-        setattr(owner, key, value)
-
-
-# Random numbers
-
-
-_GLOBAL: Mapping[str, Any] = {
-    "random": random,
-    "numpy.random": np.random,
-    "torch.default_generator": torch.default_generator,  # draws are nodes: this one stays, but for seeding unseen
-}
-
-
-class _Generators:
-    """The states of all generators and iterators that Python code can reach."""
-
-    def __init__(self, reach: Reach):
-        self._reach = reach
-        self._generators: Mapping[str, Any] = {**_GLOBAL, **reach.generators}
-        self._before = {name: _state(generator) for name, generator in self._generators.items()}
-
-    def put_back(self) -> list[str]:
-        """Restore every state; returns the names of those that had moved."""
-        moved = [n for n, g in self._generators.items() if _comparable(_state(g)) != _comparable(self._before[n])]
-        for name in moved:
-            _restore(self._generators[name], self._before[name])
-        return moved
-
-    def line(self, moved: Sequence[str]) -> str:
-        """Name the first line that was followed and draws from these, as `file:line`; empty if none is known."""
-        for place in self._reach.places:
-            if isinstance(place, FunctionPlace):
-                for name, attribute, line in place.lines:
-                    if _global_generator(place.owner.__globals__.get(name), attribute) in moved:
-                        return f"{place.owner.__code__.co_filename}:{line}"
-        return ""
-
-
-def _global_generator(value: Any, attribute: str) -> str | None:
-    """Name the global generator that a global and its attribute stand for."""
-    if isinstance(value, ModuleType):
-        known = {id(random): "random", id(np.random): "numpy.random"}
-        return "numpy.random" if value is np and attribute == "random" else known.get(id(value))
-    of = getattr(value, "__self__", None)
-    if isinstance(of, np.random.RandomState):
-        return "numpy.random"
-    return "random" if isinstance(of, random.Random) else None
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.SystemRandom):
-        return None  # it has none
-    if isinstance(generator, GeneratorType):
-        frame = generator.gi_frame
-        return frame and (frame.f_lasti, [repr(v) for v in frame.f_locals.values() if has_no_parts(v)])
-    if is_iterator(generator):
-        return operator.length_hint(generator), repr(generator)  # itertools.count tells where it is
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if is_iterator(generator):
-        return
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def _comparable(state: Any) -> Hashable:
-    """Turn a state into one that compares by value: NumPy's hold arrays."""
-    if isinstance(state, Mapping):
-        return tuple((key, _comparable(value)) for key, value in cast("Mapping[str, Any]", state).items())
-    if isinstance(state, np.ndarray):
-        return cast("np.ndarray[Any, Any]", state).tobytes()
-    if isinstance(state, Tensor):
-        return state.numpy().tobytes()
-    if isinstance(state, tuple | list):
-        return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
-    return state

@@ -19,8 +19,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fxcomp.capture.batch_type import Change, sharing
-from fxcomp.capture.reach.places import LARGE, MISSING, ModulePlace, View, read
-from fxcomp.capture.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, has_no_parts, walk
+from fxcomp.capture.reach.places import LARGE, MISSING, ModulePlace, View, has_no_parts, read
+from fxcomp.capture.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, walk
 
 _GRADIENT_FLAG = attrgetter("requires_grad")
 _GET: Callable[[dict[str, Any], str, Any], Any] = cast("Any", dict).get

@@ -12,18 +12,19 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial, partialmethod
-from types import FunctionType, MethodType, ModuleType
+from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.callables import CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
+from fxcomp.capture.reach.callables import BOUND, CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
+from fxcomp.capture.reach.iterators import is_iterator
 from fxcomp.capture.reach.places import (
     COLLECTIONS,
     LARGE,
@@ -35,6 +36,7 @@ from fxcomp.capture.reach.places import (
     ObjectPlace,
     Place,
     Signature,
+    has_no_parts,
     is_library,
     slots_of,
 )
@@ -48,19 +50,10 @@ CALLS = 6
 PLACES = 20_000
 """The most places other than modules that are followed; later ones are compared by identity."""
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-
-_PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
-
 _ROUNDS = 5
 """The most walks: code that is found last may name attributes that were passed by first."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-
-
-def is_iterator(value: object) -> bool:
-    """Ask if reading a value uses it up, as a generator, iter([1, 2]) or itertools.count()."""
-    return isinstance(value, Iterator) and type(cast("object", value)).__module__ in ("builtins", "itertools")
 
 
 class Same:
@@ -98,11 +91,6 @@ class At(NamedTuple):
 
     def __str__(self) -> str:
         return self.name or "a function"
-
-
-def has_no_parts(value: object) -> bool:
-    """Ask if a value is what it looks like: comparing it needs no walk."""
-    return type(value) in _PLAIN or isinstance(value, _PLAIN_TOO)
 
 
 Facts = tuple[tuple[str, Hashable], ...]
@@ -213,8 +201,10 @@ class _ReachWalk:
             reach.arrays.append(array)
             return Same(array)
         if isinstance(value, GENERATORS) or is_iterator(value):
-            reach.generators[name] = value
-            return Same(value)
+            if value is not random.random.__self__ and value is not np.random.rand.__self__:  # everybody's
+                reach.generators[name] = value
+            if not is_iterator(value):
+                return Same(value)
         is_opaque = isinstance(value, Enum | weakref.ref)
         place = None if is_opaque else place_of(value, name, reach.names, self._trained)
         if place is None or not self._may_follow(place, holder):
@@ -225,7 +215,7 @@ class _ReachWalk:
             self._queue.append(_FoundObject(place, 0, holder.calls + 1))
         else:
             self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
-        return Same(value) if isinstance(place, ClassPlace) else At(name)
+        return Same(value) if isinstance(place, ClassPlace) or is_iterator(value) else At(name)
 
     def _may_follow(self, place: Place, holder: _FoundObject) -> bool:
         if isinstance(place, ModulePlace):
@@ -245,7 +235,7 @@ def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | 
     if isinstance(value, FunctionType):
         is_users = not is_library(value.__globals__.get("__name__", ""))
         return FunctionPlace(name, value, names) if is_users else WrapperPlace.around(name, value)
-    if isinstance(value, MethodType | partial | partialmethod):
+    if isinstance(value, BOUND) or is_iterator(value):
         return CallPlace(name, value)
     if isinstance(value, type):
         return ClassPlace(value, names)
