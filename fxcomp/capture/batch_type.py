@@ -125,14 +125,15 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
         if isinstance(constant, Tensor):
             tensor_of[node] = f"a tensor outside the model (of shape {list(constant.shape)})", constant
     places = [place for node in body.graph.nodes for place in written_nodes(node) if place in tensor_of]
-    for written, tensor in map(tensor_of.__getitem__, dict.fromkeys(places)):
+    for place in dict.fromkeys(places):
+        written, tensor = tensor_of[place]
         if overlaps(tensor):
             raise CaptureFailed(
                 f"the forward pass writes {written}, several elements of which lie in one place of memory, as .expand()"
                 " makes them.\n  Give each its own: .clone()."
             )
-        for name, other in tensor_of.values():
-            if other is not tensor and _overlap(tensor, other):
+        for other_place, (name, other) in tensor_of.items():
+            if other_place is not place and _overlap(tensor, other):
                 raise CaptureFailed(
                     f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
                     " see the change there.\n  Give each its own memory (clone()), or use one tensor, and views of it"

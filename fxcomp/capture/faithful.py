@@ -27,7 +27,10 @@ from fxcomp.capture.fake_mode import StepFakes, Unknown
 from fxcomp.capture.pythons_numbers import NumberReader, pythons_numbers
 from fxcomp.errors import CaptureFailed, FxcompError
 
-_READ_MEMORY = ("argument of type: <class 'torch.storage", "its data is not allocated yet")
+_READ_MEMORY = (
+    *("argument of type: <class 'torch.storage", "its data is not allocated yet", "Cannot access data pointer"),
+    *("Not available for 'meta' device", "only available on CPU"),
+)
 """torch's words where the memory of a fake tensor is read."""
 
 
@@ -58,11 +61,7 @@ def explaining(fakes: StepFakes) -> Generator[None]:
                 f" not do again.\n{at}  Work with a view or a copy of it, as .t() and .unsqueeze() make them."
             ) from error
         if any(text in str(error) for text in _READ_MEMORY):
-            raise CaptureFailed(
-                "the step reads or copies a tensor's memory past torch's operators, which one graph cannot follow: by"
-                f" its storage, copy.deepcopy, pickle, or torch.tensor of other tensors.\n{at}"
-                "  Copy with .clone(), put tensors together with torch.stack, or do it outside of loss_fn."
-            ) from error
+            raise CaptureFailed(_reads_memory(at)) from error
         if compat.is_raised_in_users_code(error):
             raise CaptureFailed(
                 f"loss_fn raised {type(error).__name__} while it was traced: {_first_line(error)}\n{at}"
@@ -113,6 +112,14 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
     )
 
 
+def _reads_memory(at: str) -> str:
+    return (
+        "the step reads, copies or hands out a tensor's memory past torch's operators, which one graph cannot follow:"
+        " by its address, its storage, DLPack, copy.deepcopy, pickle, shared memory, or torch.tensor of other tensors."
+        f"\n{at}  Copy with .clone(), put tensors together with torch.stack, or do it outside of loss_fn."
+    )
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
@@ -133,11 +140,29 @@ def faithful(names: Mapping[int, str], fakes: StepFakes, *, caches_casts: bool) 
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with pythons_numbers(fakes) as reader, _Refusing(names, reader) as refusing:
+        with pythons_numbers(fakes) as reader, _Refusing(names, reader) as refusing, _storages_stay():
             yield refusing.densified
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _storages_stay() -> Generator[None]:
+    """Refuse what ends in a crash, or in nothing, with the storage of a fake."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
+
+        def run(storage: torch.UntypedStorage, *args: Any) -> Any:
+            if storage.device.type == "meta":
+                raise CaptureFailed(_reads_memory(_at()))
+            return method(storage, *args)
+
+        return run
+
+    with compat.attributes_instead({torch.UntypedStorage: {n: refusing(n) for n in ("resize_", "_write_file")}}):
+        yield
 
 
 _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_, Tensor.map2_)
@@ -195,6 +220,8 @@ class _Refusing(TorchFunctionMode):
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
                 "  Compute with torch instead, or pass the number in the batch, as a plain value."
             )
+        if func is Tensor.__reduce_ex__:
+            raise CaptureFailed(_reads_memory(_at()))
         if func in _ENTRIES and args[0].is_sparse:
             raise CaptureFailed(
                 f"the step looks at the entries of a sparse tensor with .{func.__name__}(), whose number is data, which"

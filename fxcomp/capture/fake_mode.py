@@ -99,6 +99,7 @@ class StepFakes(compat.FakeMode):
     def __init__(self) -> None:
         # Constants of the model (tensors that are no buffers) may come into the graph.
         super().__init__(shape_env=compat.AskingShapes(self._answer), allow_non_fake_inputs=True)
+        self._allow_unsafe_data_ptr_access = False  # a fake's address is none: who reads there would crash
         self.questions: Questions | None = None
         """Answers what Python asks about values; None if nobody does."""
         self._ranges: dict[StorageWeakRef, Tensor] = {}
@@ -295,10 +296,13 @@ class StepInputs:
         leaves, self.batch_spec = pytree.tree_flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
+        # Only in this batch may a leaf be a tensor that is also read from outside: the next one has another there.
+        compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
             for i, leaf in enumerate(leaves)
         ]
+        compat.forget_fakes(self.mode, leaves)
         scale = training.loss_scale
         self.scale = [] if scale is None else [self.of(scale.scale)]
         """The scale of the loss, if it has one."""

@@ -60,6 +60,6 @@ from fxcomp.compat.symbols import (
     is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, is_traced_here, onednn, plain_values,
-    real_tensors, trace, trace_functional, uses_onednn, without_autocast,
+    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, forget_fakes, is_traced_here, onednn,
+    plain_values, real_tensors, trace, trace_functional, uses_onednn, without_autocast,
 )

@@ -65,6 +65,14 @@ def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int
     return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
 
 
+def forget_fakes(mode: FakeTensorMode, values: Sequence[Any]) -> None:
+    """Let the next fakes of some tensors be others than those that they have."""
+    known = mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
+    for value in values:
+        if isinstance(value, Tensor):
+            known.pop(value, None)
+
+
 @contextmanager
 def plain_values() -> Generator[None]:
     """Compute on real values, unseen by whatever traces around us."""
