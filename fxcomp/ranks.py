@@ -52,15 +52,6 @@ class Stop:
     """True if emitted code has run in that step, so that something may have changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RankStanding:
-    """A rank's standing when it meets the others."""
-
-    has_stopped: bool
-    meetings: int
-    lanes: list[str]
-
-
 def _end(leases: dict[str, Lease]) -> None:
     while leases:
         leases.popitem()[1].end()
@@ -217,17 +208,16 @@ class Ranks:
 
     def _meet(self, what: str, after_a_stop: bool) -> bool:
         """See whether any rank has stopped; if ranks may meet again, they do. Whether they did."""
-        mine = _RankStanding(self.stopped is not None, self._meetings, list(self._groups.lanes))
-        everyone = [_RankStanding(**theirs) for theirs in self.gather(what, asdict(mine))]
-        stopped = [rank for rank, theirs in enumerate(everyone) if theirs.has_stopped]
+        everyone = self.gather(what, (self.stopped is not None, self._meetings, self._groups.lanes))
+        stopped = [rank for rank, (has_stopped, _, _) in enumerate(everyone) if has_stopped]
         if not stopped:
             return False
         if not after_a_stop:
             raise RanksApart(f"{what} was called, but rank {stopped[0]} has stopped.\n{WHAT_TO_DO}")
         self.stopped = self.stopped or Stop(what, f"rank {stopped[0]} has stopped")
         self._abandon()
-        self._meetings, self._tellings = max(theirs.meetings for theirs in everyone) + 1, 0
-        for lane in dict.fromkeys(lane for theirs in everyone for lane in theirs.lanes):
+        self._meetings, self._tellings = max(meetings for _, meetings, _ in everyone) + 1, 0
+        for lane in dict.fromkeys(lane for _, _, lanes in everyone for lane in lanes):
             self._borrow(lane)
         return True
 

@@ -115,7 +115,7 @@ def test_emitted_code_needs_nothing_above_the_runtime():
     ("place", "text"),
     [
         ("cluster/cluster.py", "from fxcomp.plan.strategy import Plan"),
-        ("plan/strategy.py", "from fxcomp.runtime.arena import Residuals"),
+        ("plan/strategy.py", "from fxcomp.runtime.arena import Arena"),
         ("passes/one.py", "from fxcomp.passes.another import other"),
         (
             "search/tasks.py",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from fxcomp.cluster.cluster import Processors
-from fxcomp.cost.contention import TransportCost
-from fxcomp.cost.measured import CompressorCost, MeasuredCollective
 from fxcomp.cost.reading import MOST, Reader, number, positive, wrong
-from fxcomp.cost.roofline import Measured, Roofline
-from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.cost.roofline import Measured
+
+if TYPE_CHECKING:  # which imports this
+    from fxcomp.cost.table import CostTable
 
 _TIME, _RATE = number(), positive()
 _Readers = Mapping[str, Reader[float]]
@@ -30,26 +29,7 @@ _OF_POINT = {"elements": number(1), "encode_us": _TIME, "decode_us": _TIME, "pro
 _OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
 
 
-class _CheckedTable(Protocol):
-    """The part of a `CostTable` that is looked at besides its own numbers."""
-
-    @property
-    def roofline(self) -> Roofline: ...
-    @property
-    def compute(self) -> Mapping[str, Measured]: ...
-    @property
-    def transport(self) -> Mapping[CollectiveKind, TransportCost]: ...
-    @property
-    def compressors(self) -> Mapping[str, CompressorCost]: ...
-    @property
-    def collectives(self) -> Mapping[tuple[CollectiveKind, str], MeasuredCollective]: ...
-    @property
-    def processors(self) -> Processors: ...
-    @property
-    def copy_gb_per_s(self) -> float | None: ...
-
-
-def check_numbers(costs: _CheckedTable) -> None:
+def check_numbers(costs: CostTable) -> None:
     """Raise BadOption where a number of a cost table is none that a file may hold: infinite, negative, or not one."""
     _check(costs, _OWN, "")
     if costs.copy_gb_per_s is not None:
@@ -72,7 +52,7 @@ def _check_compute(compute: Mapping[str, Measured]) -> None:
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))
 
 
-def _parts(costs: _CheckedTable) -> Iterator[tuple[str, object, _Readers]]:
+def _parts(costs: CostTable) -> Iterator[tuple[str, object, _Readers]]:
     for kind, taken in costs.transport.items():
         yield f"transport[{kind.value!r}].", taken, _OF_TRANSPORT
     for key, known in costs.compressors.items():

@@ -171,6 +171,8 @@ class HookProgram:
     """Lines that write a mean where it belongs."""
     residuals: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, int], ...]
+    first: int = 0
+    """The number in the state of the plan's first bucket."""
 
     @classmethod
     def made(cls, layout: Layout, graph: GraphModule, compiler: Compiler, plan: Plan, costs: CostTable) -> HookProgram:
@@ -184,17 +186,14 @@ class HookProgram:
         timeline = predicted(final, costs)
         source = emit(final, title="The buckets of one backward pass, averaged")
         module = load(source, final, compat.cache_directory() / "steps")
-        slots = [tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)]
-        return cls(layout, module, source, timeline, tuple(runs), lent, *slots)
+        residuals, states = (tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE))
+        return cls(layout, module, source, timeline, tuple(runs), lent, residuals, states)
 
-    def start(self, runtime: Runtime, state: GradientState, first: int = 0) -> Running:
-        """Begin a step, whose first bucket has this number in the state. Nothing runs before a bucket is sent."""
-        arguments = arguments_of(
-            {
-                InputKind.RESIDUAL: [state.residuals.of(first + k, slot) for k, slot in self.residuals],
-                InputKind.COMPRESSOR_STATE: [state.compressor_states.of(first + k, slot) for k, slot in self.states],
-            }
-        )
+    def start(self, runtime: Runtime, state: GradientState) -> Running:
+        """Begin a step. Nothing runs before a bucket is sent."""
+        residuals = [state.residuals.of(self.first + k, slot) for k, slot in self.residuals]
+        states = [state.compressor_states.of(self.first + k, slot) for k, slot in self.states]
+        arguments = arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
         running: Running = self.module.step(runtime, *arguments)
         next(running)
         return running

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,15 +61,6 @@ class _ScatterPass:
     stream: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Scattering:
-    """The emitted step of a module."""
-
-    program: HookProgram
-    number: int
-    """Of its bucket in the plan."""
-
-
 class ScatterJob(BackwardPasses):
     """The plan of one model, what its modules owe, and the backward pass under way."""
 
@@ -77,9 +68,9 @@ class ScatterJob(BackwardPasses):
         super().__init__("compress_reduce_scatter", start, CLOSED)
         self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
-        self._programs: dict[int, dict[int, _Scattering]] = {}
+        self._programs: dict[int, dict[int, HookProgram]] = {}
         """Of the modules that are compressed, by the number of the plan."""
-        self._now: dict[int, _Scattering] = {}
+        self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
 
     def install(self) -> None:
@@ -146,17 +137,17 @@ class ScatterJob(BackwardPasses):
             given.add_(module.in_parts(owed, given.device))
             self._pass.delivered.add(number)
 
-    def _compress(self, scattering: _Scattering, output: Tensor, given: Tensor, op: Any) -> None:
+    def _compress(self, program: HookProgram, output: Tensor, given: Tensor, op: Any) -> None:
         """Run the emitted step of a module."""
         if not (compat.is_mean(op) or compat.is_sum(op)):
             raise UnsupportedFeature(
                 "fully_shard scatters with a divisor of its own for gradients (set_gradient_divide_factor).\n"
                 "  Leave it out, and scale the loss."
             )
-        state, program, number = self.planned.state, scattering.program, scattering.number
+        state, number = self.planned.state, program.first
         if program.residuals and number not in self._pass.before:
             self._pass.before[number] = state.residuals.of(number).clone()
-        running = program.start(self.runtime, state, number)
+        running = program.start(self.runtime, state)
         try:
             running.send(program.layout[0].with_views(given))
         except StopIteration as end:
@@ -223,7 +214,7 @@ class ScatterJob(BackwardPasses):
             return
         numbers = {frozenset(module.module.names): k for k, module in enumerate(self.modules)}
         self._programs[followed.number] = {
-            numbers[frozenset(bucket.names)]: _Scattering(self._program_of(bucket, numbers, followed), k)
+            numbers[frozenset(bucket.names)]: replace(self._program_of(bucket, numbers, followed), first=k)
             for k, bucket in enumerate(followed.decision.plan.buckets)
             if not bucket.strategy.is_dense
         }
@@ -266,7 +257,7 @@ class ScatterJob(BackwardPasses):
     @property
     def source(self) -> str:
         """The emitted steps of the modules that are compressed."""
-        return "\n\n".join(each.program.source for each in self._now.values())
+        return "\n\n".join(each.source for each in self._now.values())
 
     @property
     def timeline(self) -> Timeline | None:

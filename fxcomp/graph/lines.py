@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -49,6 +49,7 @@ from fxcomp.graph.ops import (
 )
 from fxcomp.graph.work import is_sequence
 from fxcomp.plan.kinds import POOL, Stream
+from fxcomp.plan.prices import Prices
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.transfers import Cut
@@ -64,19 +65,6 @@ class CostKind(Enum):
     COLLECTIVE = "collective"
     COMPRESS = "compressing"
     DECOMPRESS = "decompressing"
-
-
-class Prices(Protocol):
-    """The prices of lines; a cost table has them."""
-
-    def pack_us(self, size: float) -> float: ...
-    def copy_us(self, size: float) -> float: ...
-    def keep_us(self, size: float) -> float: ...
-    def accumulate_us(self, size: float) -> float: ...
-    def mask_us(self, size: float) -> float: ...
-    def propose_us(self, compressor: Compressor, elements: int, device: Device) -> float: ...
-    def encode_us(self, compressor: Compressor, elements: int, device: Device) -> float: ...
-    def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device) -> float: ...
 
 
 # Arguments: nodes stand for their values, compressors and operators for themselves

@@ -21,7 +21,7 @@ from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measure import measure_collectives
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
-from fxcomp.runtime.group import Work
+from fxcomp.runtime.group import Done, Work
 from fxcomp.runtime.transfers import Transfer, from_first, pattern_of
 from fxcomp.runtime.transport import Groups, Transport
 from fxcomp.site import NOBODY, Beside
@@ -151,7 +151,7 @@ class TimedCollectives:
         if kind is CollectiveKind.POINT_TO_POINT:
             if me == root:
                 return lambda: _started(dist.isend(value, members[1], group=group))
-            return (lambda: _started(dist.irecv(value, root, group=group))) if me == members[1] else _Idle
+            return (lambda: _started(dist.irecv(value, root, group=group))) if me == members[1] else Done
         if not kind.has_parts:
             return lambda: transport.all_reduce(value, *place)
         pattern, cut = pattern_of(kind.value), rooted if kind.is_rooted else ranks
@@ -165,13 +165,6 @@ class TimedCollectives:
         if number not in self._buffers or self._buffers[number].numel() < elements:
             self._buffers[number] = torch.zeros(elements, device=self._device)
         return self._buffers[number][:elements]
-
-
-class _Idle:
-    """The part of a rank that has none."""
-
-    def wait(self) -> None:
-        return
 
 
 def _started(work: Any) -> Work:

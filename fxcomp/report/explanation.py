@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import kernels
@@ -35,7 +35,7 @@ from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, 
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
-from fxcomp.search.decision import Raced
+from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
@@ -95,33 +95,7 @@ def critical_shares(timeline: Timeline) -> list[tuple[str, float]]:
 _MOST = 8
 
 
-class Moved(Protocol):
-    """One change of the plan."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def why(self) -> str: ...
-
-    @property
-    def error(self) -> tuple[float, float]:
-        """Of the plan before and the one after, by the errors of that time."""
-        ...
-
-    @property
-    def limit(self) -> float: ...
-
-    @property
-    def step_us(self) -> tuple[float, float]:
-        """Predicted, before and after."""
-        ...
-
-    @property
-    def changes(self) -> Sequence[str]: ...
-
-
-def moves_section(moves: Sequence[Moved]) -> Section:
+def moves_section(moves: Sequence[PlanMove]) -> Section:
     """List the last changes, and what all of them made of the error and of the predicted step."""
     digits = decimals(max(max(move.step_us) for move in moves))
     columns = (
@@ -153,7 +127,7 @@ def moves_section(moves: Sequence[Moved]) -> Section:
     return Section("How the plan moved", blocks)
 
 
-def moves_json(moves: Sequence[Moved]) -> list[dict[str, Any]]:
+def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
     """Give every change, with times in ms."""
     return [
         {
@@ -200,7 +174,7 @@ class Explanation:
     """The limit in the place of the mode's, by the errors that are known now."""
     micro_batches: int = 1
     """The number of micro-batches whose gradients a step sums up."""
-    moves: Sequence[Moved] = ()
+    moves: Sequence[PlanMove] = ()
     """Changes of the plan since, by the gradients."""
     batch: str = ""
     """The type of the batches that every time is of, predicted or measured; empty where it is not known."""

@@ -117,12 +117,8 @@ class Conversation:
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
                 if everyone[0].get(key) != theirs.get(key):
-                    error = ModelsDiffer(
-                        f"rank {self._numbers[rank]} and rank {self._numbers[0]} bring different steps: {key} is"
-                        f" {theirs.get(key, 'missing')!r} on rank {self._numbers[rank]} and"
-                        f" {everyone[0].get(key, 'missing')!r} on rank {self._numbers[0]}.\n"
-                        "  Build the same model and optimizer on every rank, and pass the same arguments."
-                    )
+                    first, other = (self._numbers[0], everyone[0]), (self._numbers[rank], theirs)
+                    error = _models_differ(key, first, other)
                     self._known_to_all(error)
                     raise error
 
@@ -290,3 +286,13 @@ class Conversation:
                 "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: its own"
                 " output says why."
             ) from error
+
+
+def _models_differ(key: str, first: tuple[int, dict[str, Any]], other: tuple[int, dict[str, Any]]) -> ModelsDiffer:
+    """Say what two ranks, each with its number, bring of one name."""
+    (zero, known), (rank, theirs) = first, other
+    return ModelsDiffer(
+        f"rank {rank} and rank {zero} bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank {rank} and"
+        f" {known.get(key, 'missing')!r} on rank {zero}.\n"
+        "  Build the same model and optimizer on every rank, and pass the same arguments."
+    )

@@ -151,7 +151,7 @@ class Slice:
 
 
 class Arena:
-    """An fp32 value, zero at first, for each element that this rank keeps of the slots in `layout`.
+    """An fp32 value, zero at first, for each element that this rank keeps of the slots in `layout`: its residuals.
 
     Slots that need nothing are not in the layout and take no memory.
     """
@@ -190,10 +190,6 @@ def _covered(layout: Mapping[Key, SlotLayout]) -> dict[str, tuple[range, ...]]:
             for part in slot.bucket:
                 covered[part.name].append(part.extent)
     return {name: tuple(extents) for name, extents in covered.items()}
-
-
-class Residuals(Arena):
-    """The residuals of this rank: what compression has left out, in the slots that are fed back."""
 
 
 class Velocities(Arena):

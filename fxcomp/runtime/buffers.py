@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor
 from fxcomp.runtime.packing import packed_dtype, packed_sizes, slots
-from fxcomp.runtime.rider import ROOM
 from fxcomp.runtime.transfers import Cut
 
 
@@ -28,6 +27,9 @@ class Numbers:
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """Of payloads that are put in another order."""
 
+
+ROOM = 64
+"""The elements that fit after every buffer, for what rides along (`rider.py`)."""
 
 AS_WRITTEN = Numbers()
 """Lines run as they are written."""

@@ -28,6 +28,13 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+class Done:
+    """A collective that is over, or has no part for this rank."""
+
+    def wait(self) -> None:
+        return
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """A process group, its ranks in order, and this rank's place among them.

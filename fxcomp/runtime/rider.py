@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import mul
 from struct import Struct
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fxcomp.runtime.buffers import ROOM, Buffers
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.transfers import Pattern, Transfer, pattern_of
 from fxcomp.runtime.transport import Flight, Launch, Transport
@@ -27,8 +28,7 @@ from fxcomp.runtime.transport import Flight, Launch, Transport
 _torch = cast("Any", torch)  # partly untyped
 
 BITS = 32
-ROOM = 2 * BITS
-"""The elements that fit after every buffer."""
+assert 2 * BITS <= ROOM, "the bits and their complements fit after every buffer"
 
 _BOTH = Struct("<II")
 """32 bits and their complements."""
@@ -40,14 +40,6 @@ LATE = 2
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class Memory(Protocol):
-    """The memory of a step's lines."""
-
-    def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def extended(self, name: str, value: Tensor, more: int) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -79,7 +71,7 @@ class Rider:
         for key in [key for key in self._sent if key[1].type != "cpu"]:
             del self._sent[key]
 
-    def start(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+    def start(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
         """Start a collective that takes the digest along."""
         if launch.kind == "all_reduce":
             return self._reduced(memory, launch, value, transport)
@@ -97,14 +89,14 @@ class Rider:
             event.synchronize()
             self._judge(launch, tail, LATE)
 
-    def _reduced(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+    def _reduced(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
         whole, elements = memory.extended(launch.name, value, ROOM), value.numel()
         tail = whole[elements:]
         tail.copy_(self._as_sent(self._bits, tail.device))
         work = transport.all_reduce(whole, launch.level, launch.lane, launch.how)
         return Flight(launch, whole[:elements], Ridden(work, lambda: self._arrived(launch, tail)))
 
-    def _gathered(self, memory: Memory, launch: Launch, value: Tensor, transport: Transport) -> Flight:
+    def _gathered(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
         """Send bytes, of whatever type: what is in them is not looked at."""
         views = self._views.get(launch.name)
         if views is None or not views.are_of(launch, value):
@@ -173,7 +165,7 @@ class _Views:
     is_in_place: bool
 
     @classmethod
-    def of(cls, memory: Memory, launch: Launch, value: Tensor) -> _Views:
+    def of(cls, memory: Buffers, launch: Launch, value: Tensor) -> _Views:
         size, own = value.element_size(), value.nbytes
         whole = memory.extended(launch.name, value, DIGEST_BYTES // size).view(torch.uint8)
         parts = [size * part for part in pattern_of(launch.kind).parts(launch.cut, value.numel())]

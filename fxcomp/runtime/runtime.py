@@ -35,13 +35,6 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class HostFlight:
-    """A collective that the pool has launched or will launch."""
-
-    future: Future[Flight]
-
-
 @dataclass(slots=True)
 class Counters:
     """Measurements of one step."""
@@ -171,7 +164,7 @@ class Runtime:
 
     def launch(
         self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
-    ) -> Flight | HostFlight:
+    ) -> Flight | Future[Flight]:
         """Start a collective and return at once.
 
         `cut` says which part each rank owns (`runtime/transfers.py`); it is 1 for an all_reduce and a broadcast in
@@ -181,14 +174,13 @@ class Runtime:
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
         if isinstance(value, OnHost):
             launch = Launch(name, kind, cut, level, how, "pool", rides)
-            return HostFlight(self.pool.submit(functools.partial(self._start, launch), value))
+            return self.pool.submit(functools.partial(self._start, launch), value)
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
-    def wait(self, flight: Flight | HostFlight) -> Tensor | OnHost:
+    def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
         """The collective's result; time spent here is exposed communication."""
-        if isinstance(flight, HostFlight):
-            launched = flight.future
-            return self.pool.arriving(lambda: launched.result().finish())
+        if isinstance(flight, Future):  # the pool launches it
+            return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
 
     def decompress(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.errors import LostTouch
-from fxcomp.runtime.group import Group, Translated, Work
+from fxcomp.runtime.group import Done, Group, Translated, Work
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.transfers import Cut, Pattern, Transfer, pattern_of
 
@@ -228,11 +228,6 @@ def _is_float8(value: Tensor) -> bool:
     return value.is_floating_point() and value.element_size() == 1
 
 
-class _Done:
-    def wait(self) -> None:
-        return
-
-
 class NullTransport:
     """No network: every collective ends at once, with this rank's own values in the shapes that it would have.
 
@@ -247,10 +242,10 @@ class NullTransport:
         return 0 if self._network is None else self._network.place(level)
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:  # noqa: ARG002
-        return _Done()
+        return Done()
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:  # noqa: ARG002
-        return _Done()
+        return Done()
 
     def start(self, transfer: Transfer) -> Work:
         """Hand out this rank's own part; a gather repeats it. Parts of other sizes stay what they are.
@@ -268,7 +263,7 @@ class NullTransport:
         for part in taken:
             if part.numel() == own.numel():
                 part.copy_(own)
-        return _Done()
+        return Done()
 
     def settle(self) -> None:
         return

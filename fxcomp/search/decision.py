@@ -1,6 +1,7 @@
 """Hold what was decided for a step: plain data, equal on all ranks.
 
-Hold the result of a race of plans: plain data, the same on all ranks.
+Hold the result of a race of plans, and a change of the plan that followed the gradients: plain data, the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -103,3 +104,31 @@ class Decision:
     choice: Choice | None = None
     """The comparison of plans; None where the plan was given."""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMove:
+    """One change of the plan, or the decision to leave it: plain data, the same on all ranks."""
+
+    step: int
+    why: str
+    error: tuple[float, float]
+    """Of the plan before and of the answer, by the errors of that time."""
+    limit: float
+    step_us: tuple[float, float]
+    """The predicted steps."""
+    changes: tuple[str, ...]
+    """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlanMove:
+        values: dict[str, Any] = {**data, **{name: tuple(data[name]) for name in ("error", "step_us", "changes")}}
+        return cls(**values)
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return f"step {self.step}: {self.why}; the plan stays, and loses {self.error[0]:.3g} of {self.limit:.3g}"
+        return (
+            f"step {self.step}: {self.why}. {'; '.join(self.changes)}. Error {self.error[0]:.3g} to {self.error[1]:.3g}"
+            f" of {self.limit:.3g}, predicted step {self.step_us[0] / 1e3:.4g} to {self.step_us[1] / 1e3:.4g} ms."
+        )

@@ -21,9 +21,10 @@ from fxcomp.plan.kinds import POOL, CollectiveKind, ElementType, Stream, wire_of
 from fxcomp.plan.legs import Encode, Leg, Route, Send
 from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
 from fxcomp.plan.plan import Plan, launch_order
+from fxcomp.plan.prices import Prices
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.search.prices import Measure, Size, TaskPrices
+from fxcomp.search.prices import Measure, Size
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
@@ -166,7 +167,7 @@ def price_bucket(
     gradients: Sequence[Gradient],
     strategy: Strategy,
     workload: Workload,
-    costs: TaskPrices,
+    costs: Prices,
     cluster: Cluster,
 ) -> BucketTasks:
     """Make the tasks of a bucket of these gradients, which have one type, numbered k."""
@@ -185,9 +186,7 @@ def price_bucket(
 class _PlanTaskWriter:
     """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
 
-    def __init__(
-        self, k: int, route: Route, first: Leg | None, workload: Workload, costs: TaskPrices, cluster: Cluster
-    ):
+    def __init__(self, k: int, route: Route, first: Leg | None, workload: Workload, costs: Prices, cluster: Cluster):
         self.commits, self.velocity = workload.commits, workload.keeps_velocity
         self.saves_residuals = workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster

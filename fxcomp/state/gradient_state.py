@@ -26,7 +26,7 @@ from fxcomp.plan.legs import Encode, row_shards
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Compress, Device, Propose
-from fxcomp.runtime.arena import Key, Part, Residuals, SlotLayout, Velocities, parts_in
+from fxcomp.runtime.arena import Arena, Key, Part, SlotLayout, Velocities, parts_in
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 from fxcomp.site import Site
 from fxcomp.state.handover import Holding, Sharing, hand_over
@@ -158,7 +158,7 @@ Shapes = Mapping[str, Sequence[int]]
 class GradientState:
     """Everything that a rank keeps of gradients from one step to the next, laid out for one plan."""
 
-    residuals: Residuals
+    residuals: Arena
     compressor_states: CompressorStates
     velocities: Velocities | None = None
     """This rank's own momentum; None where it is the optimizer's."""
@@ -171,7 +171,7 @@ class GradientState:
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
         """Start with nothing left out. Random compressors draw from `seed`, which all ranks share."""
         state = cls(
-            Residuals(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
+            Arena(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
             CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
         )
         return replace(state, velocities=_velocities(plan, site)) if feedback.momentum else state

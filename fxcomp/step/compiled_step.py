@@ -18,11 +18,10 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.terminal import to_text
-from fxcomp.search.decision import Raced
+from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
-from fxcomp.step.errors.adaptation import PlanMove
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of

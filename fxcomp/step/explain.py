@@ -10,10 +10,9 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.budget import Budget
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import flip_gbit
-from fxcomp.search.decision import Decision, Raced
+from fxcomp.search.decision import Decision, PlanMove, Raced
 from fxcomp.search.question import Terms
 from fxcomp.site import Site
-from fxcomp.step.errors.adaptation import PlanMove
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 

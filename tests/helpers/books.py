@@ -21,7 +21,7 @@ from fxcomp.plan.legs import Route
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
 from fxcomp.state.saved_state import Here, read_together, restore, state_dict
@@ -108,7 +108,7 @@ class Job:
         self.carried = [self._fresh(rank) for rank in range(cluster.world_size)]
 
     def _fresh(self, rank: int) -> GradientState:
-        residuals = Residuals(residual_layout(self.plan, self.cluster, rank, FEEDBACK), CPU)
+        residuals = Arena(residual_layout(self.plan, self.cluster, rank, FEEDBACK), CPU)
         states = CompressorStates(state_layout(self.plan, SHAPES, self.cluster, rank), CPU)
         return GradientState(residuals, states)
 

@@ -14,7 +14,7 @@ from fxcomp.plan.legs import Decode, Encode, Send, cut_points, row_shards
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.arena import Arena
 from fxcomp.state.gradient_state import residual_layout
 
 SIZES = st.lists(st.integers(0, 3000), max_size=12)
@@ -100,7 +100,7 @@ def test_residuals_of_rows_have_room_for_padding_and_are_known_without_it(shapes
     sizes = tuple(map(math.prod, shapes))
     plan = Plan((Bucket(tuple(names), sizes, Strategy.scattered(parse_compressor("int4"))),))
     layout = residual_layout(plan, Cluster.parse(f"{ranks}x1, inter 1gbit, intra 10gbit"), 0, shapes=named)
-    kept = Residuals(layout, torch.device("cpu"))
+    kept = Arena(layout, torch.device("cpu"))
     assert kept.of(0).numel() == sum(len(extent) for _, extent in row_shards(shapes, ranks))
     for name, size in zip(names, sizes, strict=True):
         places = [place for piece in kept.slices[name] for place in piece.extent]

@@ -24,10 +24,10 @@ from fxcomp.report.by_layer import alike, layers_of
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
 from fxcomp.search.choose import choose, predict_us
+from fxcomp.search.decision import PlanMove
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
-from fxcomp.step.errors.adaptation import PlanMove
 
 COSTS = CostTable()
 WHERE = Cluster(4, 1, intra=Link(5.0, 12.0), inter=Link.parse("1gbit"))

@@ -19,7 +19,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Key, Part, Residuals, Slice, SlotLayout, Velocities
+from fxcomp.runtime.arena import Arena, Key, Part, Slice, SlotLayout, Velocities
 from fxcomp.state.gradient_state import velocity_layout
 from fxcomp.state.handover import Holding, hand_over
 
@@ -100,20 +100,20 @@ def c_and_a(rank: int) -> Layout:
     return {(0, 0): summed, (1, 0): whole("b", place=rank, weight=Fraction(1, 2))}
 
 
-def filled(arena: Residuals | Velocities, rank: int) -> Any:
+def filled(arena: Arena | Velocities, rank: int) -> Any:
     arena.arena.normal_(generator=torch.Generator().manual_seed(rank))
     return arena
 
 
-def values_of(arena: Residuals | Velocities, name: str) -> Tensor:
+def values_of(arena: Arena | Velocities, name: str) -> Tensor:
     return torch.cat([torch.empty(0), *(piece.values for piece in arena.slices.get(name, ()))])
 
 
-def moved(layouts: Sequence[tuple[Layout, Layout]]) -> list[tuple[Residuals, Residuals]]:
+def moved(layouts: Sequence[tuple[Layout, Layout]]) -> list[tuple[Arena, Arena]]:
     """On each rank, residuals of one layout handed over to another."""
 
-    def work(peer: VirtualRank) -> tuple[Residuals, Residuals]:
-        before, after = (Residuals(layout, CPU) for layout in layouts[peer.rank])
+    def work(peer: VirtualRank) -> tuple[Arena, Arena]:
+        before, after = (Arena(layout, CPU) for layout in layouts[peer.rank])
         filled(before, peer.rank)
         assert hand_over(Holding.of(len(layouts), before.slices), after, SMALL, peer.sharing()) == {}
         return before, after
@@ -146,7 +146,7 @@ def test_three_ranks_that_become_two_owe_what_they_owed():
 
     def work(peer: VirtualRank) -> list[float]:
         held = [Slice(torch.full((1,), value), 0, 1, weight=Fraction(1, 3)) for value in ([3.0, 9.0], [6.0])[peer.rank]]
-        into = Residuals({(0, 0): SlotLayout((Part("a", 0, 1, 1),), (range(1),), place=peer.rank)}, CPU)
+        into = Arena({(0, 0): SlotLayout((Part("a", 0, 1, 1),), (range(1),), place=peer.rank)}, CPU)
         hand_over(Holding(3, {"a": held}), into, {"a": 1}, peer.sharing())
         return into.of(0).tolist()
 
@@ -265,7 +265,7 @@ def test_a_stream_that_one_rank_goes_on_with_goes_on_on_all_that_share_it():
 def test_of_a_parameter_in_two_buckets_waits_the_part_that_is_not_fed_back():
     def work(peer: VirtualRank) -> tuple[list[float], list[float]]:
         held = Slice(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0, 4, place=peer.rank, weight=Fraction(1, 2))
-        into = Residuals({(1, 0): SlotLayout((Part("a", 2, 2, 4),), (range(2),), place=peer.rank)}, CPU)
+        into = Arena({(1, 0): SlotLayout((Part("a", 2, 2, 4),), (range(2),), place=peer.rank)}, CPU)
         waiting = hand_over(Holding.of(2, {"a": [held]}), into, {"a": 4}, peer.sharing())
         return waiting["a"].tolist(), into.of(1).tolist()
 
@@ -281,7 +281,7 @@ def test_what_waits_on_one_rank_waits_on_all():
     def work(peer: VirtualRank) -> dict[str, list[float]]:
         waiting = {"a": torch.full((2,), 3.0), "b": torch.ones(1)} if peer.rank == 0 else {"b": torch.ones(1)}
         holding = Holding.of(2, {}, waiting)
-        found = hand_over(holding, Residuals({}, CPU), {"a": 2, "b": 1, "c": 1}, peer.sharing())
+        found = hand_over(holding, Arena({}, CPU), {"a": 2, "b": 1, "c": 1}, peer.sharing())
         return {name: value.tolist() for name, value in found.items()}
 
     assert run_virtual(2, work) == [{"a": [1.5, 1.5], "b": [1.0]}] * 2

@@ -14,7 +14,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import STANDARD, ErrorTable
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.state.gradient_state import residual_layout
@@ -32,7 +32,7 @@ def runtime() -> Iterator[Runtime]:
     made.close()
 
 
-def compress(runtime: Runtime, plan: Plan, residuals: Residuals, gradients: dict[str, torch.Tensor]) -> None:
+def compress(runtime: Runtime, plan: Plan, residuals: Arena, gradients: dict[str, torch.Tensor]) -> None:
     """Pack and compress each bucket in turn, as an emitted step does."""
     for number, bucket in enumerate(plan.buckets):
         parts = [gradients[n].flatten()[e.start : e.stop] for n, e in zip(bucket.names, bucket.extents, strict=True)]
@@ -40,7 +40,7 @@ def compress(runtime: Runtime, plan: Plan, residuals: Residuals, gradients: dict
         runtime.compress(f"payload_{number}", TOPK, flat, residuals.of(number), bucket.sizes)
 
 
-def looking(shapes: dict[str, tuple[int, ...]], residuals: Residuals, ranks: int) -> ErrorLook:
+def looking(shapes: dict[str, tuple[int, ...]], residuals: Arena, ranks: int) -> ErrorLook:
     """A look of one rank, whose sums are those of all."""
     site: Any = SimpleNamespace(
         device=CPU, rank=0, ranks=SimpleNamespace(world_size=ranks), sum_over_ranks=lambda _: None
@@ -61,7 +61,7 @@ def test_a_look_finds_what_is_left_out_of_gradients_and_residuals(runtime: Runti
     first = (Bucket(("a",), (cut,), flat),) if cut else ()
     rest = Bucket(("a", "b", "c"), (1200 - cut, 50, 400), flat, (cut, 0, 0))
     plan, where = Plan((*first, rest)), cluster(4, 1, "1gbit")
-    residuals = Residuals(residual_layout(plan, where, 0), CPU)
+    residuals = Arena(residual_layout(plan, where, 0), CPU)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         gradients = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -75,14 +75,14 @@ def test_a_look_finds_what_is_left_out_of_gradients_and_residuals(runtime: Runti
     value, left = gradients["c"].flatten() + before[-400:], residuals.of(len(plan.buckets) - 1)[-400:]
     lost = (left.square().sum() / value.square().sum()).item()
     assert table.error_of("c", TOPK).value == pytest.approx(lost, rel=1e-5)
-    alone = looking({"c": SHAPES["c"]}, Residuals({}, CPU), 4)
+    alone = looking({"c": SHAPES["c"]}, Arena({}, CPU), 4)
     alone.see("c", gradients["c"])
     assert measured(alone).error_of("c", TOPK).value != pytest.approx(lost, rel=1e-3)
 
 
 def test_parts_of_a_gradient_are_put_together(runtime: Runtime):
     gradient = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
-    whole, parts = (looking({"a": (30, 40)}, Residuals({}, CPU), 1) for _ in range(2))
+    whole, parts = (looking({"a": (30, 40)}, Arena({}, CPU), 1) for _ in range(2))
     runtime.gradients.on_gradient = whole.see
     runtime.pack("whole", ("a",), (gradient,), 1.0)
     runtime.gradients.on_gradient = parts.see

@@ -27,9 +27,10 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import BadCompressor, Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
+from fxcomp.plan.prices import Prices
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
-from fxcomp.search.prices import Measure, Size, TaskPrices
+from fxcomp.search.prices import Measure, Size
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
@@ -49,7 +50,7 @@ class Question(NamedTuple):
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
 
-    def us(self, prices: TaskPrices, cluster: Cluster, size: float) -> float:
+    def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
         if self.method == "launch_us":
             return prices.launch_us
         last = (cluster,) if self.is_collective else self.after

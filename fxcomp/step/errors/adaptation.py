@@ -14,7 +14,7 @@ loses nothing, and stays so because that was predicted or measured to be the fas
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from fxcomp.error_tables import ErrorTable
 from fxcomp.plan.plan import Plan
 from fxcomp.report.document import mb
 from fxcomp.report.plan_diff import PlanFile, diff_plans
+from fxcomp.search.decision import PlanMove
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
@@ -53,34 +54,6 @@ SPENT = 0.95
 T = TypeVar("T")
 
 _TOPIC = "following the gradients"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanMove:
-    """One change of the plan, or the decision to leave it: plain data, the same on all ranks."""
-
-    step: int
-    why: str
-    error: tuple[float, float]
-    """Of the plan before and of the answer, by the errors of that time."""
-    limit: float
-    step_us: tuple[float, float]
-    """The predicted steps."""
-    changes: tuple[str, ...]
-    """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PlanMove:
-        values: dict[str, Any] = {**data, **{name: tuple(data[name]) for name in ("error", "step_us", "changes")}}
-        return cls(**values)
-
-    def __str__(self) -> str:
-        if not self.changes:
-            return f"step {self.step}: {self.why}; the plan stays, and loses {self.error[0]:.3g} of {self.limit:.3g}"
-        return (
-            f"step {self.step}: {self.why}. {'; '.join(self.changes)}. Error {self.error[0]:.3g} to {self.error[1]:.3g}"
-            f" of {self.limit:.3g}, predicted step {self.step_us[0] / 1e3:.4g} to {self.step_us[1] / 1e3:.4g} ms."
-        )
 
 
 class Adaptation:

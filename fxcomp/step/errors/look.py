@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.error_tables import Columns, Draw, ErrorTable, measure, scaled
-from fxcomp.runtime.arena import Residuals
+from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
@@ -83,7 +83,7 @@ class ErrorLook:
         columns: Columns,
         number: int,
         shapes: Shapes,
-        residuals: Residuals,
+        residuals: Arena,
         site: Site,
         *,
         wants: bool = True,
