@@ -157,6 +157,7 @@ READ: dict[str, Callable[[], Hashable]] = {
         torch.backends.cuda.cudnn_sdp_enabled(),
     ),
     "the order of attention's kernels": compat.attention_order,
+    "the number of threads": torch.get_num_threads,
     "how subclasses of tensors are asked": compat.subclass_dispatch,
 }
 """A change of one of these is captured again."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import cached_property, partial, partialmethod
-from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, cast
 
 from fxcomp.capture.reach.iterators import callees
-from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, is_library, named_in, read
+from fxcomp.capture.reach.names import named_in
+from fxcomp.capture.reach.places import Held, Names, Place, Slot, View, is_a, is_library, read
 
 
 class FunctionPlace(Place):
@@ -67,7 +68,9 @@ class FunctionPlace(Place):
         return zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
 
     def _globals(self) -> list[str]:
-        return [key for key in self._named.globals if key in self.owner.__globals__]
+        table = self.owner.__globals__
+        by_name = self._names.of(table) if "globals" in self._named.globals else ()
+        return list(dict.fromkeys((*(key for key in self._named.globals if key in table), *by_name)))
 
 
 class WrapperPlace(Place):
@@ -80,7 +83,8 @@ class WrapperPlace(Place):
     def around(cls, name: str, owner: Any) -> WrapperPlace | None:
         """Make the place; None for a function that is around nothing."""
         cells = getattr(owner, "__closure__", None) or ()
-        inside = (getattr(owner, "__wrapped__", None), *(read(cell, "cell_contents") for cell in cells))
+        inside = [getattr(owner, name, None) for name in ("__wrapped__", "registry")]  # a singledispatch has the latter
+        inside += (read(cell, "cell_contents") for cell in cells)
         found: dict[int, Any] = {id(value): value for value in inside if is_a(value, _WRAPPED)}
         return cls(name, owner, tuple(found.values())) if found else None
 
@@ -88,7 +92,7 @@ class WrapperPlace(Place):
         return [(f" around {i}", value) for i, value in enumerate(self._wrapped)]
 
 
-_WRAPPED = (FunctionType, MethodType, partial, partialmethod)
+_WRAPPED = (FunctionType, MethodType, partial, partialmethod, MappingProxyType)
 
 _CALLED = ("forward", "backward", "setup_context")
 """Methods that are called without being named, as all with two underscores are but these."""

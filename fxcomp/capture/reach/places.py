@@ -2,8 +2,6 @@
 
 A place tells what it holds, under which label, and which live views and slots show cheaply that it holds something
 else.
-
-Read the names in a function's bytecode: globals, attributes, keys, modules that it imports.
 """
 
 # Tables of a module are private, and have no public way in; what is reached may be anything.
@@ -11,15 +9,26 @@ Read the names in a function's bytecode: globals, attributes, keys, modules that
 
 from __future__ import annotations
 
-import dis
+import array
+import ctypes
+import datetime
 import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from queue import SimpleQueue
+from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, cast
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -30,72 +39,6 @@ from fxcomp.capture.batch_type import PLAIN, kind_of
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", "fxcomp"}) - {"__main__"}
 """Their functions are not followed: nothing that a training loop changes is a global of theirs."""
 
-_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
-
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-"""Setting an attribute, as `__init__` does, is not reading it."""
-
-_CONSTANTS = ("LOAD_CONST", "RETURN_CONST")
-
-_NAMING = ("BUILD_CONST_KEY_MAP", "CALL_KW", "CALL_FUNCTION_EX")
-"""Instructions that take a constant for a new dict's keys or for arguments' names: nothing is read by these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The names in a function's code and in the code inside it."""
-
-    globals: tuple[str, ...]
-    imports: tuple[str, ...]
-    """Modules imported while it runs."""
-    names: frozenset[str]
-    """Attributes and keys that are read: names, and every constant that could be one."""
-    lines: tuple[tuple[str, str, int], ...]
-    """Each reading of a global: its name, the attribute that follows, the line."""
-
-
-@lru_cache(maxsize=4096)
-def named_in(code: CodeType) -> Named:
-    """Read a function's bytecode."""
-    found: dict[str, None] = {}
-    imports: dict[str, None] = {}
-    names: set[str] = set()
-    lines: list[tuple[str, str, int]] = []
-    for piece in _with_inner(code):
-        instructions = list(dis.get_instructions(piece))
-        for i, instruction in enumerate(instructions):
-            name = instruction.argval
-            following = instructions[i + 1].opname if i + 1 < len(instructions) else ""
-            if instruction.opname in _CONSTANTS and following not in _NAMING:
-                names.update(c for c in _leaves((name,)) if isinstance(c, str) and len(c) <= 64)
-            if instruction.opname in _GLOBALS:
-                found[name] = None
-                after = instructions[i + 1] if i + 1 < len(instructions) else instruction
-                attribute = after.argval if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""
-                line = instruction.positions.lineno if instruction.positions else None
-                lines.append((name, str(attribute), line or piece.co_firstlineno))
-            elif instruction.opname in _READS:
-                names.add(name)
-            elif instruction.opname == "IMPORT_NAME":
-                imports[name] = None
-    return Named(tuple(found), tuple(imports), frozenset(names), tuple(lines))
-
-
-def _leaves(constants: Iterable[Any]) -> Iterator[Any]:
-    """Flatten constants in tuples and sets."""
-    for constant in constants:
-        if isinstance(constant, tuple | frozenset):
-            yield from _leaves(cast("Iterable[Any]", constant))
-        else:
-            yield constant
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
-
 
 def is_library(module: str | None) -> bool:
     """Ask if a module is torch's, NumPy's or Python's own."""
@@ -104,12 +47,16 @@ def is_library(module: str | None) -> bool:
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
-_PLAIN_TOO = (np.generic, torch.dtype, torch.device, torch.Size, slice, range)
+_PLAIN_TOO = (
+    *(np.generic, torch.dtype, torch.device, torch.Size, slice, range),
+    *(Fraction, Decimal, PurePath, UUID, datetime.date, datetime.time, datetime.timedelta),
+)
 
 
 def has_no_parts(value: object) -> bool:
     """Ask if a value is what it looks like: comparing it needs no walk."""
-    return type(value) in _PLAIN or isinstance(value, _PLAIN_TOO)
+    kind = type(value)
+    return kind in _PLAIN or (isinstance(value, _PLAIN_TOO) and is_library(kind.__module__))
 
 
 MISSING = object()
@@ -117,6 +64,17 @@ MISSING = object()
 
 LARGE = 1000
 """Collections of up to so many items are compared item by item; larger ones are taken for data."""
+
+BUFFERS = (np.ndarray, bytearray, memoryview, array.array, ctypes.c_int.__mro__[-2])
+"""Values whose content is compared, for nothing else tells that it changed; the last one is the base of all of C's."""
+
+
+def content(value: Any) -> bytes | None:
+    """Read a buffer's content; None of large ones."""
+    if isinstance(value, np.ndarray):  # of objects, their identities
+        return cast("np.ndarray[Any, Any]", value).tobytes() if value.size <= LARGE else None
+    return bytes(value) if memoryview(value).nbytes <= 8 * LARGE else None
+
 
 Held = Iterable[tuple[str, Any]]
 View = Collection[Any]
@@ -301,20 +259,23 @@ class ObjectPlace(Place):
         self._table: dict[str, Any] = getattr(owner, "__dict__", {})
         kind = cast("Any", type(owner))
         makes_up = getattr(kind, "__getattr__", None)
-        # Methods of torch, and of UserDict and ChainMap, are not followed.
-        is_whole = kind.__module__.startswith("torch.") or issubclass(kind, Mapping)
+        # Methods of libraries, and of UserDict and ChainMap, are not followed.
+        is_whole = (kind not in _NAMED and is_library(kind.__module__)) or issubclass(kind, Mapping | Enum)
         self._is_whole = is_whole or (isinstance(makes_up, FunctionType) and not is_library(makes_up.__module__))
-        self._members = [s for base in type(owner).__mro__ for s in slots_of(base) if s in names.found]
+        self._members = [s for base in kind.__mro__ for s in slots_of(base) if self._is_whole or s in names.found]
+        self._plain = next((base for base in (int, float, complex, str, bytes) if issubclass(kind, base)), None)
 
     def held(self) -> Held:
         yield "'s class", type(self.owner)
+        if self._plain is not None:
+            yield "'s value", repr(cast("Any", self._plain).__getnewargs__(self.owner))
         for key in sorted(self._keys()):
             yield f".{key}", self._table[key]
         for key in self._members:
             yield f".{key}", getattr(self.owner, key, MISSING)
 
     def views(self) -> Iterable[View]:
-        if type(self.owner).__dictoffset__:
+        if has_table(self.owner):
             yield self._table.keys()  # an attribute may come that hides one of the class
 
     def slots(self) -> Iterable[Slot]:
@@ -328,10 +289,49 @@ class ObjectPlace(Place):
         return self._names.of(self._table)
 
 
+_NAMED = (SimpleNamespace, Namespace, threading.Event)
+"""Classes of Python's library of which those attributes count that code names."""
+
+
+def has_table(value: Any) -> bool:
+    """Ask if a value has attributes of its own."""
+    return bool(type(value).__dictoffset__) or isinstance(value, threading.local)
+
+
 def slots_of(base: type) -> tuple[str, ...]:
     """Give the names in a class's own __slots__."""
     slots: Any = vars(base).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    return (slots,) if isinstance(slots, str) else tuple(key for key in slots if key not in ("__dict__", "__weakref__"))
+
+
+class AskedPlace(Place):
+    """A context variable, a weak reference or a C queue: its value, target or length has to be asked for."""
+
+    _HOW: Mapping[type, Callable[[Any], Any]] = {
+        ContextVar: lambda variable: variable.get(MISSING),
+        weakref.ref: lambda reference: reference(),
+        SimpleQueue: lambda queue: queue.qsize(),
+    }
+    KINDS = tuple(_HOW)
+
+    def __init__(self, name: str, owner: Any):
+        self.name, self.owner = name, owner
+        self._ask = next(ask for kind, ask in self._HOW.items() if isinstance(owner, kind))
+
+    @property
+    def value(self) -> Any:
+        """Ask for the value."""
+        return self._ask(self.owner)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.owner.set(value)
+
+    def held(self) -> Held:
+        return (("'s value", self.value),)
+
+    def slots(self) -> Iterable[Slot]:
+        return ((self, "value"),)
 
 
 COLLECTIONS = (list, tuple, set, frozenset, dict, deque, MappingProxyType)
@@ -340,7 +340,7 @@ _TABLES_OF_VALUES = (dict, MappingProxyType)
 
 
 class CollectionPlace(Place):
-    """A list, tuple, set or dict, and the attributes of one that has some."""
+    """A list, tuple, set, dict or array of objects, and the attributes of one that has some."""
 
     def __init__(self, name: str, owner: Any, names: Names):
         self.name, self.owner = name, owner
@@ -351,6 +351,8 @@ class CollectionPlace(Place):
         yield "'s class", type(owner)
         if isinstance(owner, _TABLES_OF_VALUES):
             yield from ((f"[{_text(key)}]", value) for key, value in items(owner))
+        elif is_a(owner, np.ndarray):
+            yield from ((f"[{i}]", value) for i, value in enumerate(owner.ravel()))
         elif isinstance(owner, Set):
             yield from ((f" with {text}", True) for text in sorted(map(_text, cast("Set[Any]", owner))))
         else:
@@ -363,7 +365,7 @@ class CollectionPlace(Place):
         if isinstance(owner, _TABLES_OF_VALUES):
             yield _past_its_class(owner, "values")
             yield _past_its_class(owner, "keys")
-        elif not isinstance(owner, tuple | frozenset):
+        elif not isinstance(owner, tuple | frozenset | np.ndarray):
             yield owner
         if self._attributes is not None:
             yield from self._attributes.views()

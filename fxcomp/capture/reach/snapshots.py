@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from fxcomp.capture.batch_type import Change, sharing
-from fxcomp.capture.reach.places import LARGE, MISSING, ModulePlace, View, has_no_parts, read
+from fxcomp.capture.reach.places import MISSING, ModulePlace, View, content, has_no_parts, read
 from fxcomp.capture.reach.walk import At, Facts, NeedsWalk, Plain, Reach, Same, walk
 
 _GRADIENT_FLAG = attrgetter("requires_grad")
@@ -34,7 +34,7 @@ class Seen:
     items: list[Any]
     values: list[Any]
     attributes: list[Any]
-    data: tuple[list[int], list[bool], list[bytes]]
+    data: tuple[list[int], list[bool], list[bytes | None]]
 
 
 class ObjectGuard:
@@ -57,7 +57,7 @@ class ObjectGuard:
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
         self._tensors = tuple(tensor for tensor in reach.tensors if has_memory(tensor))
-        self._arrays = tuple(array for array in reach.arrays if array.size <= LARGE)
+        self._buffers = tuple(each for each in reach.buffers if content(each) is not None)
 
     def look(self) -> Seen:
         """Read everything as it is now."""
@@ -70,7 +70,7 @@ class ObjectGuard:
         )
 
     def is_still(self, seen: Seen) -> bool:
-        """Ask if everything is the same object as then, with the same memory of tensors and content of arrays."""
+        """Ask if everything is the same object as then, with the same memory of tensors and content of buffers."""
         return (
             list(map(len, self._views)) == seen.sizes
             and not any(self._empty)
@@ -109,9 +109,9 @@ class ObjectGuard:
         except ValueError:  # a closure's cell that is empty
             return list(map(read, self._owners, self._names))
 
-    def _read_data(self) -> tuple[list[int], list[bool], list[bytes]]:
+    def _read_data(self) -> tuple[list[int], list[bool], list[bytes | None]]:
         flags: list[bool] = list(map(_GRADIENT_FLAG, self._tensors))
-        return list(map(Tensor.data_ptr, self._tensors)), flags, [array.tobytes() for array in self._arrays]
+        return list(map(Tensor.data_ptr, self._tensors)), flags, list(map(content, self._buffers))
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -9,8 +9,9 @@ object only those attributes count that some followed code names: a trainer's hi
 
 from __future__ import annotations
 
+import operator
 import random
-import weakref
+import threading
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from fxcomp.capture.reach.callables import BOUND, CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
 from fxcomp.capture.reach.iterators import is_iterator
 from fxcomp.capture.reach.places import (
+    BUFFERS,
     COLLECTIONS,
     LARGE,
     MISSING,
+    AskedPlace,
     CollectionPlace,
     ModulePlace,
     Names,
@@ -36,7 +39,10 @@ from fxcomp.capture.reach.places import (
     ObjectPlace,
     Place,
     Signature,
+    content,
     has_no_parts,
+    has_table,
+    is_a,
     is_library,
     slots_of,
 )
@@ -107,7 +113,7 @@ class Reach:
     places: list[Place] = field(default_factory=list[Place])
     facts: list[Facts] = field(default_factory=list[Facts])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
-    arrays: list[np.ndarray[Any, Any]] = field(default_factory=list["np.ndarray[Any, Any]"])
+    buffers: list[Any] = field(default_factory=list[Any])
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
     names: Names = field(default_factory=lambda: Names(set()))
     known: dict[int, Hashable] = field(default_factory=dict[int, Hashable])
@@ -128,13 +134,9 @@ class Reach:
             raise NeedsWalk
         if isinstance(value, Tensor):
             return known, Signature.of(value)
-        if isinstance(value, np.ndarray):
-            return known, _content(cast("np.ndarray[Any, Any]", value))
+        if isinstance(value, BUFFERS):
+            return known, content(value)
         return known
-
-
-def _content(array: np.ndarray[Any, Any]) -> Hashable:
-    return array.tobytes() if array.size <= LARGE and array.dtype != object else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +198,16 @@ class _ReachWalk:
         if isinstance(value, Tensor):
             reach.tensors.append(value)
             return Same(value)
-        if isinstance(value, np.ndarray):
-            array = cast("np.ndarray[Any, Any]", value)
-            reach.arrays.append(array)
-            return Same(array)
+        if isinstance(value, BUFFERS):
+            reach.buffers.append(value)
+            if not _has_objects(value):
+                return Same(value)
         if isinstance(value, GENERATORS) or is_iterator(value):
             if value is not random.random.__self__ and value is not np.random.rand.__self__:  # everybody's
                 reach.generators[name] = value
             if not is_iterator(value):
                 return Same(value)
-        is_opaque = isinstance(value, Enum | weakref.ref)
-        place = None if is_opaque else place_of(value, name, reach.names, self._trained)
+        place = place_of(value, name, reach.names, self._trained)
         if place is None or not self._may_follow(place, holder):
             return Same(value)
         if isinstance(place, ModulePlace | ClassPlace):
@@ -215,13 +216,18 @@ class _ReachWalk:
             self._queue.append(_FoundObject(place, 0, holder.calls + 1))
         else:
             self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
-        return Same(value) if isinstance(place, ClassPlace) or is_iterator(value) else At(name)
+        is_itself = isinstance(place, ClassPlace | AskedPlace) or isinstance(value, Enum) or is_iterator(value)
+        return Same(value) if is_itself else At(name)
 
     def _may_follow(self, place: Place, holder: _FoundObject) -> bool:
         if isinstance(place, ModulePlace):
             return True
         self._others += 1
         return holder.depth < DEPTH and holder.calls <= CALLS and self._others <= PLACES
+
+
+def _has_objects(value: Any) -> bool:
+    return is_a(value, np.ndarray) and value.dtype == object and value.size <= LARGE
 
 
 _CACHED = type(cache(lambda: None))
@@ -241,12 +247,19 @@ def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | 
         return ClassPlace(value, names)
     if isinstance(value, ModuleType):
         return None if is_library(value.__name__) else NamespacePlace(value, names)
-    if isinstance(value, COLLECTIONS):
+    if isinstance(value, AskedPlace.KINDS):
+        return AskedPlace(name, value)
+    if isinstance(value, operator.attrgetter | operator.methodcaller):
+        names.found.update(str(part) for path in value.__reduce__()[1] for part in str(path).split("."))
+        return None
+    if isinstance(value, COLLECTIONS) or _has_objects(value):
         return CollectionPlace(name, value, names) if len(cast("Collection[Any]", value)) <= LARGE else None
     if isinstance(value, _CACHED):
         return WrapperPlace.around(name, value)
-    if kind.__module__.partition(".")[0] in ("fxcomp", "logging", "threading", "io", "re", "enum"):
+    if isinstance(value, threading.Event):
+        names.found.add("_flag")
+    elif kind.__module__.partition(".")[0] in ("fxcomp", "logging", "threading", "io", "re", "enum"):
         return None
-    if kind.__dictoffset__ or any(map(slots_of, kind.__mro__)):
+    if has_table(value) or any(map(slots_of, kind.__mro__)):
         return ObjectPlace(name, value, names)
     return None
