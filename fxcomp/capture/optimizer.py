@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -121,6 +122,8 @@ def baked(value: Any) -> Hashable:
         return type(items).__name__, id(items)
     if isinstance(value, dict):
         return tuple((str(key), baked(item)) for key, item in items.items())
+    if isinstance(value, np.generic):
+        return items.item()
     return tuple(map(baked, items)) if is_sequence(value) else None
 
 

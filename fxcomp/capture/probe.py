@@ -328,4 +328,5 @@ def named(optimizer: torch.optim.Optimizer) -> Generator[None]:
             why = f"decides by the values of tensors, which one graph cannot: {first_line}"
         else:
             why = f"raises {type(error).__name__} where it is given a gradient: {first_line}"
-        raise refused(optimizer, why) from error
+        more = "If an option was switched on that needs more state (eagerly it raises too), build the optimizer with it"
+        raise refused(optimizer, why, more if isinstance(error, KeyError) else "") from error

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.capture.fake_mode import Varying
-from fxcomp.capture.optimizer import live_numbers
+from fxcomp.capture.optimizer import baked, live_numbers
 from fxcomp.capture.step_guard import StepGuard, settled
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
@@ -160,7 +160,7 @@ def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
     facts["the optimizer"] = ", ".join(type(optimizer).__name__ for optimizer in training.optimizers)
     for number, group in enumerate(training.groups):
         for key, value in {**group, **live_numbers(group)}.items():
-            if isinstance(value, bool | int | float | str | type(None)):
+            if isinstance(value := baked(value), bool | int | float | str | type(None)):
                 facts[f"{key} of parameter group {number}"] = value
     facts["a count beside the loss"] = captured.is_weighted
     facts["max_grad_norm"] = training.max_grad_norm

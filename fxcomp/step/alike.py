@@ -53,10 +53,10 @@ class Alike:
         self.rider.begin(program.carriers)
         if options != self._options:
             self._options, self._numbers = options, ()
-            self._check_of_options = zlib.crc32(repr(_plain(options)).encode())
+            self._check_of_options = zlib.crc32(repr(_digestible(options)).encode())
         if numbers != self._numbers:
             self._numbers = numbers
-            values = [value for group in numbers for value in group.values()]  # whose names are among the options
+            values = [value + 0.0 for group in numbers for value in group.values()]  # whose names are among the options
             self.rider.carry(zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options))
         runtime.rider, runtime.gradients.are_applied = self.rider, False
 
@@ -65,7 +65,7 @@ class Alike:
         facts: dict[str, Any] = {}
         for group, (numbers, (options, _)) in enumerate(zip(self._numbers, cast("Any", self._options), strict=True)):
             facts |= {f"{name} in parameter group {group}": value for name, value in numbers.items()}
-            facts |= {f"{name} in parameter group {group}": repr(_plain(value)) for name, value in options}
+            facts |= {f"{name} in parameter group {group}": _plain(value) for name, value in options}
         return facts
 
     def _differ(self, level: str, late: int) -> NoReturn:
@@ -104,3 +104,14 @@ def _plain(value: Any) -> Any:
     if len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], int) and items[1] > 1 << 20:
         return items[0]
     return tuple(map(_plain, items))
+
+
+def _digestible(options: Sequence[Any]) -> Any:
+    """Put options in one order, and equal numbers into one form: 0, 0.0 and False."""
+    return [(sorted((name, _text(_plain(value))) for name, value in own), live) for own, live in options]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return str(list(map(_text, cast("tuple[Any, ...]", value))))
+    return repr(float(value) + 0.0 if isinstance(value, int | float) else value)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad, graph
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.logging_tensor import LoggingTensorMode
+from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxcomp
@@ -65,6 +67,16 @@ def test_a_mode_that_would_not_take_part_is_refused_at_first_and_later(text: str
     with REFUSED[text](), pytest.raises(errors.UnsupportedMode, match=f"(?s){text}"):
         compiled()
     step(ROWS)
+
+
+@pytest.mark.parametrize("mode", [LoggingTensorMode, DebugMode])
+def test_a_mode_of_torchs_that_looks_on_changes_nothing(mode: Callable[[], AbstractContextManager[Any]]):
+    expected = [compiled()(ROWS), *map(compiled(), [ROWS, ROWS[:2]])]
+    with mode():
+        inside = compiled()(ROWS)
+    step = compiled()
+    with mode():
+        assert [inside, *map(step, [ROWS, ROWS[:2]])] == expected
 
 
 def test_a_step_inside_a_transformation_of_functions_is_refused():

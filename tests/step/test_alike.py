@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -156,6 +157,64 @@ def test_a_number_that_one_rank_changes_alone_is_named_on_all_ranks_before_any_u
         assert "averaged over" in lines[1]
         assert is_at_once
         assert is_same
+
+
+def reordered(optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    for name in list(group):
+        group[name] = group.pop(name) if name != "lr" else group["lr"]
+
+
+EQUAL: dict[str, Any] = {
+    "an integer": sets(weight_decay=0, dampening=0),
+    "a truth": sets(maximize=0, nesterov=0),
+    "NumPy's": sets(dampening=np.float32(0), lr=np.float64(0.1), maximize=np.bool_(False)),
+    "minus zero": sets(weight_decay=-0.0),
+    "a tensor": sets(lr=torch.tensor(0.1, dtype=torch.float64)),
+    "another order": reordered,
+}
+
+
+def begins(change: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Change something on rank 1 before the step is compiled, and again after a step."""
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if dist.get_rank() == 1:
+        change(optimizer)
+    with fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **gathered(plan="dense")) as step:
+        step(batch())
+        if dist.get_rank() == 1:
+            change(optimizer)
+        step(batch())
+
+
+def all_equal() -> None:
+    for change in EQUAL.values():
+        begins(change)
+
+
+def test_equal_numbers_in_another_form_or_order_are_equal_on_ranks():
+    run_ranks(2, all_equal)
+
+
+def switches_amsgrad_on() -> str:
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with fxcomp.compile_step(model, cross_entropy, optimizer, batch(), **gathered(plan="dense")) as step:
+        step(batch())
+        if dist.get_rank() == 1:
+            optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(fxcomp.errors.FxcompError) as caught:
+            step(batch())
+    return str(caught.value)
+
+
+def test_an_option_without_its_state_is_named_on_all_ranks():
+    first, second = run_ranks(2, switches_amsgrad_on)
+    assert "rank 1 failed in step 1" in first
+    for text in (first, second):
+        assert "'max_exp_avg_sq'" in text
+    assert "build the optimizer with it" in second
 
 
 # Values, in the steps that are verified
