@@ -42,8 +42,6 @@ def explaining(fakes: StepFakes) -> Generator[None]:
     except FxcompError:
         raise
     except Exception as error:
-        if fakes.questions and compat.is_raised_by_user(error):
-            raise  # what Python asked about the batch made it raise, as it does in eager PyTorch
         line = compat.users_source(error)
         at = f"  {line}\n" if line else ""
         looked_at = _looked_at(error, fakes)
@@ -62,12 +60,13 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             ) from error
         if any(text in str(error) for text in _READ_MEMORY):
             raise CaptureFailed(_reads_memory(at)) from error
-        if compat.is_raised_in_users_code(error):
-            raise CaptureFailed(
-                f"loss_fn raised {type(error).__name__} while it was traced: {_first_line(error)}\n{at}"
+        if compat.is_raised_as_eager(error):
+            error.add_note(
+                f"fxcomp: loss_fn raised this while it was traced.\n{at}"
                 "  If loss_fn(model, batch) raises it too, the mistake is in that line. If not, what it reads is"
                 " otherwise while tracing: tensors have no values then, and some numbers are symbols."
-            ) from error
+            )
+            raise
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
             "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"
@@ -108,7 +107,8 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
         f"the step decides by the values of tensors, which one graph cannot.\n{at}"
         f"  Python looked at the {kind}{made_by}.\n"
         "  Move the decision out of loss_fn: pass what is decided in the batch, as a plain value, which is captured"
-        " for each of its values. Or compute both sides and select with torch.where."
+        " for each of its values. Or compute both sides and select with torch.where. To log a number, return the tensor"
+        " beside the loss, and read it outside."
     )
 
 
@@ -155,7 +155,7 @@ def _storages_stay() -> Generator[None]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
 
         def run(storage: torch.UntypedStorage, *args: Any) -> Any:
-            if storage.device.type == "meta":
+            if storage.device.type == "meta" and compat.is_called_by_user():
                 raise CaptureFailed(_reads_memory(_at()))
             return method(storage, *args)
 
@@ -240,8 +240,8 @@ class _Refusing(TorchFunctionMode):
                 return self._text(func, *args)
         if func in _READS:
             return self._reader.read(func.__name__, args[0])
-        if func in _COMPARES and not kwargs and _are_alike(*args):
-            return bool((args[0] == args[1]).all())
+        if func in _COMPARES and not kwargs:
+            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func in _COMPARES_ROUGHLY:
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func in _TAKES_NUMBERS and args:
@@ -293,10 +293,6 @@ def _check_is_traced(tensor: Tensor) -> None:
             f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"
             f" follow.\n{_at()}  Read them from a plain tensor: .as_subclass(torch.Tensor), made outside of loss_fn."
         )
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one is not other and one.shape == other.shape and one.dtype is other.dtype
 
 
 def _at() -> str:

@@ -210,6 +210,11 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _checked(loss: Any) -> Tensor:
+    if isinstance(loss, compat.SYMBOLS):
+        raise errors.LossNotScalar(
+            "loss_fn returned a number that it read from a tensor, which has no gradient; it must return the scalar"
+            " loss itself, or a pair (loss, aux).\n  Leave out .item(): return loss."
+        )
     if not isinstance(loss, Tensor):
         raise errors.LossNotScalar(
             f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
@@ -289,8 +294,9 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
         if node.op == "get_attr":
             value = getattr(body, str(node.target))
             if getattr(value, "requires_grad", False):
-                name = parameters.get(id(value), str(node.target))
+                name, shape = parameters.get(id(value)), list(value.shape)
+                what = f"the parameter {name!r}" if name else f"a tensor of shape {shape} that requires a gradient"
                 raise errors.CaptureFailed(
-                    f"the step reads the parameter {name!r} from outside the model, so that it would stay at its"
-                    " present value.\n  Reach every parameter through the model's own attributes."
+                    f"the step reads {what} from outside the model, so that it would stay at its present value.\n"
+                    "  Reach every parameter through the model's own attributes; detach what is not trained."
                 )

@@ -29,7 +29,11 @@ from fxcomp.errors import CaptureFailed
 
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
+LONG = 100
+"""The limit of numbers that are read one by one; all values of a longer tensor are asked for as one."""
+
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
 
 
 class NumberReader:
@@ -37,34 +41,50 @@ class NumberReader:
 
     def __init__(self, fakes: StepFakes):
         self._fakes = fakes
+        self._tolist: Callable[[Tensor], Any] = vars(compat.Fake)["tolist"]
         self.open: set[str] = set()
         """Symbols of floats of which it is not known if they are nan, infinite or -0.0."""
 
     def read(self, how: str, tensor: Tensor) -> Any:
         """Take `item` or `tolist` of a tensor."""
-        if how == "tolist" and (known := self.known(tensor)) is not None:
-            return known.tolist()
-        found = getattr(compat.traced(tensor), how)()
+        traced = compat.traced(tensor)
+        if how == "tolist" and compat.is_fake(traced):
+            is_long = traced.numel() > LONG
+            if (known := self.known(traced, of_batch=is_long)) is not None:
+                with compat.plain_values():
+                    return known.tolist()
+            if is_long:
+                raise CaptureFailed(
+                    f"the step reads {traced.numel()} numbers of a tensor that only the step itself computes, which"
+                    f" takes minutes to trace.\n  {compat.users_line() or 'loss_fn'}\n"
+                    f"  Compute with the tensor, or read at most {LONG} of its numbers."
+                )
+            found = self._tolist(traced)
+        else:
+            found = getattr(traced, how)()
         symbols = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, compat.SYMBOLS)]
         if not symbols:
             return found
         asks = tensor.dtype is torch.bool or (tensor.is_floating_point() and self._is_special(tensor, symbols))
-        if asks or compat.users_code_names("type"):
+        if asks or compat.users_code_tells_kinds():
             return pytree.tree_map_only(compat.SYMBOLS, _number if asks else _number_if_known, found)
         return found
 
     def number(self, value: Tensor | torch.SymFloat) -> Any:
         """Ask for a tensor's one number, or for one that a symbol stands for."""
         found = self.read("item", value) if isinstance(value, Tensor) else value
-        return _number(found) if isinstance(found, compat.SYMBOLS) else found
+        return _plain(found)
 
-    def known(self, tensor: Tensor) -> Tensor | None:
-        """Ask for all values, as one, of a tensor that follows from tensors outside the model; None for others."""
+    def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
+        """Ask for all values, as one, of a tensor that follows from tensors outside the model; None for others.
+
+        With `of_batch` it may follow from the batch and buffers, too.
+        """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
             return None
         now = traced.detach().clone()
-        values = questions.value_from_outside(now)
+        values = questions.value_of(now, of_batch=of_batch)
         return values if values is not None and _is_same(now, values) else None
 
     def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
@@ -82,7 +102,10 @@ class NumberReader:
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
     """Trace the user's Python inside."""
     reader = NumberReader(fakes)
-    with compat.attributes_instead({kind: _attributes(kind, reader) for kind in _KINDS}):
+    attributes: dict[type, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
+    # A fake's own method reads one element after the other.
+    attributes[compat.Fake] = {"tolist": lambda self: reader.read("tolist", self)}  # pyright: ignore[reportUnknownLambdaType]
+    with compat.attributes_instead(attributes):
         yield reader
 
 
@@ -128,18 +151,52 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
     def __getattribute__(self: Any, name: str) -> Any:
         return _KINDS[kind] if name == "__class__" and compat.is_asked_by_user() else attribute(self, name)
 
+    def __divmod__(self: Any, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self: Any, other: Any) -> Any:
+        return other // self, other % self
+
+    def is_integer(self: Any) -> bool:
+        return _number(self).is_integer()
+
     methods = [__repr__, __format__, __hash__, __getattribute__]
+    methods += {torch.SymInt: [__divmod__, __rdivmod__], torch.SymFloat: [__divmod__, __rdivmod__, is_integer]}.get(
+        kind, []
+    )
     named: dict[str, Callable[..., Any]] = {method.__name__: method for method in methods}
-    return named | {name: _comparison(getattr(kind, name), reader) for name in _COMPARISONS if hasattr(kind, name)}
+    if kind is torch.SymBool:
+        return named | {name: _of_truth(name, getattr(kind, name, None)) for name in (*_COMPARISONS, *_OF_TRUTHS)}
+    return named | {name: _comparison(getattr(kind, name), reader) for name in _COMPARISONS}
+
+
+def _of_truth(name: str, of_symbol: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make a method of truths, which asks for them."""
+    of_number = getattr(bool, name)
+
+    def method(self: Any, *others: Any) -> Any:
+        if of_symbol is not None and not compat.is_asked_by_user():
+            return of_symbol(self, *others)
+        return of_number(_number(self), *map(_plain, others))
+
+    return method
+
+
+def _plain(value: Any) -> Any:
+    return _number(value) if isinstance(value, compat.SYMBOLS) else value
 
 
 def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Callable[[Any, Any], Any]:
     def compared(self: Any, other: Any) -> Any:
-        if isinstance(other, bool) and not isinstance(self, torch.SymBool):
+        if isinstance(other, bool):
             other = int(other)
         result = compare(self, other)
-        if reader.open and not compat.is_open(result) and compat.is_asked_by_user():
+        if not compat.is_asked_by_user():
+            return result
+        if reader.open and not compat.is_open(result):
             _check_algebra((self, other), reader.open)
+        if isinstance(result, torch.SymBool) and compat.users_code_tells_kinds():
+            return _number_if_known(result)
         return result
 
     return compared

@@ -199,11 +199,15 @@ class Questions:
             self._asked[key] = Asked(where, text, answer_of, numbers, answer, nodes)
         return answer
 
-    def value_from_outside(self, tensor: Tensor) -> Tensor | None:
-        """Compute what a traced tensor holds; None if it follows from anything but tensors outside the model."""
+    def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
+        """Compute what a traced tensor holds.
+
+        None if it follows from more than tensors outside the model and, with `of_batch`, than what may be asked.
+        """
         node = compat.node_of(tensor)
         nodes = ancestry(node)
-        copy = None if any(each.op == "placeholder" for each in nodes) else self._copy_of(node, nodes)
+        may_be = of_batch or not any(each.op == "placeholder" for each in nodes)
+        copy = self._copy_of(node, nodes) if may_be else None
         return None if copy is None else self._values[copy]
 
     def prelude(self) -> Prelude | None:

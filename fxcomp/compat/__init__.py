@@ -52,14 +52,14 @@ from fxcomp.compat.optimizers import (
     knows_values, mark_stepped, scale_of, strides, suggested_format,
 )
 from fxcomp.compat.source_lines import (
-    is_asked_by_user, is_called_by_user, is_raised_by_user, is_raised_in_users_code, is_users_call, users_code_names,
-    users_level, users_line, users_source,
+    is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,
+    users_line, users_source,
 )
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,
     is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, FakeMode, fake_mode, fake_with_dynamic_dims, forget_fakes, is_traced_here, onednn,
-    plain_values, real_tensors, trace, trace_functional, uses_onednn, without_autocast,
+    DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_with_dynamic_dims, forget_fakes, is_traced_here,
+    onednn, plain_values, real_tensors, trace, trace_functional, uses_onednn, without_autocast,
 )

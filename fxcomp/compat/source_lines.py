@@ -10,14 +10,16 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType
 
 import torch
 
 _TORCH = os.path.dirname(torch.__file__)
+_OURS = str(Path(__file__).parents[1])
 
-_NOT_THE_USERS = (_TORCH, str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
+_NOT_THE_USERS = (_TORCH, _OURS, os.path.dirname(os.__file__), "<")
 """Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
 
 _PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
@@ -25,17 +27,28 @@ _PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
 
 _INSTALLED = ("site-packages", "dist-packages")
 
-_KNOW_SYMBOLS = (_TORCH, str(Path(__file__).parents[1]), "<eval")
+_KNOW_SYMBOLS = (_TORCH, _OURS, "<eval")
 """Beginnings of the names of files that work on symbols, beside SymPy's."""
+
+_TRACES = (
+    *(os.path.join(_TORCH, name) for name in ("_", "fx", "autograd", "utils", "func", "export", "distributed")),
+    _OURS,
+    "<",
+)
+"""Beginnings of the names of files that do otherwise while a step is traced; torch's layers do not."""
 
 _PASS_TO_US = (
     *(
         os.path.join(_TORCH, name)
-        for name in ("__init__.py", "_tensor.py", "overrides.py", os.path.join("fx", "experimental"))
+        for name in ("__init__.py", "_tensor.py", "storage.py", "overrides.py", os.path.join("fx", "experimental"))
     ),
-    str(Path(__file__).parents[1]),
+    _OURS,
 )
 """Beginnings of the names of files between a caller of `torch._check` or `str(tensor)` and us."""
+
+
+_EXACT = frozenset({"type", "dump", "dumps", "Decimal", "Fraction"})
+"""Names of what looks at the exact type of a number."""
 
 
 def users_line(error: BaseException | None = None) -> str | None:
@@ -50,25 +63,12 @@ def users_source(error: BaseException) -> str | None:
     return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
 
 
-def is_raised_by_user(error: BaseException) -> bool:
-    """Ask if a `raise` or an `assert` of the user's own code raised an error."""
-    last = _last(error)
-    if last is None or not is_raised_in_users_code(error):
-        return False
-    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-
-
-def is_raised_in_users_code(error: BaseException) -> bool:
-    """Ask if a line of the user's own code raised an error, and nothing that it called in Python."""
-    last = _last(error)
-    return last is not None and not last.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
-
-
-def _last(error: BaseException) -> TracebackType | None:
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last
+def is_raised_as_eager(error: BaseException) -> bool:
+    """Ask if code raised an error that does the same in eager PyTorch: the user's, Python's, that of modules."""
+    names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    passing = _PASS_TO_US if names[:1] == [torch.__file__] else "<"  # torch._check and the like
+    raised_in = next((name for name in names if not name.startswith(passing)), "<")
+    return isinstance(error, IndexError) or not raised_in.startswith(_TRACES)
 
 
 def is_asked_by_user() -> bool:
@@ -92,11 +92,20 @@ def is_users_call() -> bool:
     return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
-def users_code_names(name: str) -> bool:
-    """Ask if the user's function that runs now uses a global or an attribute of this name."""
+def users_code_tells_kinds() -> bool:
+    """Ask if the user's function that runs now may tell a symbol from a number, in a way that no method sees."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))
     users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
-    return users is not None and name in users.co_names
+    return users is not None and _tells_kinds(users)
+
+
+@cache
+def _tells_kinds(code: CodeType) -> bool:
+    """Look for exact types, `is` beside a constant, and what libraries in C take by its exact type."""
+    lines = list(dis.get_instructions(code))
+    constants = {at for at, line in enumerate(lines) if line.opname == "LOAD_CONST" and line.argval is not None}
+    compares = any(line.opname == "IS_OP" and {at - 1, at - 2} & constants for at, line in enumerate(lines))
+    return compares or not _EXACT.isdisjoint(code.co_names)
 
 
 def users_level() -> int:

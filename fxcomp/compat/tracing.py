@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -39,6 +40,9 @@ from fxcomp.compat.symbols import symbolic_products
 
 FakeMode = FakeTensorMode
 """The mode under which tensors have shapes and no values."""
+
+Fake = FakeTensor
+"""The class of such tensors."""
 
 DispatchMode = TorchDispatchMode
 

@@ -27,7 +27,6 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, Change, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
-from fxcomp.errors import CaptureFailed
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.prelude import OtherAnswer, Prelude
 
@@ -234,7 +233,7 @@ class Programs:
         varying = family.open_dimensions(kind)
         try:
             return settled(self._guard, lambda: self._make(batch, varying), _GRAPH)
-        except CaptureFailed:
+        except Exception:  # Python may raise for a symbol what it does not for a number
             if not varying:
                 raise
             family.failures += 1  # what does not trace with symbols may do so for each of its shapes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,24 +40,90 @@ def test_the_mean_of_nothing_trains_as_in_eager(loss: Callable[..., Tensor]):
     assert all(map(torch.equal, model.parameters(), expected))
 
 
-MISTAKES: dict[str, Callable[[Tensor], Any]] = {
-    "KeyError": lambda out: out.mean() * {"a": 1}["b"],
-    "IndexError": lambda out: out.mean() * [1][4],
-    "AttributeError": lambda out: out.there_is_no_such_thing.mean(),
-    "TypeError": lambda out: out.mean() + "x",
-    "NameError": lambda _: there_is_no_such_thing,  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
-    "ZeroDivisionError": lambda out: out.mean() * (1 // 0),
+class OutOfPatience(Exception):
+    """An exception of the user's own, which a text alone does not make."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def loses_patience() -> Tensor:
+    raise OutOfPatience(3, "enough")
+
+
+MISTAKES: dict[type[Exception], Callable[[Any], Any]] = {
+    KeyError: lambda out: out.mean() * {"a": 1}["b"],
+    IndexError: lambda out: out.mean() * [1][4],
+    AttributeError: lambda out: out.there_is_no_such_thing.mean(),
+    TypeError: lambda out: out.mean() + "x",
+    NameError: lambda _: there_is_no_such_thing,  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+    ZeroDivisionError: lambda out: out.mean() * (1 // 0),
+    ValueError: lambda out: torch.distributions.Normal(0.0, -1.0).log_prob(out.mean()),
+    AssertionError: lambda _: torch._assert(False, "never"),
+    FileNotFoundError: lambda _: Path("/there/is/no/such/file").read_text(),
+    OutOfPatience: lambda _: loses_patience(),
+}
+BY_OPERATORS: dict[str, Callable[[Any], Any]] = {
+    "index": lambda out: out[9, 0],
+    "dimension": lambda out: out.sum(7),
+    "module": lambda _: nn.ModuleList()[4],
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_an_error_of_the_users_code_is_told_with_its_line(name: str):
-    with pytest.raises(
-        errors.CaptureFailed, match=rf"(?s)loss_fn raised {name} while.*test_named_causes\.py:\d+: "
-    ) as told:
-        compiled(lambda m, x: MISTAKES[name](m(x)), torch.ones(5, 4))
-    assert type(told.value.__cause__).__name__ == name
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_an_error_of_the_users_code_comes_out_itself(kind: type[Exception]):
+    line = r"(?s)loss_fn raised this while it was traced.*test_named_causes\.py:\d+: "
+    with pytest.raises(kind, match=line) as told:
+        compiled(lambda m, x: MISTAKES[kind](m(x)), torch.ones(5, 4))
+    assert type(told.value) is kind
     assert "checkpointing" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", BY_OPERATORS)
+def test_an_index_out_of_range_is_an_index_error(name: str):
+    with pytest.raises(IndexError, match="loss_fn raised this"):
+        compiled(lambda m, x: BY_OPERATORS[name](m(x)), torch.ones(5, 4))
+
+
+def test_an_error_that_a_later_batch_leads_to_comes_out_itself():
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if batch.shape[0] > 6 or batch[0, 0] < 0:
+            raise OutOfPatience(len(batch), "enough")
+        return model(batch).mean()
+
+    step = compiled(loss, torch.ones(5, 4))
+    for batch in (torch.ones(5, 4), torch.ones(4, 4), torch.ones(3, 4), torch.ones(2, 4)):
+        step(batch)
+    for batch in (torch.ones(7, 4), -torch.ones(5, 4), -torch.ones(8, 4)):
+        with pytest.raises(OutOfPatience) as told:
+            step(batch)
+        assert told.value.code == len(batch)
+        step(torch.ones(6, 4))
+
+
+def test_a_number_for_a_loss_is_told_about_item():
+    with pytest.raises(errors.LossNotScalar, match=r"a number that it read from a tensor.*\n.*Leave out \.item\(\)"):
+        compiled(lambda m, x: m(x).mean().item(), torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("logs", [float, lambda loss: f"{loss.item():.3f}", lambda loss: round(float(loss), 3)])
+def test_a_number_for_a_log_is_told_to_be_returned(logs: Callable[[Tensor], Any]):
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found = model(batch).mean()
+        logs(found)
+        return found
+
+    with pytest.raises(errors.CaptureFailed, match="return the tensor beside the loss"):
+        compiled(loss, torch.ones(5, 4))
+
+
+def test_a_tensor_outside_that_begins_to_require_a_gradient_is_named_by_its_shape():
+    outside = torch.ones(3)
+    step = compiled(lambda m, x: (m(x) * outside).mean(), torch.ones(5, 4))
+    outside.requires_grad_()
+    with pytest.raises(errors.CaptureFailed, match=r"(?s)a tensor of shape \[3\] that requires a gradient.*detach"):
+        step(torch.ones(5, 4))
 
 
 @pytest.mark.parametrize("hook", [lambda g: g + torch.rand_like(g), functional.dropout])

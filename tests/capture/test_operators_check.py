@@ -43,6 +43,16 @@ def asserted_with_text(x: Tensor) -> Tensor:
     return x
 
 
+def checked(k: Tensor) -> Tensor:
+    torch._check(k.min().item() >= 0)
+    return k
+
+
+def claimed(k: Tensor) -> Tensor:
+    torch._assert((k >= 0).all(), "negative")
+    return k
+
+
 def assigned(k: Tensor) -> Tensor:
     table = TABLE.clone()
     table[k] = 0.0
@@ -108,6 +118,9 @@ CASES = {
         NEGATIVE,
         one_hot_of_negative=lambda k: F.one_hot(k, 3),
         one_hot_of_any=F.one_hot,
+        torch_check=checked,
+        torch_assert=claimed,
+        distribution=lambda k: torch.distributions.Categorical(ONES).log_prob(k),
         bincount=lambda k: torch.bincount(k, minlength=5),
         repeat_interleave=lambda k: torch.repeat_interleave(ONES, k),
     ),
@@ -182,7 +195,7 @@ def test_a_step_raises_where_eager_does_and_goes_on(name: str, is_used: bool) ->
             try:
                 call((x, checked))
                 raised.append(None)
-            except (RuntimeError, IndexError) as error:
+            except (RuntimeError, IndexError, ValueError, AssertionError) as error:
                 raised.append(type(error))
                 assert all(map(torch.equal, trained.values(), before)), f"what step {number} changed"
         assert raised[0] == raised[1], f"step {number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,16 @@ WHOLE: dict[str, Claim] = {
     "set": lambda t: t.item() in {1, 5},
     "equal to True": lambda t: t.item() == True,  # noqa: E712
     "type": lambda t: type(t.item()) is int and t.item() == 1,
+    "JSON": lambda t: json.dumps({"n": t.item()}) == '{"n": 1}',
+    "divmod": lambda t: divmod(t.item(), 2) == (0, 1),
+    "divmod by it": lambda t: divmod(3, t.item()) == (3, 0),
+    "comparison as key": lambda t: {True: False, False: True}[t.item() > 1],
+    "comparison as place": lambda t: [True, False][t.item() > 1],
+    "comparison in a set": lambda t: (t.item() > 1) in {False},
+    "comparison is": lambda t: (t.item() > 1) is False,
+    "comparison equals": lambda t: (t.item() > 1) == False,  # noqa: E712
+    "comparisons, exclusive": lambda t: (t.item() > 1) ^ (t.item() > 0),
+    "comparisons, sorted": lambda t: sorted([t.item() > 1, t.item() > 0])[0] == 0,
     "isinstance": lambda t: isinstance(t.item(), int) and t.item() == 1,
 }
 
@@ -76,6 +87,7 @@ FLOATS: dict[str, Claim] = {
     "second branch": lambda v: False if v > 0 else v != v,
     "text": lambda v: str(v) == "-0.0",
     "key": lambda v: v in {2.5, 1.0},
+    "is_integer": lambda v: v.is_integer(),
 }
 
 SIZES: dict[str, Claim] = {
@@ -101,6 +113,41 @@ def test_a_truth(claim: Claim):
 @pytest.mark.parametrize("claim", LISTS.values(), ids=LISTS)
 def test_numbers_of_a_list(claim: Claim):
     check(claim, [torch.tensor(each) for each in ([1, 2, 3], [1, 1, 4], [2, 1, 2])])
+
+
+def test_a_long_list_is_one_question() -> None:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0]).mean() * sum(batch[1].tolist())
+
+    model, first = nn.Linear(4, 3), (torch.ones(5, 4), torch.arange(1000))
+    step = fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.0), first, compress="dense")
+    prelude = step.in_force.program.captured.prelude
+    assert prelude is not None
+    assert len(prelude) == 1
+    for batch in (first, (first[0], first[1].flip(0) + 1), first):
+        assert step(batch).item() == pytest.approx(loss_fn(model, batch).item())
+
+
+def test_a_long_list_of_what_the_step_computes_is_refused() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch)
+        return out.mean() * sum(out.flatten().tolist())
+
+    model = nn.Linear(4, 3)
+    with pytest.raises(CaptureFailed, match=r"reads 150 numbers.*\n.*test_pythons_numbers\.py:\d+\n.*at most 100"):
+        fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.0), torch.ones(50, 4))
+
+
+OTHERS = {"shape": torch.ones(3), "dimensions": torch.ones(1, 2), "dtype": torch.ones(2).double()}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_tensors_of_other_kinds_are_compared_as_in_eager(other: Tensor) -> None:
+    check(lambda t: torch.equal(t, other) or t[0].item() > 2, [torch.full((2,), n) for n in (3.0, 1.0, 0.0)])
+
+
+def test_a_tensor_with_nan_is_not_equal_to_itself() -> None:
+    check(lambda t: torch.equal(t, t), [torch.ones(2), torch.tensor([math.nan, 1.0])])
 
 
 @pytest.mark.one_in(3)
