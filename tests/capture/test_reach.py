@@ -227,3 +227,23 @@ def test_a_learning_rate_of_numpys_is_live():
         step(BATCH)
         moved.append((model.bias - before).abs().sum().item())
     assert moved[2] == 0 < moved[0] < moved[1]
+
+
+class Registry(dict[str, float]):
+    """Has its own ways to be read and written, as registries of libraries have."""
+
+    def get(self, key: object) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().__getitem__(str(key))
+
+    def __setitem__(self, key: object, value: float) -> None:
+        super().__setitem__(str(key), value)
+
+    def __delitem__(self, key: object) -> None:
+        raise TypeError("nothing leaves")
+
+
+REGISTRY = Registry(w=1.0)
+
+
+def test_a_dict_with_methods_of_its_own_is_read_past_them():
+    assert_followed(small(), scaled_by(lambda: REGISTRY.get("w")), lambda _: REGISTRY.update(w=0.5))

@@ -101,10 +101,14 @@ class Place(ABC):
         return ()
 
 
+_TABLE = dict[str, Any]
+"""Reads and writes a dict past its class."""
+
+
 def read(owner: Any, key: str) -> Any:
     """Read a slot."""
     if is_a(owner, dict):
-        return owner.get(key, MISSING)
+        return _TABLE.get(owner, key, MISSING)
     try:
         return getattr(owner, key, MISSING)
     except ValueError:  # a closure's cell that is empty
@@ -115,9 +119,9 @@ def write(owner: Any, key: str, value: Any) -> None:
     """Write a slot, or empty it by MISSING."""
     if is_a(owner, dict):
         if value is MISSING:
-            del owner[key]
+            _TABLE.__delitem__(owner, key)
         else:
-            owner[key] = value
+            _TABLE.__setitem__(owner, key, value)
     elif value is MISSING:
         delattr(owner, key)
     else:
