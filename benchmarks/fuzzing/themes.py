@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fuzzing.alone import Alone, draw_alone
 from fuzzing.decisions import Decisions, draw_decisions
+from fuzzing.outside import Outside, draw_outside
 from fuzzing.program import Add, Program
 from fuzzing.seeding import Seeding, draw_seeding
 from fuzzing.shapes import Shapes, draw_shapes
@@ -31,14 +32,15 @@ THEMES = {
     "around": Theme(draw_around, Around),
     "decisions": Theme(draw_decisions, Decisions),
     "alone": Theme(draw_alone, Alone),
+    "outside": Theme(draw_outside, Outside),
 }
 
 
 def themes_of(ranks: int) -> tuple[str, ...]:
     """The themes of programs on so many ranks, as often as they are drawn."""
     if ranks == 1:
-        return ("shapes", "shapes", "seeding", "kinds", "kinds", "around", "decisions")
-    return ("alone", "alone", "alone", "shapes", "seeding", "decisions", "kinds")
+        return ("shapes", "shapes", "seeding", "kinds", "kinds", "around", "decisions", "outside")
+    return ("alone", "alone", "alone", "shapes", "seeding", "decisions", "kinds", "outside")
 
 
 def make_world(program: Program, rank: int) -> World:

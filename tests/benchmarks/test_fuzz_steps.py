@@ -12,7 +12,7 @@ SEEDS = (100014, 200650, 200420, 200301, 200096, 200109, 200523, 200705, 200472,
 """Programs that together have most of what a program may have."""
 
 
-SMALL = (1000007, 1000008, 1000009, 1000002, 1000010, 1000004, 1000005)
+SMALL = (1000007, 1000008, 1000009, 1000002, 1000011, 1000004, 1000005, 1000006)
 """Small programs, of each theme at least one."""
 
 
