@@ -28,13 +28,6 @@
 template <int kBits>
 constexpr int64_t kRun = kBits < 4 ? 512 : 128;
 
-// A codec's function: like FXCOMP_INLINE, in a class.
-#if defined(__GNUC__)
-#define FXCOMP_METHOD inline __attribute__((always_inline))
-#else
-#define FXCOMP_METHOD inline
-#endif
-
 struct Coded {
     uint32_t code;
     float value;

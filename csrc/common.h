@@ -17,14 +17,16 @@
 #define FXCOMP_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// A helper must be inlined into the body to be compiled for the body's instruction set (levels.h).
+// A helper must be inlined into the body to be compiled for the body's instruction set (levels.h); in a class, a method.
 #if defined(__GNUC__)
 #define FXCOMP_INLINE static inline __attribute__((always_inline))
+#define FXCOMP_METHOD inline __attribute__((always_inline))
 #define FXCOMP_LAMBDA __attribute__((always_inline))
 #define FXCOMP_RESTRICT __restrict__
 #else
 #define FXCOMP_LAMBDA
 #define FXCOMP_INLINE static inline
+#define FXCOMP_METHOD inline
 #define FXCOMP_RESTRICT __restrict
 #endif
 

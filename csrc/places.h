@@ -3,12 +3,6 @@
 
 #include "common.h"
 
-#if defined(__GNUC__)
-#define FXCOMP_INLINE_METHOD inline __attribute__((always_inline))
-#else
-#define FXCOMP_INLINE_METHOD inline
-#endif
-
 constexpr int kBitmap = 0;  // else: how many low bits of a place are written down as they are, 8 or 16
 
 struct PlacesLayout {
@@ -78,7 +72,7 @@ struct PlacesWriter {
         : low(section), bits(section + layout.low_bytes), bit_bytes(layout.bit_bytes), next(from) {}
 
     // Without a branch on `is_meant`: a place that is not meant is overwritten by the next.
-    FXCOMP_INLINE_METHOD void write(int32_t place, bool is_meant) {
+    FXCOMP_METHOD void write(int32_t place, bool is_meant) {
         int64_t at = place;
         if (kForm == 8) {
             low[next] = static_cast<uint8_t>(place);
@@ -97,7 +91,7 @@ struct PlacesWriter {
         next += is_meant;
     }
 
-    FXCOMP_INLINE_METHOD void put_word() {
+    FXCOMP_METHOD void put_word() {
         if (word < 0) return;
         if (first_word < 0) {
             first_word = word;
@@ -130,7 +124,7 @@ struct PlacesReader {
         : low(section), bits(section + layout.low_bytes), bit_bytes(layout.bit_bytes), k(count) {}
 
     // Goes to the next word that has a place; false at the end.
-    FXCOMP_INLINE_METHOD bool seek(PlacesCursor& cursor) const {
+    FXCOMP_METHOD bool seek(PlacesCursor& cursor) const {
         while (cursor.ones == 0) {
             if (8 * (cursor.word + 1) >= bit_bytes) return false;
             cursor.ones = load_bits(bits, bit_bytes, ++cursor.word);
@@ -139,7 +133,7 @@ struct PlacesReader {
     }
 
     // The place that comes next, behind a `seek` that found one.
-    FXCOMP_INLINE_METHOD int64_t place(const PlacesCursor& cursor) const {
+    FXCOMP_METHOD int64_t place(const PlacesCursor& cursor) const {
         const int64_t at = 64 * cursor.word + count_trailing_zeros(cursor.ones);
         if (kForm == 8) return ((at - cursor.number) << 8) | low[cursor.number];
         if (kForm == 16) {
@@ -150,13 +144,13 @@ struct PlacesReader {
         return at;
     }
 
-    FXCOMP_INLINE_METHOD void advance(PlacesCursor& cursor) const {
+    FXCOMP_METHOD void advance(PlacesCursor& cursor) const {
         cursor.ones &= cursor.ones - 1;
         ++cursor.number;
     }
 
     // The cursor before the first place that is not below `start`: whole words are skipped by counting their ones.
-    FXCOMP_INLINE_METHOD PlacesCursor find(int64_t start) const {
+    FXCOMP_METHOD PlacesCursor find(int64_t start) const {
         PlacesCursor cursor;
         while (8 * (cursor.word + 1) < bit_bytes) {
             const uint64_t ones = load_bits(bits, bit_bytes, cursor.word + 1);

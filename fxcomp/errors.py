@@ -54,7 +54,7 @@ class UnsupportedBatch(FxcompError):
 
 
 class UnsupportedModel(FxcompError):
-    """A model that is wrapped for data-parallel training by something else, or has buffers of a kind not captured."""
+    """A model that something else wraps for data-parallel training, on several devices, or of buffers not captured."""
 
 
 class UnsupportedMode(FxcompError):
@@ -62,15 +62,7 @@ class UnsupportedMode(FxcompError):
 
 
 class UnsupportedResult(FxcompError):
-    """The loss function returns, beside the loss, something that a compiled step could not return again."""
-
-
-class LossNotScalar(FxcompError):
-    """The loss function returned something other than one number."""
-
-
-class MixedDevices(FxcompError):
-    """The model's parameters and buffers lie on more than one device."""
+    """The loss function returns no single number, or beside it what a compiled step could not return again."""
 
 
 class UnsupportedParameter(FxcompError):
@@ -78,11 +70,7 @@ class UnsupportedParameter(FxcompError):
 
 
 class UnsupportedOptimizer(FxcompError):
-    """An optimizer class, or an option of one, whose step is not captured."""
-
-
-class ForeignParameter(FxcompError):
-    """The optimizer updates a parameter that the model does not own."""
+    """An optimizer, or an option of one, whose step is not captured; or one of parameters that the model lacks."""
 
 
 class RandomRecomputation(FxcompError):

@@ -216,17 +216,17 @@ def _checked(loss: Any) -> Tensor:
             " loss itself, or a pair (loss, aux).\n  Leave out .item(): return loss."
         )
     if not isinstance(loss, Tensor):
-        raise errors.LossNotScalar(
+        raise errors.UnsupportedResult(
             f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
             "  For a model that returns an output object, return its loss: lambda model, batch: model(**batch).loss"
         )
     if loss.dim() != 0:
-        raise errors.LossNotScalar(
+        raise errors.UnsupportedResult(
             f"loss_fn returned a loss of shape {tuple(loss.shape)}; it must be a scalar.\n"
             "  Reduce it in loss_fn, for example with .mean()."
         )
     if not loss.requires_grad:
-        raise errors.LossNotScalar("the loss does not depend on any trainable parameter: nothing to train")
+        raise errors.UnsupportedResult("the loss does not depend on any trainable parameter: nothing to train")
     return loss
 
 

@@ -28,7 +28,7 @@ from fxcomp.capture.batch_type import check_model
 from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
-from fxcomp.errors import LossNotScalar, ScaleNotUpdated, UnsupportedParameter
+from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
 from fxcomp.plan.kinds import check_is_trainable
 
 
@@ -102,13 +102,13 @@ class WeightedLoss:
         """The count as a tensor of one element in double precision, whole up to 2^53."""
         if isinstance(self.count, Tensor):
             if self.count.numel() != 1:
-                raise LossNotScalar(
+                raise UnsupportedResult(
                     f"the count of a WeightedLoss has the shape {tuple(self.count.shape)}; it must be one number.\n"
                     "  Sum it up in loss_fn: WeightedLoss(losses.sum(), weights.sum())."
                 )
             return self.count.detach().to(self.sum.device, torch.float64).reshape(1)
         if not isinstance(self.count, numbers.Real | torch.SymInt | torch.SymFloat):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LossNotScalar(
+            raise UnsupportedResult(
                 f"the count of a WeightedLoss is a {type(self.count).__name__}; it must be a tensor of one element or a"
                 " number."
             )
@@ -209,7 +209,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                     f" {class_name(optimizer)}.\n  Give each parameter to one of them."
                 )
             if id(parameter) not in names:
-                raise errors.ForeignParameter(
+                raise errors.UnsupportedOptimizer(
                     f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
                     f"group {index}, shape {tuple(parameter.shape)}.\n"
                     "  Build the optimizer from this model's parameters, after the model has been moved or wrapped."
@@ -259,7 +259,7 @@ def _check_devices(model: nn.Module) -> None:
         devices.setdefault(str(tensor.device), name)
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise errors.MixedDevices(
+        raise errors.UnsupportedModel(
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
         )
 

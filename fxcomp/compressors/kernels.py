@@ -10,7 +10,7 @@ import hashlib
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def describe() -> str:
     elif path is None:
         why = "no kernels; install fxcomp where a C++ compiler is found"
     else:
-        why = f"{path.name} {_open(path).reason}; install fxcomp again"
+        why = f"{path.name} {_open(path)[1]}; install fxcomp again"
     return f"compression on the CPU: plain torch ({why})"
 
 
@@ -117,24 +117,19 @@ def function(name: str, result: Any) -> Any:
 @cache
 def _library() -> ctypes.CDLL | None:
     path = kernel_path()
-    return None if path is None else _open(path).library
-
-
-class _Opened(NamedTuple):
-    library: ctypes.CDLL | None
-    reason: str = ""
-    """Why there is none."""
+    return None if path is None else _open(path)[0]
 
 
 @cache
-def _open(path: Path) -> _Opened:
+def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    """Load a library; None with the reason where it cannot be used."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return _Opened(None, f"does not load: {error}")
+        return None, f"does not load: {error}"
     if library.fxcomp_abi_version() != ABI_VERSION:
-        return _Opened(None, "is from another version")
-    return _Opened(library)
+        return None, "is from another version"
+    return library, ""
 
 
 def _type_of(argument: Tensor | tuple[int, ...] | float | None) -> Any:

@@ -44,9 +44,9 @@ from fxcomp.capture.step_capture import warn_unreached
 from fxcomp.errors import (
     CaptureFailed,
     FxcompError,
-    MixedDevices,
     ModelsDiffer,
     UnsupportedFeature,
+    UnsupportedModel,
     UnsynchronizedGradient,
 )
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
@@ -205,7 +205,7 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParam
     devices = {str(found.parameters[name].device): name for name in gradients(labelled)}
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise MixedDevices(
+        raise UnsupportedModel(
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
         )
     if chosen.model is not None:

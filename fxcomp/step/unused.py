@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.graph.captured import Captured
 from fxcomp.runtime.group import Work
@@ -105,21 +106,42 @@ def _tell(names: Sequence[str], unused: Collection[str], site: Site) -> _Arrivin
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Residuals of one parameter, and what it is owed, as they were."""
+    """Residuals of one parameter, and what it is owed, as they were; with its owner, its values and optimizer state."""
 
+    name: str
     residuals: list[Tensor]
     owed: Tensor | None
+    owner: Owned | None = None
+    values: Tensor | None = None
+    optimizer_state: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, name: str, state: GradientState) -> _Kept:
+    def of(cls, name: str, state: GradientState, owner: Owned | None = None) -> _Kept:
         residuals = [piece.values.clone() for piece in state.residuals.slices.get(name, ())]
-        return cls(residuals, state.owed.get(name))
+        if owner is None:
+            return cls(name, residuals, state.owed.get(name))
+        values = owner.parameter.detach().clone()
+        copied = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owner.state.items()}
+        return cls(name, residuals, state.owed.get(name), owner, values, copied)
 
-    def put_back(self, name: str, state: GradientState) -> None:
-        for piece, values in zip(state.residuals.slices.get(name, ()), self.residuals, strict=True):
+    def put_back(self, state: GradientState) -> None:
+        """Put values back where they lie: others refer to the tensors."""
+        for piece, values in zip(state.residuals.slices.get(self.name, ()), self.residuals, strict=True):
             piece.values.copy_(values)
         if self.owed is not None:
-            state.owed[name] = self.owed
+            state.owed[self.name] = self.owed
+        if self.owner is not None and self.values is not None:
+            self.owner.parameter.detach().copy_(self.values)
+            self._put_back_state(self.owner.state)
+
+    def _put_back_state(self, state: dict[str, Any]) -> None:
+        for key in [key for key in state if key not in self.optimizer_state]:
+            del state[key]
+        for key, value in self.optimizer_state.items():
+            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
+                state[key].copy_(value)
+            else:
+                state[key] = value
 
 
 class UnusedHere:
@@ -129,17 +151,13 @@ class UnusedHere:
         self._owners = {owner.name: owner for owner in training.owned if owner.name in unused}
         self._state, self._runtime = state, runtime
         self.arriving: _ArrivingFlags | None = None
-        self.held: dict[str, _HeldParameter] = {}
+        self.held: dict[str, _Kept] = {}
         """Values of parameters that no rank uses, by parameter."""
 
     def hold(self, names: Sequence[str]) -> None:
         """Copy what belongs to these parameters, and let nothing of it be sent."""
         for name in names:
-            self.held[name] = _HeldParameter(
-                self._owners[name].parameter.detach().clone(),
-                {key: _copied(value) for key, value in self._owners[name].state.items()},
-                _Kept.of(name, self._state),
-            )
+            self.held[name] = _Kept.of(name, self._state, self._owners[name])
             self._state.owed.pop(name, None)
             for piece in self._state.residuals.slices.get(name, ()):
                 piece.values.zero_()
@@ -152,35 +170,8 @@ class UnusedHere:
         self._runtime.gradients.before_packing.clear()
         if self.arriving is not None and error is None:
             self.arriving.work.wait()
-        for name, kept in self.held.items():
-            parameter = self._owners[name].parameter
-            parameter.detach().copy_(kept.parameter)
-            self._put_back_state(self._owners[name].state, kept.optimizer_state)
-            kept.gradients.put_back(name, self._state)
-
-    @staticmethod
-    def _put_back_state(state: dict[str, Any], kept: dict[str, Any]) -> None:
-        """Put values back where they lie: others refer to the tensors."""
-        for key in [key for key in state if key not in kept]:
-            del state[key]
-        for key, value in kept.items():
-            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
-                state[key].copy_(value)
-            else:
-                state[key] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldParameter:
-    """The values that belong to one parameter."""
-
-    parameter: Tensor
-    optimizer_state: dict[str, Any]
-    gradients: _Kept
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+        for kept in self.held.values():
+            kept.put_back(self._state)
 
 
 # Gradients that somebody else's backward pass makes
@@ -207,4 +198,4 @@ class ZeroGradients:
         """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
         for name in _tell(list(means), self._kept, site).nobodys():
             means[name].zero_()
-            self._kept[name].put_back(name, self._state)
+            self._kept[name].put_back(self._state)

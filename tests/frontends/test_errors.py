@@ -53,7 +53,7 @@ def all_frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (on_two_devices, errors.MixedDevices, r"2 devices: '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
+        (on_two_devices, errors.UnsupportedModel, r": '0.weight' on cpu, '2.weight' on meta.*model.to\(device\)"),
         (lambda: hooked("register_hook"), errors.UnsupportedParameter, "'0.weight' has a gradient hook.*Remove it"),
         (
             lambda: hooked("register_post_accumulate_grad_hook"),
@@ -102,15 +102,19 @@ def raising_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001
 @pytest.mark.parametrize(
     ("loss", "error", "text"),
     [
-        (vector_loss, errors.LossNotScalar, r"a loss of shape \(4,\); it must be a scalar.*\.mean\(\)"),
-        (number_loss, errors.LossNotScalar, r"returned a float; it must return the scalar loss, or a pair.*\.loss"),
-        (unsummed_count, errors.LossNotScalar, r"count of a WeightedLoss has the shape \(4,\); it must be one number"),
+        (vector_loss, errors.UnsupportedResult, r"a loss of shape \(4,\); it must be a scalar.*\.mean\(\)"),
+        (number_loss, errors.UnsupportedResult, r"returned a float; it must return the scalar loss, or a pair.*\.loss"),
+        (
+            unsummed_count,
+            errors.UnsupportedResult,
+            r"count of a WeightedLoss has the shape \(4,\); it must be one",
+        ),
         (
             no_count,
-            errors.LossNotScalar,
+            errors.UnsupportedResult,
             "count of a WeightedLoss is a NoneType; it must be a tensor of one element or",
         ),
-        (constant_loss, errors.LossNotScalar, "does not depend on any trainable parameter"),
+        (constant_loss, errors.UnsupportedResult, "does not depend on any trainable parameter"),
         (deciding_loss, errors.CaptureFailed, "decides by the values of tensors.*Move the decision out.*torch.where"),
         (
             raising_loss,
@@ -140,7 +144,7 @@ def step_hooked(kind: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("optimizer", "error", "text"),
     [
-        (of_another_model, errors.ForeignParameter, r"number 4 of parameter group 0, shape \(3, 2\).*Build the"),
+        (of_another_model, errors.UnsupportedOptimizer, r"number 4 of parameter group 0, shape \(3, 2\).*Build the"),
         (step_hooked("pre"), errors.UnsupportedOptimizer, "has a step pre-hook, which.*Remove it"),
         (step_hooked("post"), errors.UnsupportedOptimizer, "has a step post-hook, which.*Remove it"),
         (
