@@ -211,7 +211,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 def _checked(loss: Any) -> Tensor:
     if isinstance(loss, compat.SYMBOLS):
-        raise errors.LossNotScalar(
+        raise errors.UnsupportedResult(
             "loss_fn returned a number that it read from a tensor, which has no gradient; it must return the scalar"
             " loss itself, or a pair (loss, aux).\n  Leave out .item(): return loss."
         )

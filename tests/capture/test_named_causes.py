@@ -103,7 +103,9 @@ def test_an_error_that_a_later_batch_leads_to_comes_out_itself():
 
 
 def test_a_number_for_a_loss_is_told_about_item():
-    with pytest.raises(errors.LossNotScalar, match=r"a number that it read from a tensor.*\n.*Leave out \.item\(\)"):
+    with pytest.raises(
+        errors.UnsupportedResult, match=r"a number that it read from a tensor.*\n.*Leave out \.item\(\)"
+    ):
         compiled(lambda m, x: m(x).mean().item(), torch.ones(5, 4))
 
 
