@@ -69,7 +69,7 @@ HELD: dict[str, Held] = {
     "tensor": Held(lambda: torch.ones(1), lambda h, v: h.fill_(v), lambda h: h.sum()),
     "number of a tensor": Held(lambda: torch.ones(1), lambda h, v: h.fill_(v), lambda h: h.item()),
     "tensor of a list": Held(
-        lambda: [torch.ones(1)], lambda h, v: h.__setitem__(0, torch.full((1,), v)), lambda h: h[0]
+        lambda: [torch.ones(1)], lambda h, v: h.__setitem__(0, torch.full((1,), v)), lambda h: h[0].sum()
     ),
 }
 
