@@ -41,7 +41,7 @@ REBUILT = 3
 """Passes after which DDP rebuilds its buckets no more: one, and with static_graph=True two (measured, torch 2.13)."""
 
 
-class Arriving(Protocol):
+class ArrivingBucket(Protocol):
     """A bucket that a backward pass hands over, as torch describes it."""
 
     def index(self) -> int: ...
@@ -118,7 +118,7 @@ class HookJob(BackwardPasses):
 
     # Running
 
-    def take(self, bucket: Arriving) -> Future:
+    def take(self, bucket: ArrivingBucket) -> Future:
         """Take the next bucket of a backward pass."""
         with torch.no_grad(), compat.without_autocast():
             try:
@@ -136,7 +136,7 @@ class HookJob(BackwardPasses):
         self._arrived, self._running, self._unused = Arrived(), None, None
         super().stop(error)
 
-    def _take(self, bucket: Arriving) -> Future:
+    def _take(self, bucket: ArrivingBucket) -> Future:
         number, buffer, arrived = bucket.index(), bucket.buffer(), self._arrived
         if number != len(arrived.kinds):
             raise RanksApart(
@@ -159,7 +159,7 @@ class HookJob(BackwardPasses):
             self._finish()
         return future
 
-    def _kind(self, bucket: Arriving, dtype: torch.dtype) -> DdpBucket:
+    def _kind(self, bucket: ArrivingBucket, dtype: torch.dtype) -> DdpBucket:
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         if key not in self._kinds:

@@ -22,7 +22,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Strand, reaches
-from fxcomp.search.descent.templates import ELEMENTS, Question, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.descent.templates import ELEMENTS, PriceQuestion, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import broadcast_task
 from fxcomp.search.workload import Workload
@@ -279,10 +279,10 @@ class Problems:
             has_spare=int(processors.has_spare),
         )
 
-    def _largest(self) -> dict[Question, float]:
+    def _largest(self) -> dict[PriceQuestion, float]:
         """The largest size that each question is asked about."""
         totals = {feature: sum(sums[number][-1] for sums in self.sums) for number, feature in enumerate(self.features)}
-        found: dict[Question, float] = {}
+        found: dict[PriceQuestion, float] = {}
         for template in self.templates:
             for task in template.tasks:
                 for term in task.terms:
@@ -296,9 +296,9 @@ class TracedPrices:
 
     def __init__(self, costs: CostTable, cluster: Cluster) -> None:
         self.costs, self.cluster = costs, cluster
-        self._known: dict[Question, tuple[Curve, ...]] = {}
+        self._known: dict[PriceQuestion, tuple[Curve, ...]] = {}
 
-    def curves(self, question: Question, largest: float) -> tuple[Curve, ...]:
+    def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
         """Trace up to a size: of a collective three where processors are shared, else one."""
         known = self._known.get(question)
         if known is None or known[0].sizes[-1] < largest:
@@ -308,11 +308,11 @@ class TracedPrices:
             known = self._known[question] = tuple(trace(price, largest) for price in prices)
         return known
 
-    def _processor_us(self, question: Question, size: float) -> float:
+    def _processor_us(self, question: PriceQuestion, size: float) -> float:
         kind, level = question.before
         return question.us(self.costs, self.cluster, size) * self.costs.load_of(kind, level, size, self.cluster)
 
-    def _beside_us(self, question: Question, size: float) -> float:
+    def _beside_us(self, question: PriceQuestion, size: float) -> float:
         kind, level = question.before
         us = question.us(self.costs, self.cluster, size)
         return us / self.costs.overlap_speed(kind, level, size, self.cluster)
@@ -321,10 +321,10 @@ class TracedPrices:
 class _Curves:
     """The curves that a problem asks for, one after another."""
 
-    def __init__(self, traced: TracedPrices, largest: Mapping[Question, float]) -> None:
+    def __init__(self, traced: TracedPrices, largest: Mapping[PriceQuestion, float]) -> None:
         self.processors = traced.costs.processors
         self.found: list[Curve] = []
-        self.numbers: dict[Question, int] = {}
+        self.numbers: dict[PriceQuestion, int] = {}
         for question, size in largest.items():
             self.numbers[question] = len(self.found)
             self.found += traced.curves(question, size)
@@ -341,7 +341,7 @@ class _Curves:
         loads[Stream.COMPUTE] = processors.compute
         return sum(loads.values()) > processors.count
 
-    def _most_load(self, question: Question) -> float:
+    def _most_load(self, question: PriceQuestion) -> float:
         number = self.numbers[question]
         took, worked = self.found[number], self.found[number + 1]
         sizes = {*took.sizes, *worked.sizes}

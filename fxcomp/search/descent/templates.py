@@ -43,7 +43,7 @@ _ODD = (
 )
 
 
-class Question(NamedTuple):
+class PriceQuestion(NamedTuple):
     """A method of `Prices`, and its arguments before and after the size."""
 
     method: str
@@ -104,7 +104,7 @@ def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
 class Term(NamedTuple):
     """A part of a task's time: the answer to a question about so many times a feature, and some more."""
 
-    question: Question
+    question: PriceQuestion
     factor: float
     feature: Feature
     more: float = 0.0
@@ -187,9 +187,9 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 class _Price(float):
     """A price that remembers its answers."""
 
-    asked: tuple[tuple[Question, Size], ...]
+    asked: tuple[tuple[PriceQuestion, Size], ...]
 
-    def __new__(cls, *asked: tuple[Question, Size]) -> Self:
+    def __new__(cls, *asked: tuple[PriceQuestion, Size]) -> Self:
         made = super().__new__(cls, 1.0)
         made.asked = asked
         return made
@@ -207,7 +207,7 @@ class _Recorder:
 
     @property
     def launch_us(self) -> float:
-        return _Price((Question("launch_us"), Size(0)))
+        return _Price((PriceQuestion("launch_us"), Size(0)))
 
     @property
     def pool_load(self) -> float:
@@ -248,7 +248,7 @@ class _Recorder:
 
 
 def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[Any, ...] = ()) -> _Price:
-    return _Price((Question(method, before, after), size if isinstance(size, Size) else Size(int(size))))
+    return _Price((PriceQuestion(method, before, after), size if isinstance(size, Size) else Size(int(size))))
 
 
 class _TemplateReader:
@@ -277,7 +277,7 @@ class _TemplateReader:
                 found[number] = size - term.factor * sum(term.feature.of(shape, self.ranks) for shape in shapes)
         return found
 
-    def term(self, question: Question, size: Size, more: float = 0.0) -> Term:
+    def term(self, question: PriceQuestion, size: Size, more: float = 0.0) -> Term:
         feature = ELEMENTS if size.compressor is None else Feature(size.measure, size.compressor, size.is_whole)
         whole = feature.of(_PROBE[0], self.ranks)
         return Term(question, size / whole if whole else 0.0, feature, more)
