@@ -27,15 +27,17 @@ ROUNDS_OTHERWISE = {
 }
 """Features whose bits need not be eager's, and why."""
 
+OF_MORE_RANKS = 10 * TOLERANCE
+"""Of the largest element, where sums over ranks have several orders: Adam and normalisation make that larger."""
 
-NOISE = 5e-6
-"""Added to that: a value that is zero but for rounding."""
+NOISE = 0.25
+"""Of the tolerance, is added to that: a value that is zero but for rounding."""
 
 
 def tolerance_of(program: Program) -> float:
     """Zero where bits must agree."""
-    if program.ranks > 2:  # three numbers have several sums
-        return TOLERANCE
+    if program.ranks > 2:
+        return OF_MORE_RANKS
     named = {feature.slot for feature in program.features} | {feature.name for feature in program.features}
     return TOLERANCE if named & ROUNDS_OTHERWISE.keys() else 0.0
 
@@ -123,7 +125,7 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
     x, y = x.nan_to_num(0.0, 1e300, -1e300), y.nan_to_num(0.0, 1e300, -1e300)
     difference, largest = float((x - y).abs().max()), float(y.abs().max())
     # Gradients that ought to be zero, as of what a norm takes out again, are noise, and Adam makes steps of them.
-    if difference <= tolerance * largest + (NOISE if tolerance else 0.0):
+    if difference <= tolerance * (largest + NOISE):
         return ""
     return f"differs by {difference:.3g} where eager reaches {largest:.3g}"
 
