@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fxcomp
 from fuzzing.changes import CHANGES
-from fuzzing.compare import first_difference
+from fuzzing.compare import first_difference, take_rounding_over
 from fuzzing.program import Program
 from fuzzing.themes import make_world
 from fuzzing.world import World, equal_models
@@ -151,7 +151,11 @@ class _Run:
         # Where one rank changed what replicas share, eager ranks part; ours may not.
         wrongs = self.ranks.share(f"after step {step}", f"{int(theirs.parted)}{wrong}")
         wrong = "" if any(said[0] == "1" for said in wrongs) else wrong or "".join(said[1:] for said in wrongs)
-        return Outcome("wrong", wrong, step) if wrong else self._replicas_differ(step)
+        if wrong:
+            return Outcome("wrong", wrong, step)
+        if not theirs.parted:
+            take_rounding_over(ours, theirs)
+        return self._replicas_differ(step)
 
     def _twin(self) -> Any:
         """A copy of everything, to be compiled for this step's batch alone."""
