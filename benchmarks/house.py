@@ -96,7 +96,10 @@ def keyword_arguments(tree: Path) -> int:
 
 
 def files_for_a_collective(tree: Path) -> int:
-    """Count the files that the list of steps in docs/architecture.md names, but for those that stay "as it is"."""
+    """Count the files that the list of steps in docs/architecture.md names, but for those that stay "as it is".
+
+    It is the usual way; what else a collective needs that its facts do not describe comes after the list.
+    """
     text = (tree / "docs" / "architecture.md").read_text()
     steps = text.partition("**To add a collective**")[2].partition("\nA collective that")[0].partition("\n**To add")[0]
     sentences = re.split(r"[.;]\s", steps)

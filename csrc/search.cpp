@@ -1,4 +1,4 @@
-// The search among plans, as fxcomp/search/descent/descent.py specifies it: the same operations in the same order.
+// The search among plans, as tests/helpers/descent/ specifies it: the same operations in the same order.
 #include "plan_value.h"
 
 namespace fxcomp {

@@ -1,13 +1,13 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`.
 
-- facts, declared, base: what a compressor declares, what follows from that, and its reference and fused pair.
+- facts, base: what a compressor declares, what follows from that, and its reference and fused pair.
 - inputs: what is given to it, and the checks of that.
-- catalogue: its name, its ops and its text form; compressors of other packages.
+- catalogue, operators: its name, its ops and its text form; compressors of other packages.
 - kernels, triton/: compiled kernels for the CPU and the GPU, with the same bits.
 - randomness: random numbers that are the same everywhere.
 - gaussian_error: what each loses of Gaussian values.
-- casts, blocks, block_codes, places, survivors, tail_fits: what several of them share.
-- pack: a scaled copy, to fill buckets.
+- casts, block_codes, places, survivors, tail_fits: what several of them share.
+- examples: one of each, which pages, tests and `calibrate` show and measure.
 """
 
 from fxcomp.compressors import triton

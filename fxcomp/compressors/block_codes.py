@@ -14,13 +14,13 @@ Other scales are at most `most_scale`, so that what codes decode to is finite, a
 A random compressor draws u in [0, 1) for each value, at the value's place in its segment; ranks have streams of their
 own, so their errors do not add up.
 
-Cut a bucket into blocks and put it together again, for references that work block by block.
+References work block by block: a bucket is cut into rows and put together again.
 
     segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
                                                           e 0 0 0
                                                           x y z 0
 
-No block holds values of two segments; the last block of a segment may be short and is filled with zeros.
+A short block is filled with zeros.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) ->
 
 _LANES = 64  # the same number as in csrc/blocks.h
 
+WIDTHS = (1, 2, 4, 8)
+"""Bits that a code may have: a byte holds whole codes."""
+
 
 class BlockCompressor(Compressor):
     """A subclass says how a block becomes a scale, a value a code, and a code a value; rows are blocks."""
@@ -85,7 +88,7 @@ class BlockCompressor(Compressor):
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Of a code: 1, 2, 4 or 8."""
+        """Of a code: one of WIDTHS."""
 
     @property
     def is_random(self) -> bool:
@@ -110,6 +113,11 @@ class BlockCompressor(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
+        if self.bits not in WIDTHS:
+            raise BadCompressor(
+                f"{self.name} has codes of {self.bits} bits; block_codes.py packs codes of 1, 2, 4 or 8 bits.\n"
+                "  Store each code in the next larger of these, or derive from Compressor and pack codes yourself."
+            )
         in_a_byte = 8 // self.bits
         if self.block % in_a_byte:
             raise BadCompressor(

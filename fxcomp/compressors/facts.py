@@ -1,4 +1,6 @@
-"""Facts and fields: what a compressor declares about itself, as data for reports, checks and docs/compressors.md.
+"""Declare a compressor with its parameters: sizes, state, bias, feedback and text. No tensor is touched.
+
+Its facts are data for reports, checks and docs/compressors.md. Its fields are its parameters:
 
 field's type        values and their text
 int                 512         whole: no bool, no 512.0
@@ -6,8 +8,6 @@ float               0.01, 1e-3   an int will do
 bool                true, True
 str                 pareto       one of the parameter's choices
 tuple[int, ...]     only in fields that `bound_to` fills in, which have no text
-
-Declare a compressor with its parameters: sizes, state, bias, feedback and text. No tensor is touched.
 """
 
 from __future__ import annotations

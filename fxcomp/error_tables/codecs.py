@@ -1,4 +1,6 @@
-"""Measure what codecs lose: run them on runs of values that are drawn in proportion to their squares.
+"""Measure what one rank's values lose: to codecs, and by keeping the largest.
+
+Codecs run on runs of values that are drawn in proportion to their squares.
 
     run      = 512 neighbouring values, or a whole number of the codec's blocks
     drawn    = 64 runs, each with the probability |run|² / |v|²
@@ -8,12 +10,12 @@ which is |v - decoded|² / |v|² on average, whatever the distribution: a run th
 one of zeros never. No gradient makes a run's error exceed the codec's worst case, so the standard error is at most the
 runs' deviation over √64. It is smaller, because runs are drawn evenly from those whose largest value stands out little
 to those where it stands out most, which is what the error of a quantiser depends on. A gradient of no more than 64 runs
-is measured whole. One draw stands for the expectation of codecs
-that round at random: it averages over thousands of values.
+is measured whole. One draw stands for the expectation of codecs that round at random: it averages over thousands of
+values.
 
 All gradients go through a codec in one call, a segment each.
 
-Measure what keeping the largest values loses, for all densities at once, and exactly.
+What keeping the largest values loses is measured for all densities at once, and exactly.
 
     1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
 
@@ -21,10 +23,8 @@ top-k's own kernel selects. What it leaves out of one selection adds to what the
 no number is the difference of two large ones. Each selection reads what the one before it has kept, so all of them
 together read little more than a gradient once. Few values are sorted instead.
 
-Sum squares of fp32 values that may be of any size, for the price of reading them once.
-
-Sums of a row are fp32, whose range ends at squares of 1e38; rows beyond it, or too small for it, are summed in fp64,
-which takes twenty times as long.
+Squares are those of fp32 values of any size, summed while they are read once. Sums of a row are fp32, whose range ends
+at squares of 1e38; rows beyond it, or too small for it, are summed in fp64, which takes twenty times as long.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ fp64 numbers a gradient; the table follows from the sums alone, so it is the sam
 A gradient that is not finite on a rank, or zero, brings nothing from there. Memory: a copy of the largest gradient with
 its residual, twice that for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
 
-Measure what the best matrices of all ranks lose of the mean gradient, from a sketch of its singular values.
+What the best matrix of rank r loses of the mean gradient follows from a sketch of its singular values:
 
     Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A     Ω random, of 24 columns for ranks to 16
     lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ

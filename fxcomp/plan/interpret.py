@@ -1,4 +1,11 @@
-"""Give a strategy its meaning: what a rank holds of a bucket between two steps.
+"""Give strategies their steps, their text and their meaning: what a rank holds of a bucket between two steps.
+
+    compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu; without a GPU, @main and @pool
+    all_gather@world        a collective, and the ranks that meet in it
+    decompress@gpu
+    propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
+
+A rank holds
 
     summed      the axes of the cluster along which gradients have been added
     splits      the collectives that have cut the bucket, innermost last: a rank holds a shard, or its root all
@@ -8,13 +15,6 @@ A strategy is legal if every step fits what is held before it, and every rank en
 where a strategy ends as shards its own part. What fits is said by `misfit` alone: an error names the first step that
 does not, and what would fit instead. The same walk is bound to sizes by `route.py`, and from there lowered to nodes,
 priced, and laid out as state.
-
-The steps that strategies are made of, and their text.
-
-compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu; without a GPU, @main and @pool
-all_gather@world        a collective, and the ranks that meet in it
-decompress@gpu
-propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The parts of a document before it has a format: titled sections of sentences, tables, and timelines.
 
-Write quantities as reports show them.
-
-Name strategies and lists of gradients as reports show them: in a few words.
+Quantities, strategies and lists of gradients become words here, so that all formats use the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Show reports and tables of costs as text on a terminal. The only file that uses rich.
 
-Write a table of costs as sections of text: what was measured, and how far fits are off.
+A table of costs becomes sections: what was measured, and how far fits are off.
 """
 
 from __future__ import annotations

@@ -143,6 +143,19 @@ def test_a_block_that_ends_within_a_byte_is_refused(kind: type[Int4 | Int2 | Sig
         kind(block)
 
 
+@pytest.mark.parametrize("width", [0, 3, 6, 16])
+def test_codes_that_do_not_fill_bytes_are_refused(width: int) -> None:
+    class Copied(Int4):
+        __slots__ = ()
+
+        @property
+        def bits(self) -> int:
+            return width
+
+    with pytest.raises(BadCompressor, match=rf"(?s)has codes of {width} bits.*1, 2, 4 or 8 bits.*next larger"):
+        Copied()
+
+
 @pytest.mark.parametrize("compressor", [Int8(), Int4(), Int2(), Sign(), FP8E4M3(), FP16()], ids=str)
 def test_a_long_output_has_the_same_bits_wherever_its_segments_begin(compressor: Compressor) -> None:
     """Long outputs are streamed line by line: from 2^21 values on."""

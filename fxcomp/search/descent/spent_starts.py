@@ -1,4 +1,8 @@
-"""Make a start that spends an error limit well: a dynamic programme over borders, options and errors on a grid.
+"""Help a descent where it ends: the effort of a search, kicks, and starts that spend an error limit well.
+
+A kick changes a plan as no single change of a descent does, to get out of where that ends.
+
+A spent start comes from a dynamic programme over borders, options and errors on a grid:
 
     end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
@@ -6,10 +10,6 @@ A descent changes one or two neighbours at a time, and every step of it keeps th
 more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds it, on a
 timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute together.
 `tests/helpers/optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
-
-The number of tries before a search is content.
-
-Change a plan as no single change of a descent does, to get out of where that ends.
 """
 
 from __future__ import annotations
