@@ -89,7 +89,8 @@ class WrapperPlace(Place):
         return cls(name, owner, tuple(found.values())) if found else None
 
     def held(self) -> Held:
-        return [(f" around {i}", value) for i, value in enumerate(self._wrapped)]
+        code = getattr(self.owner, "__code__", None)
+        return [("'s code", code), *((f" around {i}", value) for i, value in enumerate(self._wrapped))]
 
 
 _WRAPPED = (FunctionType, MethodType, partial, partialmethod, MappingProxyType)
@@ -167,7 +168,7 @@ def _functions(value: Any) -> Iterable[Any]:
         yield value
 
 
-BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType, partial, partialmethod)
+_BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType, partial, partialmethod)
 
 
 class CallPlace(Place):
@@ -180,8 +181,7 @@ class CallPlace(Place):
         if isinstance(self.owner, MethodType):
             return (("", self.owner.__func__), ("'s self", self.owner.__self__))
         if isinstance(self.owner, BuiltinFunctionType | MethodWrapperType):
-            owner = self.owner.__self__
-            return () if isinstance(owner, ModuleType | type | None) else (("'s self", owner),)
+            return (("'s name", self.owner.__name__), ("'s self", self.owner.__self__))
         if not is_a(self.owner, (partial, partialmethod)):
             return [(f"'s {i}", value) for i, value in enumerate(callees(self.owner))]
         found = [(f"({i})", value) for i, value in enumerate(self.owner.args)]
@@ -189,3 +189,9 @@ class CallPlace(Place):
 
     def views(self) -> Iterable[View]:
         return (self.owner.keywords.values(),) if is_a(self.owner, (partial, partialmethod)) else ()
+
+
+def is_bound(value: Any) -> bool:
+    """Ask if a value calls something on another one: a function of C does only as a method of an object."""
+    is_of_c = isinstance(value, BuiltinFunctionType | MethodWrapperType)
+    return isinstance(value, _BOUND) and not (is_of_c and isinstance(value.__self__, ModuleType | type | None))

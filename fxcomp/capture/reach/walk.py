@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.callables import BOUND, CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors
+from fxcomp.capture.reach.callables import CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors, is_bound
 from fxcomp.capture.reach.iterators import is_iterator
 from fxcomp.capture.reach.places import (
     BUFFERS,
@@ -241,7 +241,7 @@ def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | 
     if isinstance(value, FunctionType):
         is_users = not is_library(value.__globals__.get("__name__", ""))
         return FunctionPlace(name, value, names) if is_users else WrapperPlace.around(name, value)
-    if isinstance(value, BOUND) or is_iterator(value):
+    if is_bound(value) or is_iterator(value):
         return CallPlace(name, value)
     if isinstance(value, type):
         return ClassPlace(value, names)
