@@ -82,6 +82,11 @@ def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
 
 
 def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
+    if looked_at is None and isinstance(error, compat.SIZE_DEPENDS):
+        return (
+            f"the sizes of what {_first_line(error)} gives depend on values, which one graph cannot follow.\n{at}"
+            "  Compute it otherwise, as linalg.lstsq(a, b).solution by linalg.pinv(a) @ b, or outside of loss_fn."
+        )
     if looked_at is None:
         return (
             f"the step decides by the values of tensors, which one graph cannot.\n{at}  {_first_line(error)}\n"
@@ -184,7 +189,6 @@ _READS = (Tensor.item, Tensor.tolist)
 
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
 
-_COMPARES = (torch.equal, Tensor.equal)
 _COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
 """Functions that ask about values, in one operator that has no fake."""
 
@@ -240,8 +244,6 @@ class _Refusing(TorchFunctionMode):
                 return self._text(func, *args)
         if func in _READS:
             return self._reader.read(func.__name__, args[0])
-        if func in _COMPARES and not kwargs:
-            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func in _COMPARES_ROUGHLY:
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func in _TAKES_NUMBERS and args:

@@ -61,5 +61,5 @@ from fxcomp.compat.symbols import (
 )
 from fxcomp.compat.tracing import (
     DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_with_dynamic_dims, forget_fakes, is_traced_here,
-    onednn, plain_values, real_tensors, trace, trace_functional, uses_onednn, without_autocast,
+    onednn, plain_values, real_tensors, SIZE_DEPENDS, trace, trace_functional, uses_onednn, without_autocast,
 )

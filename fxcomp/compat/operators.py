@@ -101,7 +101,14 @@ def functional_operator(target: Operator) -> Operator | None:
     """Find the operator that makes a new value of what this one changes in place: add for add_."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, target._overloadname, None)
+    overload = target._overloadname
+    found = [getattr(packet, each, None) for each in (overload, f"Tensor_{overload}")]
+    # pow.Scalar takes a number and a tensor; what pow_.Scalar takes, pow.Tensor_Scalar does.
+    return next((each for each in found if each is not None and _takes(each) == _takes(target)), None)
+
+
+def _takes(target: Operator) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
 
 
 def is_view(target: Operator) -> bool:

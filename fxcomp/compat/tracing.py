@@ -46,7 +46,10 @@ Fake = FakeTensor
 
 DispatchMode = TorchDispatchMode
 
-DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+SIZE_DEPENDS = DynamicOutputShapeException
+"""The error of tracing where an operator makes tensors of a size that only values tell, and has no symbol for it."""
+
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, SIZE_DEPENDS)
 """Errors of tracing where Python asks for a tensor's value."""
 
 
