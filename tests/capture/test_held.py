@@ -49,6 +49,14 @@ class Level(enum.IntEnum):
     TWO = 2
 
 
+class Steps(collections.UserList[float]):
+    """A class of UserList, of whose code nobody names what holds the items."""
+
+
+class Words(collections.UserString):
+    """A class of UserString."""
+
+
 class Owner:
     """Has one value, which it gives in several ways."""
 
@@ -224,6 +232,15 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "queue's length": (queue.Queue, lambda v: v.put(1), lambda v: 1.0 + v.qsize()),
     "simple queue": (queue.SimpleQueue, lambda v: v.put(1), lambda v: 1.0 + v.qsize()),
     "Counter": (lambda: collections.Counter("a"), lambda v: v.update("a"), lambda v: v["a"]),
+    "order of an OrderedDict": (
+        lambda: collections.OrderedDict(a=1.0, b=0.5), lambda v: v.move_to_end("a"), lambda v: next(iter(v.values())),
+    ),
+    "order of objects": (
+        lambda: collections.OrderedDict({Mode.WHOLE: Owner(1.0), Mode.HALF: Owner(0.5)}),
+        lambda v: v.move_to_end(Mode.WHOLE), lambda v: next(iter(v.values())).value,
+    ),
+    "class of UserList": (lambda: Steps([1.0]), lambda v: v.append(2.0), lambda v: v[-1]),
+    "class of UserString": (lambda: Words("a"), lambda v: setattr(v, "data", "bb"), len),
     "Counter's total": (lambda: collections.Counter("a"), lambda v: v.update("b"), lambda v: v.total()),
     "set": (lambda: {1}, lambda v: v.add(2), len),
     "attribute of an Enum's member": (

@@ -171,6 +171,13 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "monotonic_ns": (lambda: time.monotonic_ns() % 2, "time.monotonic_ns"),
     "now": (lambda: datetime.datetime.now().microsecond % 2, "datetime.now"),
     "now of a zone": (lambda: datetime.datetime.now(datetime.UTC).microsecond % 2, "datetime.now"),
+    "strftime": (lambda: int(time.strftime("%S")), "time.strftime"),
+    "localtime": (lambda: time.localtime().tm_sec, "time.localtime"),
+    "gmtime": (lambda: time.gmtime().tm_sec, "time.gmtime"),
+    "ctime": (lambda: len(time.ctime()), "time.ctime"),
+    "asctime": (lambda: len(time.asctime()), "time.asctime"),
+    "clock_gettime": (lambda: time.clock_gettime(time.CLOCK_REALTIME) % 2, "time.clock_gettime"),
+    "times": (lambda: os.times().user, "os.times"),
     "today": (lambda: datetime.date.today().day, "time.time"),
 }
 
@@ -183,6 +190,21 @@ def test_what_the_operating_system_draws_or_tells_is_refused_with_its_line(name:
     assert os.urandom is URANDOM
     assert time.perf_counter is perf_counter
     assert type(datetime.datetime.now()) is datetime.datetime
+
+
+def test_a_clock_is_measured_outside():
+    with pytest.raises(errors.DrawsInPython, match=r"(?s)repeat today's time for ever.*Measure time outside"):
+        compiled(small(), lambda model, batch: time.time() * cross_entropy(model, batch))
+
+
+def test_a_time_that_is_given_may_be_written_as_a_date():
+    def loss(model: nn.Module, batch: Any) -> Any:
+        day = time.gmtime(86400.0)
+        return (day.tm_mday + int(time.strftime("%Y", day)) / 1970) * cross_entropy(model, batch)
+
+    model, batch = small(), BATCH
+    expected = loss(model, batch)
+    assert torch.equal(compiled(model, loss)(batch), expected)
 
 
 class Clocked(nn.Linear):

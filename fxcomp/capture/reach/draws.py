@@ -81,6 +81,11 @@ class Draws:
                 f" {again} value for ever.\n"
                 "  Take it outside, and pass it in the batch."
             )
+        if not self._moved and all(name.startswith(_OF_TIME) for name in self._called):
+            raise errors.DrawsInPython(
+                f"the loss function or a forward pass calls {' and '.join(self._called)}{at}: {again} time for ever.\n"
+                "  Measure time outside of the step, or pass it in the batch, as a tensor."
+            )
         verb = "seeds or draws from" if self._moved else "calls"
         raise errors.DrawsInPython(
             f"the loss function or a forward pass {verb} {' and '.join(self._moved or self._called)}{at}:"
@@ -99,10 +104,11 @@ class Draws:
         return ""
 
     def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        is_asked = compat.is_users_call if name.partition(".")[0] in ("time", "datetime") else compat.is_asked_by_user
+        is_asked = compat.is_users_call if name.startswith(_OF_TIME) else compat.is_asked_by_user
+        most = _OF_NOW.get(name.partition(".")[2], 2)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if compat.is_traced_here() and is_asked():
+            if len(args) <= most and compat.is_traced_here() and is_asked():
                 self._called.setdefault(name, compat.users_line() or "")
             return function(*args, **kwargs)
 
@@ -116,13 +122,18 @@ _GLOBAL: Mapping[str, Any] = {
 }
 
 
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
+
+_OF_NOW = {"strftime": 1, "localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0}
+"""Functions that read the clock if they are given no time, with the number of arguments that they take then."""
+
+_OF_TIME = ("time.", "datetime.", "os.times")
 
 _STATELESS: Mapping[ModuleType, Set[str]] = {
     random: {"_urandom"},
-    os: {"urandom", "getrandom"},
+    os: {"urandom", "getrandom", "times"},
     uuid: {"_generate_time_safe"},
-    time: {*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)},
+    time: {*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), *_OF_NOW},
 }
 """Functions of the operating system's draws, on which `secrets`, `uuid` and `random.SystemRandom` rest, and clocks."""
 

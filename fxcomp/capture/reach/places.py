@@ -17,7 +17,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, UserList, UserString, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -135,11 +135,15 @@ def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 def items(table: Any) -> Iterable[tuple[Any, Any]]:
     """Read a dict past its class: a subclass may import or make something whenever a value is asked for."""
+    if isinstance(table, OrderedDict):
+        return ((key, _TABLE.__getitem__(cast("_TABLE", table), key)) for key in _past_its_class(table, "keys"))
     return _past_its_class(table, "items")
 
 
 def _past_its_class(table: Any, method: str) -> Any:
     kind: Any = dict if isinstance(table, dict) else MappingProxyType
+    if method == "keys" and isinstance(table, OrderedDict):
+        kind = OrderedDict  # a plain dict's order knows nothing of move_to_end
     return getattr(kind, method)(table)
 
 
@@ -263,8 +267,8 @@ class ObjectPlace(Place):
         self._table: dict[str, Any] = getattr(owner, "__dict__", {})
         kind = cast("Any", type(owner))
         makes_up = getattr(kind, "__getattr__", None)
-        # Methods of libraries, and of UserDict and ChainMap, are not followed.
-        is_whole = (kind not in _NAMED and is_library(kind.__module__)) or issubclass(kind, Mapping | Enum)
+        # Methods of libraries are not followed, nor those of UserDict and the like in classes that derive from them.
+        is_whole = (kind not in _NAMED and is_library(kind.__module__)) or issubclass(kind, _WHOLE)
         self._is_whole = is_whole or (isinstance(makes_up, FunctionType) and not is_library(makes_up.__module__))
         self._members = [s for base in kind.__mro__ for s in slots_of(base) if self._is_whole or s in names.found]
         self._plain = next((base for base in (int, float, complex, str, bytes) if issubclass(kind, base)), None)
@@ -292,6 +296,8 @@ class ObjectPlace(Place):
             return [key for key in self._table if key != "_opt_called"]  # that an optimizer has stepped
         return self._names.of(self._table)
 
+
+_WHOLE = (Mapping, UserList, UserString, Enum)
 
 _NAMED = (SimpleNamespace, Namespace, threading.Event)
 """Classes of Python's library of which those attributes count that code names."""
