@@ -100,6 +100,12 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
             "  Keep the size fixed: mask with torch.where or a product instead of picking elements, or pick them"
             " outside and pass them in the batch."
         )
+    if looked_at.maker is torch.ops.aten._is_all_true.default:
+        return (
+            "the step decides by the values of tensors, which one graph cannot: torch.distributions checks parameters"
+            f" or values that the model computes.\n{at}"
+            "  Make the distribution with validate_args=False, as in Normal(mean, scale, validate_args=False)."
+        )
     kind = "truth" if looked_at.dtype is torch.bool else "number"
     if looked_at.is_drawn:
         return (

@@ -60,9 +60,19 @@ def _instead_of(name: str, method: Any, instead: Callable[[torch.Generator, str,
     def called(generator: torch.Generator, *args: Any, **kwargs: Any) -> Any:
         if not is_traced_here():  # another thread, or values that are computed aside
             return method(generator, *args, **kwargs)
-        return instead(generator, name, (*args, *kwargs.values()))
+        with _dispatched():
+            return instead(generator, name, (*args, *kwargs.values()))
 
     return called
+
+
+def _dispatched() -> Any:
+    """Let modes see operators, also where torch's `freeze_rng_state` hides a state from them."""
+    c: Any = torch._C
+    hidden = c._dispatch_tls_local_exclude_set()
+    for key in (c.DispatchKey.Python, c.DispatchKey.PythonTLSSnapshot):
+        hidden = hidden.remove(key)
+    return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), hidden)
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._utils import freeze_rng_state
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import checkpoint
 
 import fxcomp
@@ -41,6 +43,13 @@ def after(act: Callable[[], Any]) -> LossFn:
 
 def in_a_fork(model: nn.Module, x: Tensor) -> Tensor:
     with torch.random.fork_rng():
+        torch.manual_seed(7)
+        first = noisy(model, x)
+    return first + noisy(model, x)
+
+
+def frozen(model: nn.Module, x: Tensor) -> Tensor:
+    with freeze_rng_state():
         torch.manual_seed(7)
         first = noisy(model, x)
     return first + noisy(model, x)
@@ -84,6 +93,7 @@ FOLLOWED: list[LossFn] = [
     after(lambda: torch.default_generator.manual_seed(7)),
     after(lambda: [torch.manual_seed(1), torch.manual_seed(2)]),
     in_a_fork,
+    frozen,
     by_saved_states,
     seeded_in_the_middle,
     seeded_for_a_block,
@@ -191,6 +201,18 @@ def test_a_method_that_was_bound_before_tracing_is_noticed_by_what_it_changes(bo
     loss = after(lambda: [bound(7), HELD])  # the walk meets what code names
     with pytest.raises(errors.DrawsInPython, match=r"seeds or draws from .*(HELD|loss_fn|default_generator)"):
         fxcomp.compile_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(3, 6))
+
+
+def hidden(model: nn.Module, x: Tensor) -> Tensor:
+    with no_dispatch(), torch.random.fork_rng():
+        drawn = torch.randn(4)
+    return (model(x) + drawn).sum()
+
+
+def test_a_draw_that_no_mode_sees_is_refused():
+    model = nn.Linear(6, 4)
+    with pytest.raises(errors.DrawsInPython, match=r"draws from torch\.default_generator"):
+        fxcomp.compile_step(model, hidden, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(3, 6))
 
 
 class Seeding(torch.optim.SGD):

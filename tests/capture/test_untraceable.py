@@ -39,6 +39,11 @@ def by_a_picked_size(model: nn.Module, batch: Tensor) -> Tensor:
     return picked.sum() if len(picked) > 3 else out.mean()
 
 
+def by_a_distribution(model: nn.Module, batch: Tensor) -> Tensor:
+    made: Any = torch.distributions.Normal(model(batch), 1.0)
+    return made.log_prob(0.0).sum()
+
+
 def wrongly(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch.reshape(7, 7)).sum()
 
@@ -56,6 +61,7 @@ def wrongly(model: nn.Module, batch: Tensor) -> Tensor:
             r"the size of what aten\.index\.Tensor gives",
             "Keep the size fixed",
         ),
+        (by_a_distribution, r"Normal\(", r"torch\.distributions checks", "validate_args=False"),
         (wrongly, r"reshape\(7, 7\)", "RuntimeError: shape", "does not trace|one above"),
     ],
 )
