@@ -6,7 +6,7 @@
    %c     f32[3]  constant
    %mul_  f32[3]  mul_(%c, 0.5)
 
-Ask `equal`, which has no fake, by operators that have one.
+Ask `equal`, which has no fake, by operators that have one. An operator's own `allclose` checks, and stays in the graph.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from fxcomp.compat.source_lines import is_called_by_user
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument was made in the trace: by torch.tensor(...)."""
@@ -49,6 +51,10 @@ class Constants(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten.equal.default:  # also inside of operators: torch.cov checks weights by it
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if func is torch.ops.aten.allclose.default and not is_called_by_user():
+            message = "a check inside of an operator failed: of svd's backward pass, that no loss depends on a phase"
+            torch.ops.aten._assert_async.msg(torch.isclose(*args, **(kwargs or {})).all(), message)
+            return True
         given: Any = (args, kwargs or {})
         if not _is_torchs_own(func) and any(map(_is_real, pytree.tree_leaves(given))):
             given = pytree.tree_map_only(Tensor, self.traced, given)

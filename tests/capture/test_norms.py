@@ -89,6 +89,29 @@ def test_weights_of_a_covariance_may_come_in_the_batch():
         step((x, weights - 3))
 
 
+def of_singular_vectors(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    rows = model(batch[0])
+    left = linalg.svd(torch.complex(rows, batch[0]), full_matrices=False)[0]
+    return (left.abs().square() + batch[1] * left.real).sum() + rows.square().sum()
+
+
+def test_the_backward_pass_of_a_complex_svd_checks_as_in_eager():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4).double(), torch.randn(6, 4).double()
+    good, bad = (x, torch.zeros(6, 4).double()), (x, torch.arange(24.0).view(6, 4).double())
+    step, eager = compiled(model, of_singular_vectors, good), copy.deepcopy(model)
+    expected = of_singular_vectors(eager, good)
+    expected.backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    assert torch.equal(step(good), expected)
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+    with pytest.raises(RuntimeError, match="phase"):
+        of_singular_vectors(eager, bad).backward()
+    with pytest.raises(RuntimeError, match="phase"):
+        step(bad)
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+
+
 def test_results_of_sizes_that_values_tell_are_named():
     with pytest.raises(CaptureFailed, match=r"the sizes of what aten\.linalg_lstsq(?s:.*)linalg\.pinv"):
         compiled(nn.Linear(4, 4), lambda m, x: linalg.lstsq(m(x), x[:, :2]).solution.sum(), torch.randn(6, 4))
