@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fxcomp import compat
 from fxcomp.capture.fake_mode import StepFakes, Unknown
 from fxcomp.capture.pythons_numbers import NumberReader, pythons_numbers
+from fxcomp.capture.stand_ins import StandIns
 from fxcomp.errors import CaptureFailed, FxcompError
 
 _READ_MEMORY = (
@@ -139,8 +140,8 @@ _DATA: Any = inspect.getattr_static(Tensor, "data")
 
 
 @contextmanager
-def faithful(names: Mapping[int, str], fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
-    """Run a forward pass as eager would. `names` are those of the model's tensors, by id.
+def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
+    """Run a forward pass as eager would, on the stand-ins of a model's tensors.
 
     Gives a list of the weights whose gradient is sparse in eager PyTorch, which is filled on the way.
 
@@ -151,7 +152,7 @@ def faithful(names: Mapping[int, str], fakes: StepFakes, *, caches_casts: bool) 
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with pythons_numbers(fakes) as reader, _Refusing(names, reader) as refusing, _storages_stay():
+        with pythons_numbers(fakes) as reader, _Refusing(stand_ins, reader) as refusing, _storages_stay():
             yield refusing.densified
     finally:
         torch.clear_autocast_cache()
@@ -210,21 +211,23 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 class _Refusing(TorchFunctionMode):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
-    def __init__(self, names: Mapping[int, str], reader: NumberReader):
+    def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__()
-        self._names, self._reader = names, reader
+        self._stand_ins, self._reader = stand_ins, reader
         self.densified: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__self__", None) is _DATA and getattr(func, "__name__", "") == "__set__":
-            name = self._names.get(id(args[0]))
+            name = self._stand_ins.name(args[0])
             what = f"of {name!r}" if name else "of a tensor"
             raise CaptureFailed(
                 f"the forward pass assigns to `.data` {what}, which leaves no trace in a captured step.\n"
                 "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
             )
+        if func is Tensor.__eq__ and self._stand_ins.are_one(*args):
+            return True  # a dict asks so of a key
         if func in _VALUES:
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
@@ -266,7 +269,7 @@ class _Refusing(TorchFunctionMode):
                 (Tensor, torch.SymFloat), self._reader.number, (tuple(args), kwargs or {})
             )
         if func in _LOOKS_UP and kwargs and kwargs.get("sparse"):
-            name = self._names.get(id(args[1]))
+            name = self._stand_ins.name(args[1])
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))

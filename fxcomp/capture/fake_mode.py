@@ -78,7 +78,7 @@ _CASTS = {
 }  # fmt: skip
 """Operators in place whose fakes take any type of result, by the operator that makes that result."""
 
-_MAKER = "fxcomp_maker"
+MAKER = "fxcomp_maker"
 """The attribute of a fake that tells which operator made it."""
 
 
@@ -199,7 +199,7 @@ class StepFakes(compat.FakeMode):
         symbol = super().dispatch(func, types, args, {})
         if isinstance(symbol, torch.SymFloat) and low is not None and high is not None:
             compat.limit(symbol, low, high)
-        found = Unknown(getattr(tensor, _MAKER, None), tensor.dtype, is_drawn=ends is not None, is_size=False)
+        found = Unknown(getattr(tensor, MAKER, None), tensor.dtype, is_drawn=ends is not None, is_size=False)
         self.unknown |= dict.fromkeys(compat.unbacked_symbols(symbol), found)
         return symbol
 
@@ -207,8 +207,8 @@ class StepFakes(compat.FakeMode):
         """Note the operator that made a tensor, and the origin of sizes that only the data will tell."""
         if not isinstance(out, Tensor):
             return
-        maker = getattr(args[0], _MAKER, func) if args and compat.is_view(func) else func
-        setattr(out, _MAKER, maker)
+        maker = getattr(args[0], MAKER, func) if args and compat.is_view(func) else func
+        setattr(out, MAKER, maker)
         if torch.Tag.dynamic_output_shape in func.tags:
             for size in out.shape:
                 for name in compat.unbacked_symbols(size):
@@ -337,15 +337,10 @@ class StepInputs:
         """The names of the batch's sizes that may vary."""
         return compat.symbols(self.batch)
 
-    def stand_ins(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Traced tensors, by the id of the real tensor that each stands for."""
+    def named_pairs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each real tensor of the model and the traced one that stands for it, by name."""
         entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
-        return {id(real): traced for (_, real, _), traced in entries}
-
-    def names(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[int, str]:
-        """The names of traced parameters and buffers, by id."""
-        entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
-        return {id(traced): name for (name, _, _), traced in entries}
+        return {name: (real, traced) for (name, real, _), traced in entries}
 
     def whole_batch(self, traced: Sequence[Any]) -> Any:
         """The batch made of traced leaves; what was one tensor in it is one again."""

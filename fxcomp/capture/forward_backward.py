@@ -28,6 +28,7 @@ from fxcomp.capture.faithful import explaining, faithful
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
+from fxcomp.capture.stand_ins import StandIns
 from fxcomp.capture.training import Training, WeightedLoss, split
 from fxcomp.capture.user_collectives import keeping_collectives
 from fxcomp.errors import CaptureFailed
@@ -144,9 +145,11 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], scale: list[Tensor]
     ) -> list[Tensor]:
         follow()
+        stand_ins = StandIns(inputs.named_pairs(parameters, buffers))
         with (
-            swapped(training.model, inputs.stand_ins(parameters, buffers)),
-            faithful(inputs.names(parameters, buffers), inputs.mode, caches_casts=caches_casts) as densified,
+            swapped(training.model, stand_ins.by_id),
+            stand_ins.taken_for_real(),
+            faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as densified,
             keeping_collectives(training.model),
             keeping_random_states(),
         ):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class NumberReader:
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
     """Trace the user's Python inside."""
     reader = NumberReader(fakes)
-    attributes: dict[type, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
+    attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
     # A fake's own method reads one element after the other.
     attributes[compat.Fake] = {"tolist": lambda self: reader.read("tolist", self)}  # pyright: ignore[reportUnknownLambdaType]
     with compat.attributes_instead(attributes):

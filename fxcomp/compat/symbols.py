@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 import sympy
@@ -136,8 +137,8 @@ def without_locations() -> Generator[None]:
 
 
 @contextmanager
-def attributes_instead(attributes: Mapping[type, Mapping[str, Any]]) -> Generator[None]:
-    """Give classes other attributes meanwhile."""
+def attributes_instead(attributes: Mapping[type | ModuleType, Mapping[str, Any]]) -> Generator[None]:
+    """Give classes and modules other attributes meanwhile."""
     before = {kind: {name: vars(kind)[name] for name in new if name in vars(kind)} for kind, new in attributes.items()}
     try:
         for kind, new in attributes.items():

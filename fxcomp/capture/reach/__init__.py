@@ -2,6 +2,7 @@
 
 walk.py       from a loss function and a model to all places, as far as traced code can look: `walk`, `Reach`
 places.py     places that hold values: modules, objects, collections
+tensor_attributes.py  places that a tensor's own attributes are
 callables.py  places that are called: functions, decorators around them, classes, bound methods
 names.py      the names in a function's code
 iterators.py  where an iterator or a stream is

@@ -225,6 +225,11 @@ class ModulePlace(Place):
         found.append(("'s class", type(module)))
         return found
 
+    def inputs(self) -> list[tuple[str, Tensor]]:
+        """Give its parameters and buffers, by name."""
+        tables = (self.owner._parameters, self.owner._buffers)
+        return [(key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
+
     def views(self) -> Iterable[View]:
         table = vars(self.owner)
         yield table.values()

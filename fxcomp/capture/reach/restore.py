@@ -33,6 +33,7 @@ from fxcomp.capture.reach.places import (
     read,
     write,
 )
+from fxcomp.capture.reach.tensor_attributes import TensorPlace
 from fxcomp.capture.reach.walk import DEPTH, Reach, walk
 
 
@@ -71,7 +72,7 @@ class _HeldContent:
         self._tables: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self._rows: list[tuple[str, Any, list[Any]]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
-        for place in reach.places:
+        for place in (*reach.places, *reach.bare):
             self._copy(place)
 
     def put_back(self) -> list[tuple[str, str]]:
@@ -90,6 +91,9 @@ class _HeldContent:
 
     def _copy(self, place: Place) -> None:
         owner: Any = place.owner
+        if isinstance(place, TensorPlace):
+            self._tables.append((f"{place.called}.{{}}", place.table, dict(place.table)))
+            return
         if is_a(owner, dict):
             self._tables.append((f"{place.name}[{{!r}}]", owner, dict(items(owner))))
         elif is_a(owner, (list, set, deque)):

@@ -53,7 +53,8 @@ class ObjectGuard:
         tables = [slot for slot in slots.values() if isinstance(slot[0], dict)]
         others = [slot for slot in slots.values() if not isinstance(slot[0], dict)]
         self._views = tuple(views)
-        self._empty = tuple(view for p in reach.places if isinstance(p, ModulePlace) for view in p.empty())
+        empty = [view for p in reach.places if isinstance(p, ModulePlace) for view in p.empty()]
+        self._empty = (*empty, *(place.table for place in reach.bare))
         self._tables, self._keys, self._place_of_key = _columns(tables)
         self._owners, self._names, self._place_of_name = _columns(others)
         self._tensors = tuple(tensor for tensor in reach.tensors if has_memory(tensor))
@@ -144,6 +145,10 @@ STATES = 100_000
 """Different contents of places that are remembered before all snapshots are forgotten."""
 
 
+_NOTHING = 0
+"""The state of a place that holds nothing, as a tensor with attributes that no code names: it is as if not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything that Python could read at some time."""
@@ -216,7 +221,7 @@ class Snapshots:
         return True
 
     def _state(self, facts: Facts) -> int:
-        return self._state_of.setdefault(facts, len(self._state_of))
+        return self._state_of.setdefault(facts, len(self._state_of) + 1) if facts else _NOTHING
 
     def _find(self) -> None:
         """Give the present state its number: the old one if it was so before."""
@@ -227,7 +232,7 @@ class Snapshots:
             self._at_hand.clear()
             self._states = list(map(self._state, self._reach.facts))
         shared = sharing(self._model)
-        key = (*self._states, self._state(shared))
+        key = (*filter(None, self._states), self._state(shared))
         number = self._number_of.get(key)
         if number is None:
             number = self._number_of[key] = next(self._numbers)

@@ -46,6 +46,7 @@ from fxcomp.capture.reach.places import (
     is_library,
     slots_of,
 )
+from fxcomp.capture.reach.tensor_attributes import TensorPlace
 
 DEPTH = 10
 """The most plain objects and collections between a value and the module, function or class that leads to it."""
@@ -113,6 +114,8 @@ class Reach:
     places: list[Place] = field(default_factory=list[Place])
     facts: list[Facts] = field(default_factory=list[Facts])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
+    bare: list[TensorPlace] = field(default_factory=list[TensorPlace])
+    """Tensors that have no attributes yet, the trained model's among them."""
     buffers: list[Any] = field(default_factory=list[Any])
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
     names: Names = field(default_factory=lambda: Names(set()))
@@ -168,6 +171,7 @@ class _ReachWalk:
         self._model = model
         self._queue: deque[_FoundObject] = deque()
         self._others = 0
+        self._with_attributes: set[int] = set()
 
     def run(self, roots: Mapping[str, Any]) -> Reach:
         for name, value in {"model": self._model, **roots}.items():
@@ -180,6 +184,9 @@ class _ReachWalk:
             facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in held)
             self._reach.places.append(place)
             self._reach.facts.append(facts)
+            if isinstance(place, ModulePlace) and id(place.owner) in self._trained:
+                for key, tensor in place.inputs():
+                    self._meet_attributes(tensor, f"{place.name}.{key}", found)
             for kind in (value for label, value in held if isinstance(value, type) and label != "'s class"):
                 for label, function in constructors(kind):
                     self._fact(function, f"{kind.__qualname__}{label}", found)
@@ -197,6 +204,7 @@ class _ReachWalk:
         reach = self._reach
         if isinstance(value, Tensor):
             reach.tensors.append(value)
+            self._meet_attributes(value, name, holder)
             return Same(value)
         if isinstance(value, BUFFERS):
             reach.buffers.append(value)
@@ -218,6 +226,16 @@ class _ReachWalk:
             self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
         is_itself = isinstance(place, ClassPlace | AskedPlace) or isinstance(value, Enum) or is_iterator(value)
         return Same(value) if is_itself else At(name)
+
+    def _meet_attributes(self, tensor: Tensor, name: str, holder: _FoundObject) -> None:
+        if id(tensor) in self._with_attributes:
+            return
+        self._with_attributes.add(id(tensor))
+        place = TensorPlace(name, tensor, self._reach.names)
+        if not place.table:
+            self._reach.bare.append(place)
+        elif self._may_follow(place, holder):
+            self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
 
     def _may_follow(self, place: Place, holder: _FoundObject) -> bool:
         if isinstance(place, ModulePlace):

@@ -1,0 +1,98 @@
+"""Let Python take a traced stand-in for the parameter or buffer that it stands for.
+
+    p.no_decay          an attribute of the real tensor: carried to the stand-in, and what the step writes carried back
+    fisher[p]           a key made before compiling: a stand-in hashes as its real tensor, and equals it
+    id(p) in chosen     likewise: the user's Python gets the id of the real tensor
+
+`p is q` cannot be helped, with a real tensor `q`: docs/limits.md names it.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from fxcomp import compat
+from fxcomp.capture.fake_mode import MAKER
+from fxcomp.errors import CaptureFailed
+
+
+class StandIns:
+    """The stand-ins of one trace. `traced` is (real tensor, stand-in) of each, by name."""
+
+    def __init__(self, traced: Mapping[str, tuple[Tensor, Tensor]]):
+        self._traced = traced
+        self._names = {id(stand_in): name for name, (_, stand_in) in traced.items()}
+        self._real = {id(stand_in): real for real, stand_in in traced.values()}
+        self.by_id = {id(real): stand_in for real, stand_in in traced.values()}
+        """By the id of the real tensor."""
+
+    def name(self, traced: Any) -> str | None:
+        """Give a parameter's or buffer's name; None of other tensors."""
+        return self._names.get(id(traced))
+
+    def are_one(self, one: Any, other: Any) -> bool:
+        """Ask if one is the stand-in of the other, as a dict asks of two keys of one hash."""
+        return one is not other and (self._real.get(id(one)) is other or self._real.get(id(other)) is one)
+
+    @contextmanager
+    def taken_for_real(self) -> Generator[None]:
+        """Give stand-ins the attributes and hashes of their tensors, and the user's Python their ids."""
+        real = {stand_in: id(tensor) for stand_in, tensor in self._real.items()}
+        true_id = id
+
+        def id_of_real(tensor: Tensor) -> int:
+            return real.get(true_id(tensor), true_id(tensor))
+
+        def users_id(obj: object, /) -> int:
+            true = true_id(obj)
+            return real[true] if true in real and compat.is_users_call() else true
+
+        hashes: dict[type | ModuleType, dict[str, Any]] = {
+            type(stand_in): {"__hash__": id_of_real} for _, stand_in in self._traced.values()
+        }
+        with compat.attributes_instead({**hashes, builtins: {"id": users_id}}), self._attributes_carried():
+            yield
+
+    @contextmanager
+    def _attributes_carried(self) -> Generator[None]:
+        own = {name: set(vars(stand_in)) for name, (_, stand_in) in self._traced.items()}
+        given: dict[str, dict[str, Any]] = {}
+        try:
+            for name, (real, stand_in) in self._traced.items():
+                given[name] = {key: self.by_id.get(id(value), value) for key, value in vars(real).items()}
+                _check_free(name, given[name], stand_in)
+                vars(stand_in).update(given[name])
+            yield
+        finally:
+            for name, before in given.items():
+                self._carry_back(*self._traced[name], before, own[name])
+
+    def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
+        """Write what the step wrote, as it does to a module: tensors are taken out again later, and refused."""
+        now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
+        for key in [key for key in now.keys() | before.keys() if now.get(key) is not before.get(key)]:
+            if key in now:
+                vars(real)[key] = self._real.get(id(now[key]), now[key])
+            else:
+                vars(real).pop(key, None)
+        for key in now:
+            del vars(stand_in)[key]
+
+
+def _check_free(name: str, attributes: Mapping[str, Any], stand_in: Tensor) -> None:
+    """Refuse an attribute whose name a traced tensor has for its own use."""
+    for key, value in attributes.items():
+        taken = vars(stand_in).get(key, value) is not value or (
+            hasattr(type(stand_in), key) and not hasattr(Tensor, key)
+        )
+        if taken:
+            raise CaptureFailed(
+                f"{name!r} has an attribute {key!r}, which a traced tensor has for its own use.\n"
+                "  Give the attribute another name."
+            )

@@ -1,0 +1,288 @@
+"""Attributes and identity of parameters, buffers and tensors outside: traced as in eager PyTorch, and guarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.followed import compile_alone, count_captures
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from fxcomp import errors
+
+BATCHES = [torch.full((2, 3), 1.0 + i) for i in range(6)]
+
+PLACES = ("parameter", "buffer", "outside")
+
+
+class Owner(nn.Module):
+    """Has a tensor of each kind, and a way to it that loss functions name."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.place, self.outside = nn.Linear(3, 3), place, [torch.ones(3)]
+        self.register_buffer("kept", torch.ones(3))
+
+    @property
+    def marked(self) -> Any:
+        return {"parameter": self.fc.bias, "buffer": self.kept, "outside": self.outside[0]}[self.place]
+
+
+def made(place: str, prepare: Callable[[Any], None]) -> Owner:
+    model = Owner(place)
+    prepare(model.marked)
+    return model
+
+
+def same_as_eager(
+    make: Callable[[], nn.Module],
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    change: Callable[[Any], None] = lambda _: None,
+) -> Any:
+    """Six steps, with a change before the fourth: the same losses, bit by bit. Returns the model that we trained."""
+    model, reference = make(), make()  # a deep copy would lose attributes of parameters
+    ours, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    step = compile_alone(model, loss_fn, ours, BATCHES[0])
+    for i, batch in enumerate(BATCHES):
+        if i == 3:
+            change(model)
+            change(reference)
+        eager.zero_grad()
+        loss = loss_fn(reference, batch)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        eager.step()
+        assert step(batch).item() == loss.item(), i
+    return model
+
+
+# Attributes
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "a default": lambda t: getattr(t, "factor", 3.0),
+    "hasattr": lambda t: 2.0 if hasattr(t, "factor") else 5.0,
+    "vars": lambda t: vars(t).get("factor", 7.0),
+    "__dict__": lambda t: t.__dict__.get("factor", 7.0),
+    "an attribute of it": lambda t: getattr(getattr(t, "about", None), "factor", 11.0),
+    "a tensor": lambda t: getattr(t, "lora", torch.zeros(())).sum(),
+    "a module": lambda t: t.adapter(torch.ones(1, 3)).sum() if hasattr(t, "adapter") else 1.0,
+}
+
+
+class About:
+    """A plain object that a tensor carries."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+
+def nothing(tensor: Any) -> None:
+    pass
+
+
+def give(tensor: Any, factor: float = 2.0) -> None:
+    torch.manual_seed(int(factor))
+    tensor.factor, tensor.about, tensor.lora = factor, About(factor), torch.full((2,), factor)
+    tensor.adapter = nn.Linear(3, 3).requires_grad_(False)
+
+
+def give_another(tensor: Any) -> None:
+    give(tensor, 4.0)
+
+
+def take(tensor: Any) -> None:
+    del tensor.factor, tensor.about, tensor.lora, tensor.adapter
+
+
+HISTORIES = {
+    "stays": (give, nothing),
+    "changes": (give, give_another),
+    "comes": (nothing, give),
+    "goes": (give, take),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("place", PLACES)
+def test_attributes_of_tensors_are_read_as_in_eager(place: str, read: str, history: str) -> None:
+    before, change = HISTORIES[history]
+    look = READS[read]
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        return model.fc(batch).square().mean() * look(model.marked)
+
+    same_as_eager(lambda: made(place, before), loss_fn, lambda model: change(model.marked))
+
+
+def test_weight_decay_by_an_attribute_leaves_out_what_it_marks() -> None:
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        decayed = [p for p in model.parameters() if not getattr(p, "no_decay", False)]
+        return model.fc(batch).square().mean() + 0.1 * sum(p.square().sum() for p in decayed)
+
+    same_as_eager(
+        lambda: made("parameter", lambda bias: setattr(bias, "no_decay", True)),
+        loss_fn,
+        lambda model: setattr(model.fc.weight, "no_decay", True),
+    )
+
+
+def test_an_attribute_that_is_a_parameter_is_traced_as_that_parameter() -> None:
+    def partners() -> Owner:
+        model: Any = Owner("parameter")
+        model.fc.bias.partner = model.fc.weight
+        return model
+
+    same_as_eager(partners, lambda model, batch: model.fc(batch).mean() + model.fc.bias.partner.square().sum())
+
+
+def test_an_attribute_that_no_code_names_does_not_capture_again() -> None:
+    model: Any = Owner("parameter")
+    step = compile_alone(model, lambda model, batch: model.fc(batch).square().mean(), batch=BATCHES[0])
+    built = count_captures(step)
+    model.fc.bias.note = 1
+    step(BATCHES[0])
+    assert not built
+
+
+def test_an_attribute_that_moves_to_another_tensor_is_noticed() -> None:
+    def move(model: Owner) -> None:
+        del model.fc.bias.no_decay
+        model.fc.weight.no_decay = True
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        return model.fc(batch).mean() + sum(p.sum() for p in model.parameters() if hasattr(p, "no_decay"))
+
+    same_as_eager(lambda: made("parameter", lambda bias: setattr(bias, "no_decay", True)), loss_fn, move)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_traced_tensor_kept_in_an_attribute_is_refused_and_taken_out(place: str) -> None:
+    model = Owner(place)
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        model.marked.last = model.fc(batch)
+        return model.marked.last.mean()
+
+    with pytest.raises(errors.CaptureFailed, match=r"stores a tensor in '.*\.last'"):
+        compile_alone(model, loss_fn, batch=BATCHES[0])
+    assert not vars(model.marked)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_attribute_that_the_step_sets_once_is_captured(place: str) -> None:
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        model.marked.factor = 2.0
+        return model.fc(batch).mean() * model.marked.factor
+
+    model = same_as_eager(lambda: Owner(place), loss_fn)
+    assert vars(model.marked) == {"factor": 2.0}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_attribute_that_each_step_changes_is_refused(place: str) -> None:
+    model = Owner(place)
+    model.marked.calls = 0
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        model.marked.calls += 1
+        return model.fc(batch).mean() * model.marked.calls
+
+    with pytest.raises(errors.StepChanged, match="the forward pass itself changes the model"):
+        compile_alone(model, loss_fn, batch=BATCHES[0])
+
+
+def test_an_attribute_with_a_name_of_tracing_is_refused() -> None:
+    model = Owner("parameter")
+    model.marked.fake_mode = "yes"
+    with pytest.raises(errors.CaptureFailed, match=r"'fc.bias' has an attribute 'fake_mode'"):
+        compile_alone(model, lambda model, batch: model.fc(batch).mean(), batch=BATCHES[0])
+
+
+# Identity
+
+FACTORS = (2.0, 3.0)
+
+
+def by_key(model: Any) -> Any:
+    return dict(zip(model.fc.parameters(), FACTORS, strict=False))
+
+
+def by_id(model: Any) -> Any:
+    return dict(zip(map(id, model.fc.parameters()), FACTORS, strict=False))
+
+
+LOOKUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "a dict": (by_key, lambda table, p: table[p] * (p in table)),
+    "get": (by_key, lambda table, p: table.get(p, 1.0)),
+    "a set": (lambda model: {model.fc.bias, model.kept}, lambda chosen, p: 2.0 if p in chosen else 1.0),
+    "a frozenset": (lambda model: frozenset([model.fc.bias]), lambda chosen, p: 2.0 if p in chosen else 1.0),
+    "two sets": (lambda model: {model.fc.bias}, lambda chosen, p: 1.0 + len({p} & chosen)),
+    "a list": (lambda model: [model.fc.bias], lambda chosen, p: 2.0 if p.dim() == 1 and p in chosen else 1.0),
+    "ids": (by_id, lambda table, p: table.get(id(p), 1.0)),
+    "ids of all": (by_id, lambda table, p: 1.0 + sum(i in table for i in map(id, [p, p]))),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_keys_made_before_compiling_are_found(lookup: str) -> None:
+    make, look = LOOKUPS[lookup]
+    torch.manual_seed(0)
+    tables: dict[Any, Any] = {}
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        tensors = [*model.parameters(), *model.buffers()][:2] if lookup == "a list" else [*model.fc.parameters()]
+        table = tables[model.place]
+        return model.fc(batch).square().mean() + sum(look(table, p) * p.square().sum() for p in tensors)
+
+    model, reference = Owner("ours"), Owner("eager")
+    tables.update(ours=make(model), eager=make(reference))
+    ours, optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    step = compile_alone(model, loss_fn, ours, BATCHES[0])
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        loss = loss_fn(reference, batch)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
+        assert step(batch).item() == loss.item()
+
+
+def test_the_optimizers_state_knows_its_parameters() -> None:
+    model = Owner("parameter")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        return model.fc(batch).mean() * 0.0 + sum(p in groups for p in model.parameters())
+
+    assert compile_alone(model, loss_fn, optimizer, BATCHES[0])(BATCHES[0]).item() == 2
+
+
+def test_identity_within_a_step_stays() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.two.weight = self.one.weight
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        seen: set[Tensor] = set()
+        total: Any = model.two(model.one(batch)).mean()
+        for p in (model.one.weight, model.two.weight, model.one.bias, model.two.bias):
+            hidden = p * 2
+            total = total + (hidden.sum() if p not in seen else 100.0) + 1000.0 * (hidden in seen)
+            seen |= {p, hidden}
+        return total * len({id(p) for p in (model.one.weight, model.two.weight, model.two.bias)})
+
+    same_as_eager(Tied, loss_fn)
+
+
+def test_the_python_of_others_is_as_before_after_tracing() -> None:
+    before = id
+    compile_alone(Owner("parameter"), lambda model, batch: model.fc(batch).mean(), batch=BATCHES[0])
+    assert id is before
+    assert "__hash__" not in vars(FakeTensor)
