@@ -169,6 +169,8 @@ class Trained:
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "unused"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_raises_where_eager_does_and_goes_on(name: str, is_used: bool) -> None:
+    if "quantile" in name and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 itself looks at q, and a stand-in has no values")
     case = CASES[name]
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
