@@ -59,7 +59,7 @@ MISTAKES: dict[type[Exception], Callable[[Any], Any]] = {
     TypeError: lambda out: out.mean() + "x",
     NameError: lambda _: there_is_no_such_thing,  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
     ZeroDivisionError: lambda out: out.mean() * (1 // 0),
-    ValueError: lambda out: torch.distributions.Normal(0.0, -1.0).log_prob(out.mean()),
+    ValueError: lambda out: torch.distributions.Normal(0.0, -1.0, validate_args=True).log_prob(out.mean()),
     AssertionError: lambda _: torch._assert(False, "never"),
     FileNotFoundError: lambda _: Path("/there/is/no/such/file").read_text(),
     OutOfPatience: lambda _: loses_patience(),

@@ -120,7 +120,7 @@ CASES = {
         one_hot_of_any=F.one_hot,
         torch_check=checked,
         torch_assert=claimed,
-        distribution=lambda k: torch.distributions.Categorical(ONES).log_prob(k),
+        distribution=lambda k: torch.distributions.Categorical(ONES, validate_args=True).log_prob(k),
         bincount=lambda k: torch.bincount(k, minlength=5),
         repeat_interleave=lambda k: torch.repeat_interleave(ONES, k),
     ),

@@ -40,7 +40,7 @@ def by_a_picked_size(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def by_a_distribution(model: nn.Module, batch: Tensor) -> Tensor:
-    made: Any = torch.distributions.Normal(model(batch), 1.0)
+    made: Any = torch.distributions.Normal(model(batch), 1.0, validate_args=True)
     return made.log_prob(0.0).sum()
 
 
