@@ -126,7 +126,7 @@ def _inverted(_: dict[str, Any], model: nn.Module, x: Tensor, loss: Tensor) -> T
 def _looked_up(_: dict[str, Any], model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     """Take rows of a table, some of which it may lack."""
     places = (x[:, 0] * 3).long().abs()
-    return loss + nn.functional.embedding(places, model.table).sum()  # type: ignore[arg-type]
+    return loss + nn.functional.embedding(places, model.get_parameter("table")).sum()
 
 
 EFFECTS: dict[str, Effect] = {

@@ -23,7 +23,7 @@ import torch
 from helpers.followed import BATCH, compiled, small
 from helpers.jobs import cross_entropy
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from fxcomp import errors
 
@@ -112,7 +112,7 @@ ITERATORS: dict[str, Callable[[], Any]] = {
     "iter of a stream": lambda: iter(io.StringIO("1\n1\n").readline, ""),
     "flat": lambda: np.ones(9).flat,
     "nditer": lambda: np.nditer(np.ones(9)),
-    "loader": lambda: iter(DataLoader(torch.ones(9))),  # type: ignore[arg-type]
+    "loader": lambda: iter(DataLoader(TensorDataset(torch.ones(9)))),
     "own": Own,
 }
 
