@@ -33,6 +33,7 @@ from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 from fxcomp.commands.demo.gpt import GPT
 from fxcomp.runtime.buffers import Buffers
+from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.transport import Launch
 from fxcomp.step.alike import Alike
 from fxcomp.step.programs import Programs
@@ -109,6 +110,7 @@ def key_and_find(model: nn.Module) -> Cases:
 def digest(model: nn.Module) -> Cases:
     training = Training.of(model, loss_fn, torch.optim.AdamW(model.parameters(), lr=1e-3))
     nobody: Any = SimpleNamespace()
+    runtime: Any = SimpleNamespace(gradients=LocalGradients())
     alike, memory, step, rate = Alike(training, nobody), Buffers(), [0], [1e-3]
     program: Any = SimpleNamespace(carriers=frozenset({"all_reduce_0"}))
     transport: Any = SimpleNamespace(all_reduce=lambda *_: SimpleNamespace(wait=lambda: None))
@@ -119,7 +121,7 @@ def digest(model: nn.Module) -> Cases:
     def carry() -> None:
         step[0] += 1
         numbers = [{"lr": rate[0], "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "weight_decay": 0.01}]
-        alike.begin(step[0], program, nobody, numbers, options)
+        alike.begin(step[0], program, runtime, numbers, options)
         alike.rider.start(memory, launch, bucket, transport).work.wait()
 
     carry()
