@@ -21,8 +21,8 @@ from fxcomp.cluster.link import Link
 from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
-from fxcomp.runtime.agree import Conversation
-from fxcomp.runtime.lending import Lease, check_store, lender
+from fxcomp.runtime.agree import Conversation, check_store
+from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.presence import Peers
 from fxcomp.runtime.transport import Groups, NullTransport, Transport

@@ -1,6 +1,6 @@
-"""Read the backward graph that torch.compile made: label the gradients, and leave the user's own collectives alone.
+"""Read the backward graph that torch.compile made: find the trainable parameters, and label their gradients.
 
-Find the trainable parameters among the inputs of a graph that Dynamo hands over.
+Dynamo's inputs are the parameters. The user's own collectives stay where they are.
 """
 
 from __future__ import annotations

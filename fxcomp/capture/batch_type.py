@@ -1,13 +1,10 @@
-"""The type of a batch: everything that a capture bakes in of it, and the plain values that it may hold.
+"""Read the type of a batch: everything that a capture bakes in of its tensors, plain values and structure.
 
-Kinds of tensors beside shape and dtype: layouts, subclasses, lazy views. Some are captured, some are refused.
+Two batches of one type may run through one graph. Tensors that no capture can carry are refused here, those of a model
+too: some subclasses and layouts, and tensors that share memory where the step writes it.
 
-A difference between the step that was captured and the present one, as reports and errors show it.
-
-Notice tensors that share memory: a captured step takes each as an input of its own.
-
-mean    f32[8]   buffer
-tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager sees the change in tail, a graph does not
+    mean    f32[8]   buffer
+    tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager changes tail too, a graph does not
 """
 
 # A sparse tensor's coalescing has no public name as an attribute.

@@ -1,8 +1,7 @@
-"""Run a forward pass on traced tensors as eager PyTorch would, and refuse by name what tracing does otherwise.
+"""Run a forward pass on traced tensors as eager PyTorch would, and refuse what tracing would do otherwise.
 
-One thing is done otherwise, and told: the gradient of `nn.Embedding(sparse=True)` is dense, as a bucket needs it.
-
-Say why a step does not trace: the user's line, the value that Python looked at, and a way out.
+Where a step does not trace, the error names the user's line, the value that Python looked at, and a way out. One
+thing is done otherwise, and documented: the gradient of `nn.Embedding(sparse=True)` is dense, as a bucket needs it.
 """
 
 # torch's overrides have no types; entries of sparse tensors that may repeat have private names.

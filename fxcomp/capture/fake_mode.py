@@ -1,4 +1,4 @@
-"""Fake tensors for tracing a step, which know more than torch's own.
+"""Make fake stand-ins for all that enters a step, in a mode that knows more than torch's own.
 
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may decide by it
     torch.rand([]) < 0.1         refused: the data decides
@@ -9,8 +9,6 @@
 
 A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
 ends of a range agree, the value is one number, whatever is drawn.
-
-Fake stand-ins for everything that enters a step: parameters, buffers, the batch.
 """
 
 # What fakes are made of has half its types.

@@ -1,9 +1,7 @@
 """Trace the loss function and its backward pass into one functional graph, and refuse what would train wrongly.
 
-Put traced tensors in place of a model's parameters and buffers while its forward pass is traced.
-
-Tied tensors are exchanged in every place. A buffer that the forward pass replaces is written back by the graph, which
-wants it to be as large and of the same dtype.
+Meanwhile traced tensors stand in the model's places, tied ones in each of theirs. A buffer that the forward pass
+replaces is written back by the graph, so its size and dtype must stay.
 """
 
 # Tables of a module's tensors are private, and have no public way in.

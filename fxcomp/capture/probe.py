@@ -1,9 +1,7 @@
 """Find out what an optimizer's step does beside a parameter's update, by steps of stand-ins of small parameters.
 
-Only the class knows how its state begins. What the first step puts into the state first is the state before that step,
-if a step from there ends where the first step did, bit for bit.
-
-Watch an optimizer's first step fill the state of a parameter: what it puts there first is how the state begins.
+Only the class knows how a parameter's state begins. A recorder notes what the first step puts there first; that is the
+beginning, if a step from there ends where the first step did, bit for bit.
 """
 
 from __future__ import annotations

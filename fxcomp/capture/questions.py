@@ -5,14 +5,10 @@ makes the number is copied, run on the real batch, and kept: as a *prelude* of t
 again before each one. What is asked is the smallest thing that Python wants to know: `lengths.max().item() <= 16` is
 true or false, whatever the number.
 
-Find the part of a trace that a value was made by, with everything that was written into its memory before.
-
-%sum    = sum(%batch_0)
-add_(%count, 1)               count is a buffer: what it holds from here on is more than what came in
-%view   = view(%count, [1])
-%ge     = ge(%view, 3)        made by: add_, view, ge
-
-Put questions into stages: what cannot fail is computed together, and read at once.
+    %sum    = sum(%batch_0)
+    add_(%count, 1)               count is a buffer: what it holds from here on is more than what came in
+    %view   = view(%count, [1])
+    %ge     = ge(%view, 3)        the question; the prelude copies add_, view, ge
 """
 
 # What is traced is of any type.

@@ -1,19 +1,7 @@
 """Capture a job's step: first to plan it, then again for batches and surroundings that differ.
 
-Agree on the buffers that all ranks take from rank 0 at each step, and when they travel.
-
-DistributedDataParallel sends all buffers before each forward pass. Here only those travel that may have changed, hidden
-after the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of another
-shape. So the set is agreed once, while the step is compiled, and every capture follows it:
-
-    written by the first capture of any rank     ─┐
-    others, as many as cost next to nothing       ├─► the same for every rank and every batch
-    large constants, such as attention masks      ─► stay; to write one later is an error that names it
-
-Parameters that the loss does not reach: skipped with a warning, as eager PyTorch skips them, and watched.
-
-A parameter that a compiled call does not reach may be used outside of it; its gradient, which no rank reduces, is
-refused when it arrives.
+The first capture also settles what all ranks must agree on: which buffers travel from rank 0 at each step, and which
+parameters the loss does not reach. Those are skipped with a warning, as eager PyTorch skips them.
 """
 
 from __future__ import annotations
@@ -46,7 +34,16 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """The names of the buffers that travel, and when they leave."""
+    """The names of the buffers that travel, and when they leave: agreed once, and every later capture follows it.
+
+    DistributedDataParallel sends all buffers before each forward pass. Here only those travel that may have changed,
+    hidden after the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of
+    another shape. So the set is the same for every rank and every batch:
+
+        written by the first capture of any rank      travel
+        others, as many as cost next to nothing       travel
+        large constants, such as attention masks      stay; to write one later is an error that names it
+    """
 
     names: frozenset[str]
     leave_early: bool
@@ -124,7 +121,8 @@ def warn_unreached(names: Iterable[str]) -> None:
 
 
 def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
-    """Raise when a gradient arrives at a parameter after all."""
+    """Raise when a gradient arrives at a parameter after all: one that a compiled call does not reach may be used
+    outside of it, and no rank would reduce it."""
     return [_refuse_gradient(name, parameter) for name, parameter in parameters.items()]
 
 

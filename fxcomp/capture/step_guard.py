@@ -1,11 +1,8 @@
-"""Notice when a step is not the one that was captured.
+"""Notice, before each step, that it is not the one that was captured.
 
-Tracing has no guards of its own, so each call compares what tracing baked in. A difference either leads to another
-capture (a key that was not seen yet) or is refused by name.
-
-Refuse changes that need another plan: other parameters, another structure, hooks that a step would not call.
-
-Torch's settings and modes around a step: those that tracing bakes in, and those under which no step is captured.
+Tracing has no guards of its own, so each call compares what tracing baked in: parameters, modules and hooks, options of
+optimizers, torch's settings and modes. A difference leads to another capture (a key that was not seen yet), or is
+refused by name: where it needs another plan, or no step can be captured.
 """
 
 # Tables of a module are private, and have no public way in.

@@ -1,12 +1,9 @@
-"""The user's own objects that a step trains: model, loss function and optimizer. Some are refused.
-
-The scale of the loss, which stays the user's GradScaler's: its settings, its growth, its state.
+"""Say what a step trains: model, loss function and optimizers, checked; how its loss is scaled and its mean weighed.
 
     loss * scale ─backward─► gradients * scale ─pack, times 1 / scale─► gradients
 
-What is packed is in the unit of the gradient, and so is what compression leaves out, whatever the scale becomes.
-
-A loss that is a sum over some of a batch's elements: how many they are is counted over all ranks.
+The scale stays the user's GradScaler's. What is packed is in the unit of the gradient, and so is what compression
+leaves out, whatever the scale becomes.
 """
 
 # Tables of a module's tensors are private, and have no public way in.

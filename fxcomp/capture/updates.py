@@ -1,6 +1,6 @@
 """Make the graph pieces after the gradients: clipping, and each parameter's update by the user's own optimizer.
 
-Check a traced update against the class it was traced from: numbers that change later must not be constants of it.
+A traced update is compared with the class that it was traced from: a number that may change must not be its constant.
 """
 
 from __future__ import annotations

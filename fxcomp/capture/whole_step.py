@@ -6,17 +6,6 @@
 
 The optimizer stays in place, right after its gradient: no copies of parameters. Numbers that schedulers change (the
 learning rate, momenta, betas, weight decay) are inputs of the graph, so that they stay live without another capture.
-
-Put the traced pieces of a step into one graph, with labelled inputs and gradients.
-
-Make sure that a step that was traced with symbols for sizes is the step that it is with numbers.
-
-    isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
-    cache.get(str(rows.shape[0]))      "s0" is no key
-
-Most questions about a symbol are noted, and its guard asks them of other batches. These are not, and Python answers
-them in one way for numbers and in another for symbols, whatever the size. So the step is traced once more with numbers:
-where the graphs differ in more than how sizes are written, it has no symbols.
 """
 
 from __future__ import annotations
@@ -209,7 +198,15 @@ class GraphBuilder:
 def same_with_numbers(
     symbolic: GraphModule, results: Sequence[Any], plain: GraphModule, expected: Sequence[Any]
 ) -> bool:
-    """Compare a graph and its results with those that were traced with a number for each symbol."""
+    """Compare a graph and its results with those that were traced with a number for each symbol.
+
+        isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
+        cache.get(str(rows.shape[0]))      "s0" is no key
+
+    Most questions about a symbol are noted, and its guard asks them of other batches. These are not, and Python answers
+    them in one way for numbers and in another for symbols. A step whose graphs differ in more than how sizes are
+    written gets no symbols.
+    """
     nodes, others = ([node for node in gm.graph.nodes if not _is_size(node)] for gm in (symbolic, plain))
     if len(nodes) != len(others) or len(results) != len(expected):
         return False

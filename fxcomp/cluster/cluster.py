@@ -1,12 +1,10 @@
-"""Describe the machines: which rank sits where, and the links that join them.
+"""Describe the machines: which rank sits where, the links that join them, and the processors that a rank has.
 
     rank ─ intra ─┐
     rank ─ intra ─┴ host ─ inter ─┐
     rank ─ intra ── host ─ inter ─┴ rack ─ uplink ─ ...
 
 A tree: ranks are its leaves, and every unit (host, rack, what lies above) shares its uplink among its ranks.
-
-Describe the processors that one rank's work shares.
 """
 
 from __future__ import annotations

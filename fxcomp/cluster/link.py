@@ -1,11 +1,7 @@
-"""Describe a link: its latency and bandwidth, read from text like `25gbit@8us`.
+"""Describe a link: its latency and bandwidth, read from text like `25gbit@8us` or from the name of a product.
 
-List links that are sold under a name: text for `Link.parse`, with the source of every number.
-
-Bandwidths are what the maker promises for one direction; what a program gets is less. Latencies of NVLink, PCIe and
-InfiniBand are a ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
-
-Bound the numbers of a cluster, so that no text or file asks for more memory than there is.
+A preset's bandwidth is what the maker promises for one direction; what a program gets is less. Latencies of NVLink,
+PCIe and InfiniBand are a ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
 """
 
 from __future__ import annotations

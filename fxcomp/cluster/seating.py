@@ -1,6 +1,6 @@
 """Say which rank sits where, and whom it meets at each level of the network.
 
-Write and read how many ranks sit where: `8x4`, `3+2` if hosts differ, `2x4x8` with racks in front.
+As text: `8x4`, `3+2` if hosts differ, `2x4x8` with racks in front.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Turn emitted source into a callable, saved where tracebacks and people find it.
+"""Load emitted source as a module, saved where tracebacks and people find it, and let Inductor compile its regions.
 
-Compile a region with Inductor: one callable that does what the region's function does, and draws what it draws.
+A compiled region does what the region's function does, and draws the random numbers that it draws.
 """
 
 from __future__ import annotations

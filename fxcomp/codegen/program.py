@@ -1,11 +1,6 @@
-"""A program: one captured step, rewritten for one plan, emitted as source and loaded.
+"""Make a program: one captured step, rewritten for one plan, emitted as source and loaded.
 
 captured step ─► final graph ─emit─► source ─load─► module ─► program.run(runtime, arguments)
-
-Choose the collectives of a step that take a few bits along, for ranks to compare.
-
-One that joins all ranks serves alone; else one at each level, which together join them. An all_reduce takes bits along
-without a copy, so the first one is chosen, and its bits arrive before most updates; else the smallest gather.
 """
 
 from __future__ import annotations
@@ -32,7 +27,11 @@ from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
 def carriers_of(gm: GraphModule) -> frozenset[str]:
-    """Name the lines that carry the bits; none in a step that sends nothing."""
+    """Name the lines that take a few bits along for ranks to compare; none in a step that sends nothing.
+
+    One that joins all ranks serves alone; else one at each level, which together join them. An all_reduce takes bits
+    along without a copy, so the first one is chosen, and its bits arrive before most updates; else the smallest gather.
+    """
     found: dict[str, tuple[int, str]] = {}
     for node in gm.graph.nodes:
         line = line_of(node)

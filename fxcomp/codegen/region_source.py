@@ -1,6 +1,6 @@
 """Write each region as a function; what most parameters are updated by is written once, as `optimizer_step_0`.
 
-Write the update of several parameters at once: each operator runs over lists, as torch's `foreach` optimizers do.
+Parameters with one rule are updated together: each operator runs over lists, as torch's `foreach` optimizers do.
 
     mul_1 = aten.mul_.Tensor(exp_avg_sq, betas_1)      for one parameter
     aten._foreach_mul_.Scalar(exp_avg_sqs, betas_1)    for all of them

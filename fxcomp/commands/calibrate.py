@@ -1,6 +1,6 @@
 """`fxcomp calibrate`: make a table of costs by measuring; show, merge or compare tables.
 
-Join the ranks that a launcher such as torchrun has started, as the environment's variables say.
+Under a launcher such as torchrun all ranks take part, joined as the environment's variables say.
 """
 
 from __future__ import annotations

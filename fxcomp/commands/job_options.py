@@ -1,7 +1,4 @@
-"""Options of the commands that ask about a job on a cluster.
-
-A line on the terminal that says what is being done, until the next line or the result replaces it.
-"""
+"""Options of the commands that ask about a job on a cluster, and the line that says what such a command does."""
 
 from __future__ import annotations
 

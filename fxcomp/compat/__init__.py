@@ -2,9 +2,9 @@
 
 - tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
 - operators: facts about ATen operators, and the collectives of a user's loss function.
-- optimizers: how torch's own begin, GradScaler, and facts about tensors.
+- optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
 - modes: what is around a thread, and every call of a random generator's methods.
-- dynamo, fsdp: torch.compile's parts; sharded modules, the wrapper that a communication hook serves, and hooks.
+- dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
 - source_lines, machine: the user's line, the machine, atomic writes.
 """
@@ -21,9 +21,8 @@ from fxcomp.compat.dynamo import (
     inside_ddp, outside_dynamo, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
 )
 from fxcomp.compat.fsdp import (
-    GradBucket, Scatter, ShardedModule, Wrapper, at_end_of_backward, count_as_stepped, global_module_hooks, group_rank,
-    group_ranks, group_size, is_mean, is_sum, largest, local_part, optimizer_hooks, rank_in_job, sharded_modules,
-    stream_of, wait_for_stream, wrapper_of,
+    GradBucket, Scatter, ShardedModule, Wrapper, at_end_of_backward, group_rank, group_ranks, group_size, is_mean,
+    is_sum, largest, local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream, wrapper_of,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
@@ -48,8 +47,9 @@ from fxcomp.compat.operators import (
     written_arguments,
 )
 from fxcomp.compat.optimizers import (
-    GradScaler, awaits_update, begin_in_step, is_fake, is_sparse_view, is_subclass, is_uninitialized, is_without_memory,
-    knows_values, mark_stepped, scale_of, strides, suggested_format,
+    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, is_fake, is_sparse_view,
+    is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks, scale_of, strides,
+    suggested_format,
 )
 from fxcomp.compat.source_lines import (
     is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,

@@ -5,8 +5,6 @@
 -->
    %c     f32[3]  constant
    %mul_  f32[3]  mul_(%c, 0.5)
-
-Ask `equal`, which has no fake, by operators that have one. An operator's own `allclose` checks, and stays in the graph.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -33,7 +31,10 @@ _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.
 
 
 class Constants(TorchDispatchMode):
-    """Sees every operator before the tracer does, and exchanges real tensors for traced fakes."""
+    """Sees every operator before the tracer does, and exchanges real tensors for traced fakes.
+
+    `equal`, which has no fake, is asked by operators that have one. An operator's own `allclose` checks, and stays.
+    """
 
     supports_higher_order_operators = True
 

@@ -1,8 +1,6 @@
-"""fully_shard: the modules that reduce their gradients together, and what a rank holds of them.
+"""Read the wrappers around a user's model: DistributedDataParallel's, and the modules of fully_shard.
 
-DistributedDataParallel: the wrapper that a bucket's parameters belong to.
-
-Hooks of modules and optimizers.
+A module of fully_shard reduces its gradients together, and a rank holds a part of it.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -53,35 +51,6 @@ def wrapper_of(parameter: Tensor, given: object) -> Wrapper | None:
 def _described(wrapper: Any) -> Wrapper:
     finds_unused = bool(wrapper.find_unused_parameters) and not wrapper.static_graph
     return Wrapper(wrapper.module, wrapper.process_group, finds_unused)
-
-
-def global_module_hooks() -> dict[str, dict[int, Any]]:
-    """Give the live tables of the hooks that every module runs, by kind."""
-    from torch.nn.modules import module
-
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    return {f"the global {kind} hooks": getattr(module, f"_global_{kind}_hooks") for kind in kinds}
-
-
-def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Name the kinds of hooks that an optimizer's step would run."""
-    import torch.optim.optimizer as module
-
-    own_step = vars(optimizer).get("step")
-    tables: dict[str, Any] = {
-        # Schedulers put a step of their own in its place, to count.
-        "step method of its own": own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"),
-        "step pre-hook": optimizer._optimizer_step_pre_hooks,
-        "step post-hook": optimizer._optimizer_step_post_hooks,
-        "global step pre-hook": module._global_optimizer_pre_hooks,
-        "global step post-hook": module._global_optimizer_post_hooks,
-    }
-    return [kind for kind, table in tables.items() if table]
-
-
-def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that this optimizer's step was taken: else they warn of a wrong order."""
-    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
 _dist = cast("Any", dist)

@@ -1,7 +1,4 @@
-"""The machine as the system describes it: names, processors, memory.
-
-Files of fxcomp's own.
-"""
+"""Read the machine as the system describes it (names, processors, memory), and write files whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Read torch's modes of a thread: what Python or C++ puts around every operator.
-
-See every call of a random generator's methods while a step is traced.
+"""Read torch's modes of a thread, what Python or C++ puts around every operator, and its random generators.
 
 `torch.Generator` is a C type: a method that somebody has in hand already (`torch.default_generator`, an attribute of a
 model) is looked up in the type's own table at each call, and nowhere else can all calls be seen.

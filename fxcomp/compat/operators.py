@@ -1,7 +1,4 @@
-"""Facts about ATen operators, from their schemas, tags and torch's flop formulas.
-
-Recognise the collectives of a user's loss function while it is traced.
-"""
+"""Read facts about ATen operators from schemas, tags and torch's flop formulas; recognise collectives among them."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -1,4 +1,4 @@
-"""Optimizers that differ between torch's versions, what GradScaler keeps of each, and facts about tensors."""
+"""Read optimizers that differ between torch's versions, GradScaler's notes on each, hooks, and facts about tensors."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -37,6 +37,35 @@ def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf
 def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has stepped, or gradients were unscaled, since the last `scaler.update`."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def global_module_hooks() -> dict[str, dict[int, Any]]:
+    """Give the live tables of the hooks that every module runs, by kind."""
+    from torch.nn.modules import module
+
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return {f"the global {kind} hooks": getattr(module, f"_global_{kind}_hooks") for kind in kinds}
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Name the kinds of hooks that an optimizer's step would run."""
+    import torch.optim.optimizer as module
+
+    own_step = vars(optimizer).get("step")
+    tables: dict[str, Any] = {
+        # Schedulers put a step of their own in its place, to count.
+        "step method of its own": own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"),
+        "step pre-hook": optimizer._optimizer_step_pre_hooks,
+        "step post-hook": optimizer._optimizer_step_post_hooks,
+        "global step pre-hook": module._global_optimizer_pre_hooks,
+        "global step post-hook": module._global_optimizer_post_hooks,
+    }
+    return [kind for kind, table in tables.items() if table]
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that this optimizer's step was taken: else they warn of a wrong order."""
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
 is_subclass = is_traceable_wrapper_subclass

@@ -1,8 +1,4 @@
-"""Symbols that stand for numbers and sizes while tracing.
-
-Matrix products of symbolic sizes, of which torch made numbers until 2.12.
-
-The guard of a capture with symbolic sizes: which other batch tensors its graph is right for.
+"""Handle symbols that stand for numbers and sizes while tracing, and guard a capture that has some.
 
     batch_0  f32[s0, 20]   traced with s0 = 5       [7, 20] and [7] fit: every assumption holds for s0 = s1 = 7
     batch_1  i64[s1]       tracing assumed s0 = s1  [7, 20] and [8] do not

@@ -1,31 +1,9 @@
-"""Send each value in a shorter floating-point format, which the wire can sum: what bf16 and fp16 share.
+"""Send each value in a shorter floating-point format, which the wire can sum: bf16 and fp16.
 
     payload = the format's nearest to v, ties to even        decoded = fp32(payload)
 
-Payload: one element of the format a value. Linear: payloads can be summed on the wire, in that format. Where v rounds
-to infinity the residual stays as it was.
-
-Send the upper half of each fp32.
-
-    payload = bf16(v), rounded to nearest, ties to even        decoded = fp32(payload)
-
-Payload: one bf16 a value, 2n bytes. Linear: payloads can be summed on the wire, in bf16.
-
-The relative squared error is 3e-6 whatever the distribution, so no error feedback is needed; given a residual, the
-compressor feeds it back like the others. Unlike fp16 it has fp32's range, so no gradient overflows.
-
-Send each value as IEEE half precision.
-
-    payload = fp16(v), rounded to nearest, ties to even        decoded = fp32(payload)
-
-Payload: one fp16 a value, 2n bytes. Linear: payloads can be summed on the wire, in fp16.
-
-The bucket comes divided by the number of ranks, as every linear compressor's; only so does a sum of 60000 from each of
-four ranks stay within fp16, which ends at 65504. What is larger becomes inf, so every rank sees it, and its residual
-stays as it was. Below 6e-5 values lose precision, below 3e-8 they become zero; a scaled loss has its gradients above
-that, and a residual keeps what is lost.
-
-The relative squared error is 4e-8 for Gaussian and Laplace values of unit size, so no error feedback is needed.
+Payload: one element of the format a value, 2n bytes. Linear: payloads can be summed on the wire, in that format. Where
+v rounds to infinity the residual stays as it was.
 """
 
 from __future__ import annotations
@@ -68,7 +46,11 @@ class CastCompressor(Compressor):
 @register
 @dataclass(frozen=True, slots=True)
 class BF16(CastCompressor):
-    """Two bytes a value, and the plain all_reduce."""
+    """Two bytes a value, and the plain all_reduce.
+
+    The relative squared error is 3e-6 whatever the distribution, so no error feedback is needed; given a residual, the
+    compressor feeds it back like the others. Unlike fp16 it has fp32's range, so no gradient overflows.
+    """
 
     facts: ClassVar[Facts] = Facts(
         name="bf16",
@@ -88,7 +70,15 @@ class BF16(CastCompressor):
 @register
 @dataclass(frozen=True, slots=True)
 class FP16(CastCompressor):
-    """Two bytes a value with three more bits of precision than bf16, and a range that a gradient can leave."""
+    """Two bytes a value with three more bits of precision than bf16, and a range that a gradient can leave.
+
+    The bucket comes divided by the number of ranks, as every linear compressor's; only so does a sum of 60000 from each
+    of four ranks stay within fp16, which ends at 65504. What is larger becomes inf, so every rank sees it, and its
+    residual stays as it was. Below 6e-5 values lose precision, below 3e-8 they become zero; a scaled loss has its
+    gradients above that, and a residual keeps what is lost.
+
+    The relative squared error is 4e-8 for Gaussian and Laplace values of unit size, so no error feedback is needed.
+    """
 
     facts: ClassVar[Facts] = Facts(
         name="fp16",

@@ -1,6 +1,6 @@
 """Define a compressor's operators, which run its own `encode`, `decode` and `propose` on fresh tensors.
 
-Compress a value in pieces, each by itself, one payload after the other: each goes to another rank.
+They compress a value in pieces, each by itself, one payload after the other: each goes to another rank.
 
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then that of (3,)
 

@@ -1,7 +1,4 @@
-"""Keep measurements for a cost table: a collective in a group of ranks, a compressor on a device.
-
-Write, read and look up the keys under which a cost table files compressors.
-"""
+"""Hold measurements of a cost table: a collective in a group of ranks, and a compressor on a device, by its key."""
 
 from __future__ import annotations
 

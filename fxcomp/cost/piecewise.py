@@ -2,9 +2,7 @@
 
 Between two measured sizes a time lies on a line. Below the smallest the first line goes on down to size 0. Beyond the
 largest the last line goes on, or the chord over all that was measured, whichever is steeper: a table never promises
-that more is cheaper than what it has seen.
-
-Follow a price by lines over sizes, so that code that knows no cost table can ask for it.
+that more is cheaper than what it has seen. `trace` makes such lines of any price, for code that knows no cost table.
 """
 
 from __future__ import annotations

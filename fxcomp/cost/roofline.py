@@ -1,7 +1,4 @@
-"""Time operations of compute: as measured, or by a roofline.
-
-Price what moves memory and computes next to nothing, by the bandwidths of a cost table.
-"""
+"""Time operations that nobody measured, by a device's peaks: compute by a roofline, moving memory by bandwidths."""
 
 from __future__ import annotations
 

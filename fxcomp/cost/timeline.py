@@ -7,10 +7,8 @@ gets less takes longer.
     compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by what the transport takes
     inter                 ░░░░░░░░░░              two processors would let both run at full speed
 
-`step_time_us` is the same for a search that asks thousands of times, in C++ where kernels are built
-(csrc/timeline.cpp); the Python below is its specification.
-
-Read from a timeline the critical path, and the tasks that compute waits for.
+A timeline tells its critical path and what compute waits for. `step_time_us` is its length alone, for a search that
+asks thousands of times: in C++ where kernels are built (csrc/timeline.cpp), to which the Python is the specification.
 """
 
 from __future__ import annotations

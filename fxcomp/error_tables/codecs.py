@@ -1,27 +1,4 @@
-"""Measure what one rank's values lose: to codecs, and by keeping the largest.
-
-Codecs run on runs of values that are drawn in proportion to their squares.
-
-    run      = 512 neighbouring values, or a whole number of the codec's blocks
-    drawn    = 64 runs, each with the probability |run|² / |v|²
-    error    = mean over the drawn runs of |run - decoded|² / |run|²
-
-which is |v - decoded|² / |v|² on average, whatever the distribution: a run that matters more is drawn more often, and
-one of zeros never. No gradient makes a run's error exceed the codec's worst case, so the standard error is at most the
-runs' deviation over √64. It is smaller, because runs are drawn evenly from those whose largest value stands out little
-to those where it stands out most, which is what the error of a quantiser depends on. A gradient of no more than 64 runs
-is measured whole. One draw stands for the expectation of codecs that round at random: it averages over thousands of
-values.
-
-All gradients go through a codec in one call, a segment each.
-
-What keeping the largest values loses is measured for all densities at once, and exactly.
-
-    1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
-
-top-k's own kernel selects. What it leaves out of one selection adds to what the selections before it have left out, so
-no number is the difference of two large ones. Each selection reads what the one before it has kept, so all of them
-together read little more than a gradient once. Few values are sorted instead.
+"""Measure what one rank's values lose: to codecs, on runs drawn from them, and by keeping the largest, exactly.
 
 Squares are those of fp32 values of any size, summed while they are read once. Sums of a row are fp32, whose range ends
 at squares of 1e38; rows beyond it, or too small for it, are summed in fp64, which takes twenty times as long.
@@ -73,7 +50,14 @@ _SORTED = 1 << 12
 
 
 def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
-    """Return |v|² of what is left when the `kept` largest magnitudes are taken; `kept` rises."""
+    """Return |v|² of what is left when the `kept` largest magnitudes are taken; `kept` rises.
+
+        1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
+
+    top-k's own kernel selects. What it leaves out of one selection adds to what the selections before it have left out,
+    so no number is the difference of two large ones. Each selection reads what the one before it has kept, so all of
+    them together read little more than a gradient once. Few values are sorted instead.
+    """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):
         if len(rest) <= _SORTED:
@@ -106,7 +90,18 @@ MOST = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The values of a gradient that codecs are tried on."""
+    """The values of a gradient that codecs are tried on: runs that are drawn in proportion to their squares.
+
+        run      = 512 neighbouring values, or a whole number of the codec's blocks
+        drawn    = 64 runs, each with the probability |run|² / |v|²
+        error    = mean over the drawn runs of |run - decoded|² / |run|²
+
+    which is |v - decoded|² / |v|² on average, whatever the distribution: a run that matters more is drawn more often,
+    and one of zeros never. No gradient makes a run's error exceed the codec's worst case, so the standard error is at
+    most the runs' deviation over √64. It is smaller, because runs are drawn evenly from those whose largest value
+    stands out little to those where it stands out most, which is what the error of a quantiser depends on. A gradient
+    of no more than 64 runs is measured whole.
+    """
 
     values: Tensor
     """Flat: drawn runs, or all values."""
@@ -148,7 +143,10 @@ def draw_runs(value: Tensor, run: int, whole: float, start: float) -> Drawn:
 
 
 def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn], key: int) -> list[float]:
-    """Run a codec on all gradients' drawn values, and return what it loses of each gradient."""
+    """Run a codec on all gradients' drawn values, a segment each, and return what it loses of each gradient.
+
+    One draw stands for the expectation of codecs that round at random: it averages over thousands of values.
+    """
     if not drawn:
         return []
     segments = tuple(len(each.values) for each in drawn)

@@ -11,21 +11,6 @@ fp64 numbers a gradient; the table follows from the sums alone, so it is the sam
 
 A gradient that is not finite on a rank, or zero, brings nothing from there. Memory: a copy of the largest gradient with
 its residual, twice that for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
-
-What the best matrix of rank r loses of the mean gradient follows from a sketch of its singular values:
-
-    Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A     Ω random, of 24 columns for ranks to 16
-    lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
-
-(Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks, as powersgd's factors are of
-the sum: a small batch's gradient has few large singular values, and the mean of several has more. Each product is a
-sum of the ranks' products, so four all_reduces of sketches do it for all matrices at once, and none of whole matrices.
-Alone, a rank knows |A|². Among others it is the squares of B and of what Q misses, which 8 more random vectors tell:
-
-    |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
-
-A sketch finds no more than there is: of falling spectra it misses little, of white noise a quarter of what the best
-basis would keep. A matrix with a side of no more than the sketch's columns is not sketched.
 """
 
 from __future__ import annotations
@@ -65,7 +50,21 @@ def losses_by_rank(
     key: int,
     all_reduce: AllReduce | None,
 ) -> list[list[float]]:
-    """Return |A - its best matrix of rank r|² / |A|² of each matrix, for each rank.
+    """Return |A - its best matrix of rank r|² / |A|² of each matrix, for each rank, by a sketch of singular values.
+
+        Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A    Ω random, 24 columns for ranks to 16
+        lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
+
+    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks, as powersgd's factors are
+    of the sum: a small batch's gradient has few large singular values, and the mean of several has more. Each product
+    is a sum of the ranks' products, so four all_reduces of sketches do it for all matrices at once, and none of whole
+    matrices. Alone, a rank knows |A|². Among others it is the squares of B and of what Q misses, which 8 more random
+    vectors tell:
+
+        |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
+
+    A sketch finds no more than there is: of falling spectra it misses little, of white noise a quarter of what the best
+    basis would keep. A matrix with a side of no more than the sketch's columns is not sketched.
 
     `matrices` gives this rank's parts, in order, as often as it is called; one that brings nothing gives zeros. Of
     each part, `squares` has |part|².

@@ -1,7 +1,4 @@
-"""A captured training step: its graph, and what must be known to feed it and to read its results.
-
-Find the model's buffers that a step writes, and where their new values are known.
-"""
+"""A captured training step: its graph, and what must be known to feed it and to read its results."""
 
 from __future__ import annotations
 

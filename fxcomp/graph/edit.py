@@ -1,7 +1,4 @@
-"""Change a graph: new nodes get their fake value and their label at once.
-
-Multiply all gradients by a number that is known when the step runs.
-"""
+"""Change a graph, and find its nodes by what they are for: new nodes get their fake value and their label at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Facts about one node, under the one meta key that is ours.
-
-Reserve the names that emitted source uses itself, so that a model's names for its tensors do not hide them.
-"""
+"""Keep the facts about a node under the one meta key that is ours: role, parameter, what an input stands for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Run passes over a copy of a graph: at once, or in turns between the steps of a running job.
+"""Run passes over a copy of a graph, at once or in turns between the steps of a running job, and check the result.
 
 Passes are data: a tuple of turns, each a tuple of passes with their arguments. What must hold of a graph is checked
 after the last one; where the result of each pass is kept, after each, and every pass works on a copy of its own.
-
-Check what must hold of a graph after every pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say how much of the gradient a plan may lose, by reference to what users know.
+"""Say how much of the gradient a plan may lose, and how much a plan loses: a relative squared error.
 
     0.05                    a relative squared error of the whole gradient
     like("topk(0.01)")      as much as this loses everywhere, by the same table of errors
@@ -8,8 +8,6 @@
 A uniform setting is what `compress="topk(0.01)"` makes of it: vectors stay dense where balanced mode would not compress
 them. A mode's reference compresses all gradients. Where nothing has been measured a mode's limit is its number
 (`modes.py`).
-
-Sum what a plan loses: the relative squared error of every element, which a mode limits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say how gradients travel: what `compress=` takes, in every frontend and on the command line.
+"""Say how gradients travel: what `compress=` takes, in every frontend and on the command line, and a job's warm-up.
 
     "balanced"                             a mode's name is a mode
     "int8", "topk(0.01)", "plan.json"      anything else names a plan: one setting for all, a strategy's text, a path
@@ -6,8 +6,6 @@
     Compress(within=like("topk(0.01)"))    the rest: what may be lost, what is pinned, how it begins, what is fed back
 
 docs/decisions/0031-one-argument-says-how-gradients-travel.md says why it is one argument.
-
-Send more in a job's first steps than its plan does: nothing compressed first, then lower and lower densities.
 """
 
 from __future__ import annotations

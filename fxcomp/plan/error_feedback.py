@@ -1,4 +1,4 @@
-"""Describe error feedback, which adds what compression leaves out of a gradient to the next one.
+"""Describe error feedback, which adds what compression leaves out of a gradient to the next one; refuse what diverges.
 
     p = g + e            what a rank compresses: its gradient and its residual
     e <- p - C(p)        what the payload C(p) does not stand for
@@ -10,10 +10,6 @@ payloads. Over all steps, payloads and the last residual add up to the gradients
     u <- m u + g         the velocity of its own gradients
     p = u + e
     u <- 0               where a value was sent as it is: momentum does not go on from before what is new by then
-
-Name what an optimizer does with a gradient, as far as error feedback is concerned.
-
-Refuse error feedback that diverges or trains badly.
 """
 
 from __future__ import annotations

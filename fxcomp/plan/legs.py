@@ -1,18 +1,10 @@
-"""The legs of a strategy that is bound to a bucket, a cluster and a rank: `route.py` makes them.
+"""The legs of a strategy that is bound to a bucket, a cluster and a rank, and the cuts of the bucket.
 
-Encode   pieces of the bucket, and the parameters' parts in each
-Send     one collective, and what each rank of the group owns of it
-Decode   the mean of the payloads of each piece
+    Encode   pieces of the bucket, and the parameters' parts in each
+    Send     one collective, and what each rank of the group owns of it
+    Decode   the mean of the payloads of each piece
 
-Cut a bucket into shards, one for each rank of a group.
-
-    a a a a a a b b b c c c c c c c       sizes (6, 3, 7), three parts, grain 2
-    0         0|1       1|2       2       cut points 0, 6, 11, 16
-
-A border lies between two parameters, or at a multiple of the grain from the start of the parameter that it cuts. Where
-the grain is a compressor's block, no block belongs to two shards: the payload of a shard is what the compressor makes
-of the shard's own segments. A shard differs from an equal part by at most the grain; a small bucket leaves some shards
-empty.
+`route.py` makes them.
 """
 
 from __future__ import annotations
@@ -60,7 +52,13 @@ def segments_of(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
 def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
     """Return the borders 0 = b0 <= ... <= b_parts = sum(sizes); shard i holds the values from b_i up to b_(i+1).
 
-    b_i is the allowed place nearest to i / parts of the whole; of two equally near, the lower one.
+        a a a a a a b b b c c c c c c c       sizes (6, 3, 7), three parts, grain 2
+        0         0|1       1|2       2       cut points 0, 6, 11, 16
+
+    A border lies between two parameters, or at a multiple of the grain from the start of the parameter that it cuts.
+    b_i is the allowed place nearest to i / parts of the whole; of two equally near, the lower one. Where the grain is a
+    compressor's block, no block belongs to two shards: the payload of a shard is what the compressor makes of the
+    shard's own segments. A shard differs from an equal part by at most the grain; a small bucket leaves some empty.
     """
     assert parts >= 1, f"a bucket is cut into one part or more, not {parts}"
     assert grain >= 1, f"a grain is one value or more, not {grain}"

@@ -1,7 +1,4 @@
-"""Decide on a plan, all ranks together: rank 0 chooses by its workload and costs, and all follow.
-
-Measure a job before anything is compressed: its dense step on the real network, all ranks running.
-"""
+"""Decide on a plan, all ranks together: the dense step is measured, rank 0 chooses by its costs, and all follow."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measure one machine's memory and compressors, kept in the user's cache.
+"""Measure one machine's memory and compressors, kept in the user's cache, and gather all costs of a job.
 
-Gather the costs of a job: this machine's, the processors that its ranks share, and the live links'.
+To this machine's come the processors that its ranks share, and the live links.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The data of a report. Every format (terminal, JSON) takes one `Explanation`.
+"""Hold the data of a report: a plan, its predicted step by kind of work and by bucket, and how the plan was followed.
 
-To add a format, write one more file with a function of an `Explanation`. For people, lay out the blocks of
-`sections.report_of(explanation)`, which `document.py` defines, as `terminal.py` does; for programs, take the data
-itself, as `as_json.py` does.
-
-Write how a running step's plan has followed the gradients: each change, with the error and the step it was for.
-
-Attribute a predicted step's time to kinds of work and to buckets, by the names of the timeline's tasks.
+Every format takes one `Explanation`. To add a format, write one more file with a function of it. For people, lay out
+the blocks of `sections.report_of(explanation)`, which `document.py` defines, as `terminal.py` does; for programs, take
+the data itself, as `as_json.py` does.
 """
 
 from __future__ import annotations

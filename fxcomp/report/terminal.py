@@ -1,7 +1,4 @@
-"""Show reports and tables of costs as text on a terminal. The only file that uses rich.
-
-A table of costs becomes sections: what was measured, and how far fits are off.
-"""
+"""Show reports and tables of costs as text on a terminal. The only file that uses rich."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compute what a plan sends: the size of each collective, its price as a formula, and the break-even bandwidth.
 
-Solve for the bandwidths at which compressing a bucket that nothing hides is faster than sending it dense.
+Below that bandwidth compressing a bucket that nothing hides is faster than sending it dense:
 
     saved(B) = dense(n) - compressed(n / r) - c n          dense and compressed by the formulas of collectives
 

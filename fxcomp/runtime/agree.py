@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fxcomp import compat
-from fxcomp.errors import ModelsDiffer, PeerFailed
+from fxcomp.errors import ModelsDiffer, PeerFailed, StoreReused
 from fxcomp.runtime.presence import Inquiry, Peers
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
@@ -34,6 +35,25 @@ PATIENCE_S = 0.5
 
 LINGER_S = 2.0
 """A failed rank that may host the store waits for so long until the others have heard."""
+
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+def check_store(store: Any) -> None:
+    """Refuse what an earlier start of the job has left: ranks would take its answers for those of today."""
+    if compat.is_of_another_process(store):
+        raise StoreReused(
+            f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
+            " and process groups find addresses that are gone.\n"
+            f"  Start torchrun with {OWN_STORE} in its environment: each start then has a store of its own."
+        )
+    if (what := compat.outlives_restarts()) and dist.get_rank() == 0:
+        warnings.warn(
+            f"{what} starts dead ranks again with the store that they had: process groups may then find addresses that"
+            f" are gone, whoever makes them, and fxcomp refuses.\n  Start torchrun with {OWN_STORE} set.",
+            stacklevel=2,
+        )
 
 
 class Conversation:

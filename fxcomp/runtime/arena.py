@@ -1,12 +1,10 @@
 """Keep residuals and velocities: one flat arena each, with a part for each slot of a bucket that needs one.
 
 A bucket has a slot for each time that its strategy compresses. Two shots compress twice, so a rank keeps two residuals:
-of its own gradients, and of the mean of the shard that it owns.
+of its own gradients, and of the mean of the shard that it owns. What is kept is named by parameter:
 
-Say which elements of which parameters a range of a bucket holds.
-
-bucket   a[0:6] b[0:3] c[0:7]
-[4, 11)  a[4:6] b[0:3] c[0:2]
+    bucket   a[0:6] b[0:3] c[0:7]
+    [4, 11)  a[4:6] b[0:3] c[0:2]
 """
 
 from __future__ import annotations

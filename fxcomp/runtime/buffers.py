@@ -1,7 +1,4 @@
-"""Memory that one step hands to the next.
-
-The numbers of a step's lines that change without another program: compressors' parameters, and what follows them.
-"""
+"""Keep what a program's lines use from step to step: memory, and numbers that change without another program."""
 
 from __future__ import annotations
 

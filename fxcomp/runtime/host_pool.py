@@ -1,4 +1,4 @@
-"""Run work on the host's own threads, each in the order in which work is handed to it.
+"""Run work on the host's own threads, in the order in which it is handed over, and copy values there and back.
 
     sending    d2h 0, compress 0, launch 0 | d2h 1, compress 1, launch 1 | ...
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
@@ -12,10 +12,6 @@ before it, so the two never wait for each other in a circle.
 
 Threads flush denormals as the thread that hands work over: `torch.set_flush_denormal` holds for one thread alone, and
 without it a bucket compressed here would have other bits than one compressed there.
-
-Move values between the device and pinned host memory, beside compute.
-
-Where the device is the host there is nothing to move, and both directions give back what they got.
 """
 
 from __future__ import annotations

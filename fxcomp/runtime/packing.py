@@ -1,9 +1,4 @@
-"""Lay tensors one after the other in one flat buffer, as they travel.
-
-Arithmetic of a step's own lines, in place, by a kernel where there is one.
-
-Read and set the state of a device's random generator: a few microseconds each, and no wait for the device.
-"""
+"""Run the small operators of an emitted step's own lines: packing, momentum, rolling back, random generators."""
 
 from __future__ import annotations
 

@@ -3,14 +3,12 @@
 A rank that waits for another one's answer connects to it. The kernel of the other's machine closes the connection when
 that process ends, however it ends, so there is no heartbeat that could be late and no alarm that could be false: a
 process that computes for an hour holds its connection open. Each time that it is asked, a thread here says where the
-process is, as soon as Python lets it.
+process is, as soon as Python lets it, and so whether it can still come.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── closed ──── rank 2's kernel, as its process has ended
 
 There is one socket and one thread for each default process group, as long as that lives.
-
-Ask after ranks that have not answered: whether their processes live, and whether they can still come.
 """
 
 from __future__ import annotations

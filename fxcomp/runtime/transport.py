@@ -1,6 +1,6 @@
 """Move payloads between ranks: collectives over process groups, or none at all.
 
-Start one line's collective, and wait for it; its errors say what it was.
+A line's collective is started by `Launch` and waited for by its `Flight`; errors say which line's it was.
 """
 
 from __future__ import annotations

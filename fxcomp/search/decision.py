@@ -1,8 +1,4 @@
-"""Hold what was decided for a step: plain data, equal on all ranks.
-
-Hold the result of a race of plans, and a change of the plan that followed the gradients: plain data, the same on all
-ranks.
-"""
+"""Hold what was decided for a step, now and later: plain data, equal on all ranks."""
 
 from __future__ import annotations
 

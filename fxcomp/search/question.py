@@ -1,7 +1,4 @@
-"""The question to the search: a workload, and the limits of its plans.
-
-Say what a plan may be: its mode or error budget, what is pinned, and how much may come in bursts.
-"""
+"""Say what the search is asked: a workload, what a plan of it may be (mode or budget, pins), and its limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Read from an annotated graph what the search needs; the only file of the search that sees nodes.
+"""Read an annotated graph for the search: a workload before buckets are chosen, or the tasks of a final graph.
 
-Read the final graph as tasks: what the emitted step will do, in the order in which it does it.
+The only file of the search that sees nodes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
 An error is log-normal with median 1 and belongs to the draw, not to the plan. What two plans share, such as compute and
 a link that is slower than its table, moves both of them, so it does not hide which one is faster. `DRAWS` draws have
 fixed seeds: every rank and every run finds the same.
-
-Predict the steps of plans that have buckets in common: each bucket is priced once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""The state of gradients on one rank: what compression left out, momentum before compression, compressors' memory.
+"""Keep the state of gradients on one rank: what compression left out, momentum before compression, compressors' memory.
 
-Lay out what a rank keeps from step to step, by plan and cluster: a slot for each time that a strategy compresses.
-
-Make what compressors remember the same on ranks that must remember the same.
-
-Ranks that compress the same values draw the same random bits, or they would send different payloads for one sum. A
-state that has a label on several ranks is one that they share. Under another plan, or after loading, some of them may
-have nothing to go on from: they take over from a rank that has.
+Its layout follows from plan and cluster: a slot for each time that a strategy compresses.
 """
 
 from __future__ import annotations
@@ -121,7 +115,10 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
     """Give states that start from nothing here the values of a rank that goes on with them; every rank calls it.
 
-    Returns the labels that no rank goes on with: those start from nothing everywhere.
+    Ranks that compress the same values draw the same random bits, or they would send different payloads for one sum. A
+    state that has a label on several ranks is one that they share. Under another plan, or after loading, some of them
+    may have nothing to go on from: they take over from a rank that has. Returns the labels that no rank goes on with:
+    those start from nothing everywhere.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]

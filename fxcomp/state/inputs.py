@@ -1,7 +1,4 @@
-"""Feed a program: find what its inputs stand for among the user's objects and the gradient state.
-
-Keep what a rank has summed up of a group of micro-batches that is not complete yet.
-"""
+"""Feed a program: find what its inputs stand for among the user's objects, the gradient state and the group's sums."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Let all ranks start from rank 0's optimizer state, as they do from its parameters and buffers.
 
 State that one rank alone has loaded is the common case: a checkpoint that rank 0 reads. Parameters would be the same at
-first, and drift from the first step on.
-
-Sum up the bits of tensors, to compare them between ranks without sending them.
+first, and drift from the first step on. Checksums tell whose state differs, without sending it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Check that kernels and operators equal the reference, and refuse the inputs that it refuses.
-
-Run a compressor beside its reference, and compare bits.
-"""
+"""Check that kernels and operators give the bits of the reference, and refuse the inputs that it refuses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Buckets to compress: distributions that gradients follow, and values that break careless code.
-
-Lengths of segments at which layouts break.
-"""
+"""Buckets to compress: distributions that gradients follow, values that break careless code, and lengths that do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Number the states of everything that Python can read: the same state again has the same number.
-
-Compare everything that was reached by identity, fast enough for every step.
+"""Compare everything that Python can read, by identity, fast enough for every step; the same state has the same number.
 
 The loops run inside the interpreter: live views of dicts and lists are chained and compared with what they held. Only
 where that fails are values read and compared.

@@ -2,8 +2,6 @@
 
 All take turns in the same processes, so that a machine that drifts drifts for all. The last shows what a step would
 take without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
-
-The communication hooks that DistributedDataParallel offers, for comparison.
 """
 
 # DDP reads a hook's annotations, so this file must not postpone them.

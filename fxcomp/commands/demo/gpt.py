@@ -1,6 +1,6 @@
-"""A small GPT over bytes with 14.3 M parameters, for the demo, the benchmarks and an example.
+"""Train a small GPT over bytes (14.3 M parameters) on text that every machine has: the source of Python's own library.
 
-Training text that every machine has: the source of Python's own standard library, a byte a token.
+The demo, the benchmarks and an example use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hold what the demo measured: each contestant's steps, bytes and losses; compare two of them.
-
-Write the demo's result: a few sentences, then a bar for each contestant's step.
-"""
+"""Compare the demo's contestants, and write what was found: a few sentences, then a bar for each contestant's step."""
 
 from __future__ import annotations
 

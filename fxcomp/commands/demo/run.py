@@ -2,9 +2,7 @@
 
 Two ranks on this machine, over a link of 300 Mbit/s between two network namespaces, learn the source of Python's
 standard library. Where no link can be shaped they talk over loopback. This process starts the ranks, which run
-`contest.py`, and prints what they found.
-
-Say what is being done and for how long: in place on a terminal, else as a line every few seconds.
+`contest.py`, says how far they are, and prints what they found.
 """
 
 from __future__ import annotations

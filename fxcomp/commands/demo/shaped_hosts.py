@@ -10,17 +10,8 @@
 
 Only sending is shaped. Each host has processors of its own if there are enough. This needs Linux, `ip`, `tc`,
 `taskset`, `unshare` and `nsenter`, and either root or the kernel's leave to make user namespaces; `why_not` says what
-is missing. All namespaces end with this process, and nothing else of the machine is touched.
-
-Make network namespaces as root or as an ordinary user.
-
-    switch = NetworkNamespace(Rights.USER_NAMESPACE)
-    host = NetworkNamespace(Rights.USER_NAMESPACE, beside=switch)
-    run(*host.command("ip", "link"))
-
-An ordinary user may do this inside a user namespace, in which they count as root; namespaces beside the first share it.
-A sleeping process holds each namespace, and ends when the pipe from this process closes. So nothing is left over,
-however this process ends. Nothing is mounted and nothing has a name that others could meet.
+is missing. A sleeping process holds each namespace and ends when the pipe from this process closes, however that ends:
+nothing is left over, and nothing else of the machine is touched.
 """
 
 from __future__ import annotations

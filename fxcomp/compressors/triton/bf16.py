@@ -1,6 +1,4 @@
-"""The upper half of each fp32: the codec of `fxcomp/compressors/casts.py`.
-
-Send each value in 16 bits, by a codec of two functions.
+"""The upper half of each fp32: the codec of `fxcomp/compressors/casts.py`, two functions for each 16-bit format.
 
     code(value)    the format's nearest, ties to even, in an integer's lowest 16 bits
     value(code)    fp32 again

@@ -1,8 +1,7 @@
-"""Triton's language and how kernels are launched; stand-ins where Triton is not installed, so that files import.
+"""Triton's language, and what kernels share: launching, sums in the references' order, random bits.
 
-Add up and multiply in the order of the references: the upper half to the lower, until one is left.
-
-Random bits from counters: the bits of `fxcomp/compressors/randomness.py`.
+A sum adds the upper half to the lower until one is left. Bits are those of `fxcomp/compressors/randomness.py`. Where
+Triton is not installed, stand-ins let files import.
 """
 
 from __future__ import annotations

@@ -2,20 +2,14 @@
 
     cuts       a magnitude a segment, as bits, that what may be sent reaches
     gather     one pass over the bucket: the residual of what stays below, and a list of the rest, tile by tile
-    decide     where more values reach the cut than may be sent, the last magnitude to send is found (`send.py`), from
-               histograms of the lists alone
+    decide     where more values reach the cut than may be sent, the last magnitude to send is found: three digits of
+               it, 11, 10 and 10 bits, each from a histogram of the listed magnitudes that begin with those known so far
     count      what each tile sends; their sums tell where in the payload a tile begins
     scatter    values and places into the payload, and the residual of what was listed
 
 Only `gather` touches memory for each value; the lists are as long as what reaches the cut. All decisions stay on the
-device: every launch happens whatever the data, and returns at once where there is nothing to do.
-
-A segment's decision is a magnitude and a number: sent is what is larger, and of what is equal the first so many.
-
-Find the magnitude of a given rank among many, on the device: three digits of it, 11, 10 and 10 bits.
-
-Each digit comes from a histogram of the magnitudes that begin with the digits known so far. What is sought stands in a
-row of `decisions`: is it open, the bits known so far, the rank among what has these bits.
+device: every launch happens whatever the data, and returns at once where there is nothing to do. A segment's decision
+is a magnitude and a number: sent is what is larger, and of what is equal the first so many.
 """
 
 from __future__ import annotations

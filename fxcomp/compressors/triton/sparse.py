@@ -1,12 +1,8 @@
-"""Decode values and their places, for topk and sidco; nothing waits for the device.
+"""Lay out and decode a sparse payload, values and their places, for topk and sidco; nothing waits for the device.
 
 First the places of all ranks are written into lists: the ones of the bit strings are counted, and where each stands
-tells its place. Then each tile of the bucket looks up its part of each list.
-
-Lay out a sparse payload, for topk and sidco.
-
-Each segment has a section: the number of values if it varies, values, the low bits of their places, and a bit string
-with the rest; `fxcomp/compressors/topk.py`, `survivors.py` and `places.py` say more.
+tells its place. Then each tile of the bucket looks up its part of each list. Each segment has a section of the payload;
+`fxcomp/compressors/topk.py`, `survivors.py` and `places.py` say what is in it.
 """
 
 from __future__ import annotations

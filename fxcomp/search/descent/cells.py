@@ -1,14 +1,4 @@
-"""Join atoms into cells, the least that a search moves between buckets, and add up their sizes.
-
-Number buckets and plans for a search.
-
-Find the buckets that a strategy cannot carry.
-
-    a vector of 3e9 elements, topk(0.01)       its places do not fit into 31 bits: no bucket that holds it
-    a matrix of 3e9 elements in four atoms     no bucket that holds three of them
-
-A compressor says so by BadCompressor, for each parameter alone. One that carries a parameter carries smaller ones.
-"""
+"""Join atoms into cells, the least that a search moves between buckets; number buckets and plans for it."""
 
 from __future__ import annotations
 
@@ -171,7 +161,13 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried."""
+    """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried.
+
+        a vector of 3e9 elements, topk(0.01)       its places do not fit into 31 bits: no bucket that holds it
+        a matrix of 3e9 elements in four atoms     no bucket that holds three of them
+
+    A compressor says so by BadCompressor, for each parameter alone. One that carries a parameter carries smaller ones.
+    """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:
         return [None] * len(templates)

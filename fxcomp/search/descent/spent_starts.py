@@ -1,15 +1,7 @@
 """Help a descent where it ends: the effort of a search, kicks, and starts that spend an error limit well.
 
-A kick changes a plan as no single change of a descent does, to get out of where that ends.
-
-A spent start comes from a dynamic programme over borders, options and errors on a grid:
-
-    end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
-
-A descent changes one or two neighbours at a time, and every step of it keeps the limit. So it does not find what needs
-more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds it, on a
-timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute together.
-`tests/helpers/optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
+A kick changes a plan as no single change of a descent does, to get out of where that ends. A spent start comes from a
+dynamic programme over borders, options and errors.
 """
 
 from __future__ import annotations
@@ -128,7 +120,15 @@ class _Priced(NamedTuple):
 
 
 def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
-    """Make starts: the first strand cut and its options chosen, the buckets of others as they are in `others`."""
+    """Make starts: the first strand cut and its options chosen, the buckets of others as they are in `others`.
+
+        end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
+
+    A descent changes one or two neighbours at a time, and every step of it keeps the limit. So it does not find what
+    needs more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds
+    it, on a timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute
+    together. `tests/helpers/optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
+    """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
     limit = p.lossable - sum(_lost(p, part) for part in rest)
