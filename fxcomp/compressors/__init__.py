@@ -15,6 +15,7 @@ from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
 from fxcomp.compressors.casts import BF16, FP16, CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.chunkmax import ChunkMax
+from fxcomp.compressors.cmax import CMax
 from fxcomp.compressors.dgc import DGC
 from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.fp8 import FP8E4M3, FP8E5M2
@@ -40,6 +41,7 @@ __all__ = [
     "FP16",
     "BadCompressor",
     "Bias",
+    "CMax",
     "CastCompressor",
     "ChunkMax",
     "Compressed",

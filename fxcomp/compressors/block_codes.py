@@ -150,7 +150,7 @@ class BlockCompressor(Compressor):
         codes = self.codes(torch.where(is_finite, rows, 0.0), torch.where(is_finite, scale, 0.0), uniform)
         codes = torch.where(is_finite, codes, 0)
 
-        code_bytes = _pack(from_blocks(codes, segments, self.block), segments, self.bits)
+        code_bytes = pack(from_blocks(codes, segments, self.block), segments, self.bits)
         filling = code_bytes.new_zeros(-len(code_bytes) % 4)
         payload = torch.cat([scale.flatten().view(torch.uint8), code_bytes, filling])
         new_state = None if given.state is None else randomness.next_state(given.state)
@@ -169,7 +169,7 @@ class BlockCompressor(Compressor):
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
         scale_bytes, code_bytes, _ = split(payload, self._sections(segments))
         scale = scale_bytes.clone().view(torch.float32).view(-1, 1)
-        rows = to_blocks(_unpack(code_bytes, segments, self.bits), segments, self.block)
+        rows = to_blocks(unpack(code_bytes, segments, self.bits), segments, self.block)
         return from_blocks(self.values(rows, scale), segments, self.block)
 
     def _sections(self, segments: Sequence[int]) -> list[int]:
@@ -225,15 +225,34 @@ def most_scale(largest_value: float) -> float:
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
-    """mean|v| of each row as a column, summed in an order that any vector width can follow: 64 lanes, then halves."""
-    terms = pad(rows.abs(), (0, -rows.shape[1] % _LANES))
+    """mean|v| of each row as a column."""
+    return sum_in_lanes(rows.abs()) / sizes
+
+
+def sum_in_lanes(rows: Tensor) -> Tensor:
+    """Sum each row, as a column, in an order that any vector width can follow: 64 lanes, then halves."""
+    terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
         lanes = lanes + terms[:, start : start + _LANES]
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes / sizes
+    return lanes
+
+
+_MOST_PLACES = 1 << 16
+
+
+def place_of_largest(rows: Tensor) -> Tensor:
+    """Find the place of the largest magnitude of each row, as a column; of equal ones the lower.
+
+    Magnitudes are compared as bit patterns: NaN is larger than infinity, and that than all others. Zeros that fill up a
+    row come last, so never. A row has at most 2^16 values.
+    """
+    magnitude = (rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
+    order = magnitude * _MOST_PLACES - torch.arange(rows.shape[1], device=rows.device)  # no two of a row are equal
+    return order.argmax(dim=1, keepdim=True) if rows.numel() else magnitude[:, :1]
 
 
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
@@ -266,14 +285,16 @@ def _bytes_of_codes(segments: Sequence[int], bits: int) -> list[int]:
     return [-(-size * bits // 8) for size in segments]
 
 
-def _pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+def pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+    """The bytes of codes of so many bits: 1, 2, 4 or 8. Each segment's begin with a new byte."""
     shifts = _shifts(codes, bits)
     padded = [pad(piece, (0, -len(piece) % len(shifts))) for piece in split(codes, segments)]
     bytes_of_codes = torch.cat([codes.new_empty(0), *padded]).view(-1, len(shifts))
     return (bytes_of_codes << shifts).sum(dim=1, dtype=torch.uint8)
 
 
-def _unpack(code_bytes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+def unpack(code_bytes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
+    """Undo `pack`."""
     shifts = _shifts(code_bytes, bits)
     pieces = split(code_bytes, _bytes_of_codes(segments, bits))
     codes = [((piece.view(-1, 1) >> shifts) & (2**bits - 1)).flatten() for piece in pieces]

@@ -27,20 +27,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.block_codes import count_blocks, split, to_blocks
+from fxcomp.compressors.block_codes import count_blocks, place_of_largest, split, to_blocks
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import as_fraction
 
 _PLACES = 1 << 16  # in the longest chunk
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """The place of the largest magnitude of each row, as a column. Zeros that fill up a row come last, so never."""
-    magnitude = (rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
-    order = magnitude * _PLACES - torch.arange(rows.shape[1], device=rows.device)  # no two of a row are equal
-    return order.argmax(dim=1, keepdim=True) if rows.numel() else magnitude[:, :1]
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], chunk: int) -> Tensor:
@@ -105,7 +98,7 @@ class ChunkMax(Compressor):
         left_out = [given.bucket.new_empty(0)]
         for piece in given.pieces:
             rows = to_blocks(piece, (len(piece),), chunk)
-            places = _largest(rows)
+            places = place_of_largest(rows)
             width = torch.uint8 if chunk <= 256 else torch.int16
             values = rows.gather(1, places).flatten()
             sections += [values.view(torch.uint8), _fill_up(places.flatten().to(width).view(torch.uint8))]

@@ -27,6 +27,7 @@ EXTREMES = {
     "int4": ["int4", "int4(block=2)", "int4(block=10)", "int4(block=1000)", "int4(block=6, stochastic=true)"],
     "int2": ["int2", "int2(block=4)", "int2(block=20, stochastic=true)"],
     "fp8_e4m3": ["fp8_e4m3", "fp8_e4m3(block=3)"],
+    "cmax": ["cmax", "cmax(8)", "cmax(2)", "cmax(64)", "cmax(128)"],
     "shared_int8": ["shared_int8", "shared_int8(block=9, stochastic=false)"],
     "sign": ["sign", "sign(block=8)"],
 }

@@ -1,0 +1,377 @@
+// Place and sign of the largest of each chunk, one scale a segment: fxcomp/compressors/cmax.py has the formulas.
+//
+// A scale needs all of its segment, so encode reads it twice: the first pass finds places, signs and sums and packs the
+// codes, the second writes the residual. It goes backwards, for the caches hold the segment's end. Small segments are
+// shared among threads and both passes find them in the caches; a large one shares its own work.
+//
+// The largest of a chunk is found in rounds: of each pair of neighbours the larger stays, and its place gets a bit. All
+// pairs of a tile are compared side by side, whatever the chunk is. Decode takes all ranks tile by tile.
+#include <atomic>
+#include <vector>
+
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t kRunChunks = 1024;     // whose largest are summed in one go
+constexpr int64_t kMostChunks = kTile / 2;  // of a tile
+constexpr uint32_t kNoCode = 256;
+
+// One segment and its part of the payload.
+struct Segment {
+    const float* bucket;
+    float* residual;
+    uint8_t* payload;
+    int64_t n, chunk;
+
+    int64_t chunks() const { return ceil_divide(n, chunk); }
+    int64_t runs() const { return ceil_divide(n, chunk * kRunChunks); }
+};
+
+// What a run of chunks brings to the scale: chunks of zeros do not count.
+struct Run {
+    float sum;
+    int64_t count;
+};
+
+}  // namespace
+
+// A code is a place in the lowest bits and a sign above: log2(chunk) + 1 bits.
+FXCOMP_INLINE int64_t place_bits_of(int64_t chunk) { return count_trailing_zeros(static_cast<uint64_t>(chunk)); }
+
+FXCOMP_INLINE int64_t plane_bytes(int64_t chunks, int64_t width) { return ceil_divide(chunks * width, 8); }
+
+FXCOMP_INLINE int64_t bytes_of_codes(int64_t chunks, int64_t chunk) {
+    const int64_t bits = place_bits_of(chunk) + 1;
+    int64_t bytes = 0;
+    for (int64_t width = 8; width > 0; width /= 2) bytes += (bits & width) != 0 ? plane_bytes(chunks, width) : 0;
+    return bytes;
+}
+
+FXCOMP_INLINE int64_t bytes_of(int64_t n, int64_t chunk) {
+    return n == 0 ? 0 : round_up(4 + bytes_of_codes(ceil_divide(n, chunk), chunk), 4);
+}
+
+// The code that means nothing under a scale.
+FXCOMP_INLINE uint32_t nothing_of(float scale, int64_t chunk) {
+    const auto unused = static_cast<uint32_t>(31 - place_bits_of(chunk));
+    return bits_of(scale) >> 31 != 0 ? (magnitude_bits(scale) * 2654435769u) >> unused : kNoCode;
+}
+
+template <int kWidth>
+FXCOMP_INLINE void write_plane(const uint8_t* FXCOMP_RESTRICT codes, int64_t shift, uint8_t* plane, int64_t count) {
+    using Word = typename Together<kWidth>::Word;
+    constexpr int64_t kWords = kMostChunks / static_cast<int64_t>(sizeof(Word));
+    alignas(64) Word words[kWords];
+    auto* FXCOMP_RESTRICT const parts = reinterpret_cast<uint8_t*>(words);
+    const int64_t bytes = plane_bytes(count, kWidth), padded = bytes * 8 / kWidth;
+    for (int64_t i = 0; i < padded; ++i) parts[i] = (codes[i] >> shift) & ((1 << kWidth) - 1);
+    pack<kWidth>(words, plane, bytes);
+}
+
+template <int kWidth>
+FXCOMP_INLINE void read_plane(const uint8_t* plane, int64_t shift, uint8_t* FXCOMP_RESTRICT codes, int64_t count) {
+    using Word = typename Together<kWidth>::Word;
+    constexpr int64_t kWords = kMostChunks / static_cast<int64_t>(sizeof(Word));
+    alignas(64) Word words[kWords];
+    const int64_t bytes = plane_bytes(count, kWidth), padded = bytes * 8 / kWidth;
+    unpack<kWidth>(plane, words, bytes);
+    const auto* FXCOMP_RESTRICT const parts = reinterpret_cast<const uint8_t*>(words);
+    for (int64_t i = 0; i < padded; ++i) codes[i] = static_cast<uint8_t>(codes[i] | (parts[i] << shift));
+}
+
+// Calls body(width, plane, shift) for each plane, from its byte of chunk `first` on, a multiple of eight.
+template <class Byte, class Body>
+FXCOMP_INLINE void for_planes(Byte* planes, int64_t chunks, int64_t chunk, int64_t first, const Body& body) {
+    const int64_t bits = place_bits_of(chunk) + 1;
+    for (int64_t width = 8, shift = 0; width > 0; width /= 2) {
+        if ((bits & width) == 0) continue;
+        body(width, planes + first * width / 8, shift);
+        planes += plane_bytes(chunks, width);
+        shift += width;
+    }
+}
+
+// Codes of `count` chunks from `first` on. Up to seven more are read, which are 0 in the payload.
+FXCOMP_INLINE void write_codes(const uint8_t* codes, uint8_t* planes, int64_t chunks, int64_t chunk, int64_t first,
+                               int64_t count) {
+    for_planes(planes, chunks, chunk, first, [=](int64_t width, uint8_t* plane, int64_t shift) FXCOMP_LAMBDA {
+        if (width == 8) std::memcpy(plane, codes, static_cast<size_t>(count));
+        if (width == 4) write_plane<4>(codes, shift, plane, count);
+        if (width == 2) write_plane<2>(codes, shift, plane, count);
+        if (width == 1) write_plane<1>(codes, shift, plane, count);
+    });
+}
+
+FXCOMP_INLINE void read_codes(const uint8_t* planes, int64_t chunks, int64_t chunk, int64_t first, int64_t count,
+                              uint8_t* codes) {
+    std::memset(codes, 0, static_cast<size_t>(round_up(count, 8)));
+    for_planes(planes, chunks, chunk, first, [=](int64_t width, const uint8_t* plane, int64_t shift) FXCOMP_LAMBDA {
+        if (width == 8) std::memcpy(codes, plane, static_cast<size_t>(count));
+        if (width == 4) read_plane<4>(plane, shift, codes, count);
+        if (width == 2) read_plane<2>(plane, shift, codes, count);
+        if (width == 1) read_plane<1>(plane, shift, codes, count);
+    });
+}
+
+// Of each pair of neighbours the larger, of equal ones the left; its place gets the next bit.
+template <bool kFirst>
+FXCOMP_INLINE void keep_larger(const uint32_t* FXCOMP_RESTRICT bits, const uint32_t* FXCOMP_RESTRICT places,
+                               uint32_t* FXCOMP_RESTRICT larger, uint32_t* FXCOMP_RESTRICT larger_places,
+                               int64_t pairs, uint32_t shift) {
+    for (int64_t i = 0; i < pairs; ++i) {
+        const uint32_t left = bits[2 * i], right = bits[2 * i + 1];
+        // Signed, for AVX2 compares nothing else; a magnitude is below 2^31.
+        const bool is_right = static_cast<int32_t>(right & 0x7fffffffu) > static_cast<int32_t>(left & 0x7fffffffu);
+        const uint32_t place = kFirst ? 0u : is_right ? places[2 * i + 1] : places[2 * i];
+        larger[i] = is_right ? right : left;
+        larger_places[i] = place | (static_cast<uint32_t>(is_right) << shift);
+    }
+}
+
+// The largest of each chunk of a tile, and its place.
+struct Found {
+    alignas(64) uint32_t bits[2][kMostChunks];
+    alignas(64) uint32_t places[2][kMostChunks];
+    int now;
+};
+
+FXCOMP_INLINE void find_largest(const uint32_t* tile, int64_t chunk, Found& found) {
+    int64_t pairs = kTile / 2;
+    keep_larger<true>(tile, nullptr, found.bits[0], found.places[0], pairs, 0);
+    found.now = 0;
+    for (uint32_t shift = 1; (int64_t{1} << shift) < chunk; ++shift) {
+        pairs /= 2;
+        const int from = found.now, to = 1 - from;
+        keep_larger<false>(found.bits[from], found.places[from], found.bits[to], found.places[to], pairs, shift);
+        found.now = to;
+    }
+}
+
+// v, and zeros up to a whole tile.
+template <bool kFeedback>
+FXCOMP_INLINE void load_tile(const float* FXCOMP_RESTRICT bucket, const float* FXCOMP_RESTRICT residual,
+                             uint32_t* FXCOMP_RESTRICT tile, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) tile[i] = bits_of(compensated<kFeedback>(bucket, residual, i));
+    for (int64_t i = size; i < kTile; ++i) tile[i] = 0;
+}
+
+// Adds the magnitudes of a tile's largest to the lanes of their places in the run; returns how many are not zero.
+FXCOMP_INLINE int64_t add_to_lanes(const uint32_t* FXCOMP_RESTRICT bits, int64_t count, float* FXCOMP_RESTRICT lanes,
+                                   int64_t first_lane) {
+    int64_t sent = 0;
+    for (int64_t start = 0; start < count; start += kLanes) {
+        const int64_t size = std::min(kLanes, count - start);
+        for (int64_t i = 0; i < size; ++i) {
+            lanes[first_lane + i] += float_of(bits[start + i] & 0x7fffffffu);
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) sent += float_of(bits[i]) != 0.0f;
+    return sent;
+}
+
+// The first pass over a run.
+template <bool kFeedback>
+FXCOMP_INLINE Run encode_run(const Segment& segment, int64_t run) {
+    const int64_t n = segment.n, chunk = segment.chunk, chunks = segment.chunks(), in_tile = kTile / chunk;
+    const auto place_bits = static_cast<uint32_t>(place_bits_of(chunk));
+    const int64_t stop = std::min(n, (run + 1) * kRunChunks * chunk);
+    alignas(64) uint32_t tile[kTile];
+    alignas(64) uint8_t codes[kMostChunks];
+    alignas(64) float lanes[kLanes] = {};
+    Found found;
+    int64_t sent = 0;
+    for (int64_t start = run * kRunChunks * chunk, first = run * kRunChunks; start < stop; start += kTile, first += in_tile) {
+        const float* const residual = kFeedback ? segment.residual + start : nullptr;
+        if (n - start >= kTile) {
+            load_tile<kFeedback>(segment.bucket + start, residual, tile, kTile);
+        } else {
+            load_tile<kFeedback>(segment.bucket + start, residual, tile, n - start);
+        }
+        find_largest(tile, chunk, found);
+        const uint32_t* const bits = found.bits[found.now];
+        const uint32_t* const places = found.places[found.now];
+        for (int64_t i = 0; i < in_tile; ++i) codes[i] = static_cast<uint8_t>(places[i] | ((bits[i] >> 31) << place_bits));
+        const int64_t count = std::min(in_tile, chunks - first);
+        sent += add_to_lanes(bits, count, lanes, first % kLanes);
+        write_codes(codes, segment.payload + 4, chunks, chunk, first, count);
+    }
+    return {fold<kLanes / 2>(lanes), sent};
+}
+
+FXCOMP_BODY void encode_runs(const Segment& segment, Run* runs, int64_t begin, int64_t end) {
+    for (int64_t run = begin; run < end; ++run) {
+        runs[run] = segment.residual != nullptr ? encode_run<true>(segment, run) : encode_run<false>(segment, run);
+    }
+}
+
+// The second pass over a tile: what is sent leaves the residual, and chunks of zeros get the code that means nothing.
+template <bool kFeedback>
+FXCOMP_INLINE void leave_out_tile(const Segment& segment, float scale, uint32_t nothing, int64_t first) {
+    const int64_t chunk = segment.chunk, chunks = segment.chunks(), start = first * chunk;
+    const int64_t count = std::min(kTile / chunk, chunks - first), size = std::min(kTile, segment.n - start);
+    const auto place_bits = static_cast<uint32_t>(place_bits_of(chunk));
+    const float* FXCOMP_RESTRICT const bucket = segment.bucket + start;
+    float* FXCOMP_RESTRICT const residual = kFeedback ? segment.residual + start : nullptr;
+    alignas(64) uint8_t codes[kMostChunks];
+    read_codes(segment.payload + 4, chunks, chunk, first, count, codes);
+    if (kFeedback) {
+        for (int64_t i = 0; i < size; ++i) residual[i] = bucket[i] + residual[i];
+    }
+    const auto mask = static_cast<uint32_t>(chunk - 1);
+    if (nothing == kNoCode) {
+        for (int64_t i = 0; kFeedback && i < count; ++i) {
+            residual[i * chunk + (codes[i] & mask)] -= float_of(bits_of(scale) ^ ((codes[i] & ~mask) << (31 - place_bits)));
+        }
+        return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = i * chunk + (codes[i] & mask);
+        const float value = kFeedback ? residual[at] : bucket[at];
+        if (value == 0.0f || codes[i] == nothing) {
+            codes[i] = static_cast<uint8_t>(nothing);
+        } else if (kFeedback) {
+            residual[at] = value - float_of(bits_of(scale) ^ ((codes[i] & ~mask) << (31 - place_bits)));
+        }
+    }
+    write_codes(codes, segment.payload + 4, chunks, chunk, first, count);
+}
+
+// Runs begin..end-1, the last one first.
+FXCOMP_BODY void leave_out_runs(const Segment& segment, float scale, uint32_t nothing, int64_t begin, int64_t end) {
+    const int64_t in_tile = kTile / segment.chunk, stop = std::min(segment.chunks(), end * kRunChunks);
+    for (int64_t first = begin * kRunChunks + (stop - 1 - begin * kRunChunks) / in_tile * in_tile;
+         first >= begin * kRunChunks; first -= in_tile) {
+        if (segment.residual != nullptr) {
+            leave_out_tile<true>(segment, scale, nothing, first);
+        } else {
+            leave_out_tile<false>(segment, scale, nothing, first);
+        }
+    }
+}
+
+// The scale of a segment, its sign set where chunks of zeros ask for a code that means nothing.
+static float scale_of(const Segment& segment, const std::vector<Run>& runs) {
+    float lanes[kLanes] = {};
+    int64_t sent = 0;
+    for (int64_t run = 0; run < segment.runs(); ++run) {
+        lanes[run % kLanes] += runs[static_cast<size_t>(run)].sum;
+        sent += runs[static_cast<size_t>(run)].count;
+    }
+    const float scale = fold<kLanes / 2>(lanes) / static_cast<float>(std::max<int64_t>(sent, 1));
+    if (magnitude_bits(scale) >= kInfinityBits) return float_of(kNanBits);
+    return sent < segment.chunks() ? -scale : scale;
+}
+
+static void encode_segment(const Segment& segment) {
+    static thread_local std::vector<Run> memory;
+    const int64_t count = segment.runs(), grain = kGrain / (kRunChunks * segment.chunk);
+    if (static_cast<int64_t>(memory.size()) < count) memory.resize(static_cast<size_t>(count));
+    Run* const runs = memory.data();
+    in_parallel(count, grain, [&segment, runs](int64_t begin, int64_t end) {
+        widest<encode_runs>(segment, runs, begin, end);
+    });
+    const float scale = scale_of(segment, memory);
+    uint8_t* const codes = segment.payload + 4;
+    const int64_t code_bytes = bytes_of_codes(segment.chunks(), segment.chunk);
+    store_float(segment.payload, scale);
+    fill_up(codes + code_bytes, code_bytes);
+    if (magnitude_bits(scale) >= kInfinityBits) {
+        std::memset(codes, 0, static_cast<size_t>(code_bytes));
+        return;
+    }
+    const uint32_t nothing = nothing_of(scale, segment.chunk);
+    if (segment.residual == nullptr && nothing == kNoCode) return;
+    const float size = float_of(magnitude_bits(scale));
+    in_parallel(count, grain, [&segment, size, nothing, count](int64_t begin, int64_t end) {
+        widest<leave_out_runs>(segment, size, nothing, count - end, count - begin);
+    });
+}
+
+FXCOMP_EXPORT void fxcomp_cmax_encode(const float* bucket, float* residual, uint8_t* payload, const void*, const void*,
+                                      const int64_t* segments, int64_t segment_count, int64_t chunk) {
+    const int64_t total = count_values(segments, segment_count), threads = thread_budget();
+    const auto each = [&](int64_t begin, int64_t end, bool are_small) {
+        Segment segment{bucket, residual, payload, 0, chunk};
+        for (int64_t s = 0; s < end; ++s) {
+            segment.n = segments[s];
+            const bool is_small = threads == 1 || segment.n * threads <= total;
+            if (s >= begin && segment.n > 0 && is_small == are_small) encode_segment(segment);
+            segment.bucket += segment.n;
+            if (residual != nullptr) segment.residual += segment.n;
+            segment.payload += bytes_of(segment.n, chunk);
+        }
+    };
+    const int64_t grain = total > 0 ? ceil_divide(segment_count * kGrain, total) : segment_count;
+    in_parallel(segment_count, grain, [&](int64_t begin, int64_t end) { each(begin, end, true); });
+    if (threads > 1) each(0, segment_count, false);
+}
+
+// One rank's values of a tile, added. False if a place lies outside the segment.
+FXCOMP_INLINE bool add_rank(const uint8_t* payload, int64_t n, int64_t chunk, int64_t first, float* out, int64_t size) {
+    const int64_t chunks = ceil_divide(n, chunk), count = std::min(kTile / chunk, chunks - first);
+    const auto place_bits = static_cast<uint32_t>(place_bits_of(chunk));
+    const float scale = load_float(payload);
+    if (magnitude_bits(scale) >= kInfinityBits) {
+        for (int64_t i = 0; i < size; ++i) out[i] += float_of(kNanBits);
+        return true;
+    }
+    const uint32_t nothing = nothing_of(scale, chunk), mask = static_cast<uint32_t>(chunk - 1);
+    alignas(64) uint8_t codes[kMostChunks];
+    read_codes(payload + 4, chunks, chunk, first, count, codes);
+    const bool is_outside = (count - 1) * chunk + (codes[count - 1] & mask) >= size;
+    if (is_outside && codes[count - 1] != nothing) return false;
+    for (int64_t i = 0; i < count - is_outside; ++i) {
+        const float value = float_of(magnitude_bits(scale) | ((codes[i] & ~mask) << (31 - place_bits)));
+        out[i * chunk + (codes[i] & mask)] += codes[i] == nothing ? 0.0f : value;
+    }
+    return true;
+}
+
+// Tiles begin..end-1 of all segments.
+template <bool kStream>
+FXCOMP_BODY bool decode_tiles(const uint8_t* payloads, int64_t ranks, int64_t stride, const int64_t* segments,
+                              int64_t segment_count, int64_t chunk, float* out, int64_t begin, int64_t end) {
+    const float factor = mean_factor(ranks);
+    LineWriter<kTile> writer;
+    bool is_first = true;
+    int64_t before = 0;
+    for (int64_t s = 0; s < segment_count && before < end; ++s) {
+        const int64_t n = segments[s], tiles = ceil_divide(n, kTile), stop = std::min(end - before, tiles);
+        for (int64_t tile = std::max(begin - before, int64_t{0}); tile < stop; ++tile) {
+            const int64_t start = tile * kTile, size = std::min(kTile, n - start);
+            if (kStream && is_first) start_lines(writer, out + start);
+            is_first = false;
+            float* const values = kStream ? next_values(writer) : out + start;
+            std::memset(values, 0, static_cast<size_t>(size) * sizeof(float));
+            for (int64_t rank = 0; rank < ranks; ++rank) {
+                if (!add_rank(payloads + rank * stride, n, chunk, start / chunk, values, size)) return false;
+            }
+            if (ranks > 1) {
+                for (int64_t i = 0; i < size; ++i) values[i] *= factor;
+            }
+            if (kStream) commit_values(writer, size);
+        }
+        before += tiles;
+        out += n;
+        payloads += bytes_of(n, chunk);
+    }
+    if (kStream && !is_first) finish_lines(writer);
+    return true;
+}
+
+// Returns 0 if a place lies outside its segment: that payload is not one of ours.
+FXCOMP_EXPORT int32_t fxcomp_cmax_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                         const int64_t* segments, int64_t segment_count, int64_t chunk) {
+    int64_t stride = 0;
+    for (int64_t s = 0; s < segment_count; ++s) stride += bytes_of(segments[s], chunk);
+    const bool is_streamed = kCanStream && count_values(segments, segment_count) >= kStreamedElements;
+    std::atomic<bool> is_ours{true};
+    in_parallel(count_blocks(segments, segment_count, kTile), kGrain / kTile / ranks, [&](int64_t begin, int64_t end) {
+        const bool is_good =
+            is_streamed ? widest<decode_tiles<true>>(payloads, ranks, stride, segments, segment_count, chunk, out, begin, end)
+                        : widest<decode_tiles<false>>(payloads, ranks, stride, segments, segment_count, chunk, out, begin, end);
+        if (!is_good) is_ours.store(false);
+    });
+    return is_ours.load() ? 1 : 0;
+}
