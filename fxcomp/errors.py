@@ -170,11 +170,7 @@ class UnsupportedFeature(FxcompError):
 
 
 class BadJob(FxcompError):
-    """A job file or function that does not exist, or does not return a Job."""
-
-
-class TextMissing(FxcompError):
-    """The text that the demo trains on is not on this machine."""
+    """A job file, function or text that does not exist, or a function that does not return a Job."""
 
 
 class HostsUnavailable(FxcompError):

@@ -139,9 +139,8 @@ class Cluster(Seating):
         key = ("topology", groups)
         if key not in self._known:
             tree = self._tree()
-            traffic = tree.traffic(groups)
-            crossed = traffic.of_groups[0]
-            self._known[key] = tree.group_topology(self._shape(members), len(members), crossed, traffic.together)
+            crossings, together = tree.traffic(groups)
+            self._known[key] = tree.group_topology(self._shape(members), len(members), crossings[0], together)
         return self._known[key]
 
     def topology_at(self, level: Level) -> GroupTopology:

@@ -117,8 +117,11 @@ class Tree:
     links: tuple[Link, ...]
     units: tuple[Sequence[int], ...]
 
-    def traffic(self, groups: Sequence[tuple[int, ...]]) -> Traffic:
-        """Count the traffic of groups on the links that they use. Bandwidths do not matter for it."""
+    def traffic(self, groups: Sequence[tuple[int, ...]]) -> tuple[list[dict[Place, Crossing]], dict[Place, Crowd]]:
+        """Count the traffic of groups on the links that they use: each alone, and all together.
+
+        Bandwidths do not matter for it.
+        """
         crossings = [self._crossings(group) for group in groups]
         everyone: defaultdict[Place, list[Crossing]] = defaultdict(list)
         for crossed in crossings:
@@ -128,7 +131,7 @@ class Tree:
             place: Crowd(len(there), tuple(map(sum, zip(*(crossing.loads for crossing in there), strict=True))))
             for place, there in everyone.items()
         }
-        return Traffic(crossings, crowds)
+        return crossings, crowds
 
     def _crossings(self, group: tuple[int, ...]) -> dict[Place, Crossing]:
         """Count the traffic of a group on each link that it uses.
@@ -195,10 +198,3 @@ class Tree:
                 (pattern, 1 / us if us else math.inf) for pattern, us in zip(TrafficPattern, slowest, strict=True)
             ),
         )
-
-
-class Traffic(NamedTuple):
-    """The traffic of several groups: each alone, and all together."""
-
-    of_groups: list[dict[Place, Crossing]]
-    together: dict[Place, Crowd]

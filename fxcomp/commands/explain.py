@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         costs=costs,
         accumulate=arguments.accumulate,
     )
-    answer = what_if(job, cluster, question, _tell)
+    found = what_if(job, cluster, question, _tell)
     job_options.clear()
     if arguments.save_plan:
-        _save(answer.plan.to_json(), arguments.save_plan)
-    explanation = answer.explanation(*assumed)
+        _save(found.plan.to_json(), arguments.save_plan)
+    explanation = replace(found, notes=(*assumed, *found.notes))
     if arguments.json:
         print(json.dumps(to_json(explanation), indent=1))
     else:

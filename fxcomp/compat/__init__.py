@@ -21,8 +21,9 @@ from fxcomp.compat.dynamo import (
     inside_ddp, outside_dynamo, run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
 )
 from fxcomp.compat.fsdp import (
-    GradBucket, Scatter, ShardedModule, Wrapper, at_end_of_backward, group_rank, group_ranks, group_size, is_mean,
-    is_sum, largest, local_part, rank_in_job, sharded_modules, stream_of, wait_for_stream, wrapper_of,
+    GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused, group_rank,
+    group_ranks, group_size, is_mean, is_sum, largest, local_part, rank_in_job, sharded_modules, stream_of,
+    wait_for_stream, wrapper_of,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (

@@ -23,34 +23,22 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 """The argument of a communication hook."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A model under DistributedDataParallel."""
-
-    module: nn.Module
-    """The model inside."""
-    group: Any
-    """The ranks that it averages over."""
-    finds_unused: bool
-    """Parameters may go without a gradient in some passes."""
-
-
-def wrapper_of(parameter: Tensor, given: object) -> Wrapper | None:
+def wrapper_of(parameter: Tensor, given: object) -> DistributedDataParallel | None:
     """Find the wrapper that reduces a parameter's gradient. torch hands its hooks buckets, and not whose they are.
 
     `given` is a wrapper that somebody named, or anything else.
     """
     if isinstance(given, DistributedDataParallel):
-        return _described(given)
+        return given
     for each in gc.get_objects():
         if issubclass(type(each), DistributedDataParallel) and any(p is parameter for p in each.parameters()):
-            return _described(each)
+            return each
     return None
 
 
-def _described(wrapper: Any) -> Wrapper:
-    finds_unused = bool(wrapper.find_unused_parameters) and not wrapper.static_graph
-    return Wrapper(wrapper.module, wrapper.process_group, finds_unused)
+def finds_unused(wrapper: DistributedDataParallel) -> bool:
+    """Return whether parameters of a wrapper may go without a gradient in some passes."""
+    return bool(wrapper.find_unused_parameters) and not wrapper.static_graph
 
 
 _dist = cast("Any", dist)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
@@ -80,7 +81,7 @@ class DdpHook(PlannedAverage):
         `state` is what the hook was registered with.
         """
         wrapper, options = compat.wrapper_of(parameter, state), self._options
-        with Ranks.meeting(options.cluster, "ddp_hook", None if wrapper is None else wrapper.group) as ranks:
+        with Ranks.meeting(options.cluster, "ddp_hook", None if wrapper is None else wrapper.process_group) as ranks:
             wrapped = ranks.attempt("looking at the model", lambda: _wrapped(wrapper, options))
             facts = {f"the shape of {name!r}": list(shape) for name, shape in wrapped.shapes.items()}
             start = Start.of(
@@ -96,7 +97,7 @@ def _as_it_is(bucket: compat.GradBucket) -> Future:
     return delivered(bucket.buffer())
 
 
-def _wrapped(wrapper: compat.Wrapper | None, options: StepOptions) -> Wrapped:
+def _wrapped(wrapper: DistributedDataParallel | None, options: StepOptions) -> Wrapped:
     """Look at the model in a wrapper.
 
     Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
@@ -111,4 +112,4 @@ def _wrapped(wrapper: compat.Wrapper | None, options: StepOptions) -> Wrapped:
     for name, each in named:
         check_is_trainable(name, each.dtype)
     shapes: dict[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in named}
-    return Wrapped({id(each): name for name, each in named}, shapes, wrapper.finds_unused)
+    return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))

@@ -27,15 +27,14 @@ from fxcomp.codegen.program import Program
 from fxcomp.compressors import Compressor
 from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Timeline, simulate
+from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
-from fxcomp.graph.work import Unknowns, unknowns
+from fxcomp.graph.work import unknowns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.budget import Budget
 from fxcomp.plan.compress import BALANCED, Compress
 from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
@@ -61,46 +60,6 @@ MEASURING_US, MOST_REPEATS = 200_000.0, 5
 
 SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
 """A step that somebody tells is not shorter than a nanosecond, nor longer than some days (assumed)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A job's step on a cluster, predicted."""
-
-    choice: Choice
-    plan: Plan
-    """The chosen plan, or the one that was asked about."""
-    timeline: Timeline
-    """The predicted step of that plan."""
-    workload: Workload
-    costs: CostTable
-    cluster: Cluster
-    mode: Mode
-    flip_gbit: float | None
-    is_own_compute: bool
-    """Compute takes as long as on this machine; False if the user said how long it takes, or named a device."""
-    notes: tuple[str, ...]
-    unknowns: Unknowns
-    """Operators that the model of compute knows little of."""
-    micro_batches: int = 1
-    budget: Budget | None = None
-
-    def explanation(self, *first_notes: str) -> Explanation:
-        """The same for a report."""
-        return Explanation(
-            plan=self.plan,
-            timeline=self.timeline,
-            workload=self.workload,
-            costs=self.costs,
-            cluster=self.cluster,
-            choice=self.choice,
-            mode=self.mode.value,
-            flip_gbit=self.flip_gbit,
-            notes=(*first_notes, *self.notes),
-            unknowns=self.unknowns,
-            micro_batches=self.micro_batches,
-            budget=self.budget,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +110,7 @@ ANYTHING = WhatIf()
 
 def what_if(
     job: Job, cluster: Cluster, question: WhatIf = ANYTHING, tell: Callable[[str], None] = lambda _: None
-) -> Answer:
+) -> Explanation:
     """Predict the step; `tell` hears what is being done.
 
     Compute is measured here, unless a device is named or the costs are another machine's: then it follows from
@@ -188,16 +147,15 @@ def what_if(
     if wanted.buckets:
         wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
-    return Answer(
-        choice=choice,
+    return Explanation(
         plan=wanted,
+        choice=choice,
         timeline=simulate(plan_tasks(workload, wanted, costs, cluster), costs.processors),
         workload=workload,
         costs=costs,
         cluster=cluster,
-        mode=compress.mode,
+        mode=compress.mode.value,
         flip_gbit=_flip_gbit(workload, costs, cluster, terms, choice),
-        is_own_compute=question.step_ms is None and preset is None and not foreign,
         notes=(
             *search_notes(),
             *terms.notes(workload, cluster),

@@ -95,9 +95,9 @@ class Constant:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """The captured step and what must be known to feed it."""
+    """The captured step and what must be known to feed it; it equals itself alone."""
 
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None

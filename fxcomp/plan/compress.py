@@ -31,14 +31,6 @@ FIRST_DENSITY = 0.25
 """The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A plan, and the number of the first step that follows it."""
-
-    first_step: int
-    plan: Plan
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
     """The first steps of a job, of which none are special by default.
@@ -61,19 +53,19 @@ class Warmup:
     def __bool__(self) -> bool:
         return bool(self.dense_steps or self.density_steps)
 
-    def stages(self, plan: Plan) -> tuple[Stage, ...]:
-        """Return the plans to follow one after the other; the last one is the plan itself."""
+    def stages(self, plan: Plan) -> dict[int, Plan]:
+        """Return the plans to follow one after the other, by the first step of each; the last one is the plan."""
         densities = _densities(plan) if self.density_steps else ()
         ends = [self.density_steps * (k + 1) // len(densities) for k in range(len(densities))]
         plans = [(_dense(plan), self.dense_steps)] if not plan.is_dense else []
         for density, steps in zip(densities, _differences(ends), strict=True):
             plans.append((_with_density(plan, density), steps))
-        first, stages = 0, list[Stage]()
+        first, stages = 0, dict[int, Plan]()
         for other, steps in plans:
             if steps:
-                stages.append(Stage(first, other))
+                stages[first] = other
             first += steps
-        return (*stages, Stage(first, plan))
+        return stages | {first: plan}
 
 
 NO_WARMUP = Warmup()

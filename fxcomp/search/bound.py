@@ -65,18 +65,8 @@ def bound_us(
         return workload.free_us
     losses = Losses(workload.gradients, cluster)
     pinned = Pinned.of(pins, workload, cluster, losses, offload=costs.offloads)
-    bound = _Bound(_BoundJob(workload, costs, cluster, mode, bursts, pinned))
+    bound = _Bound(workload, costs, cluster, mode, bursts, pinned)
     return max(workload.free_us, bound.best_us() * (1 - _ROUNDING))
-
-
-@dataclass(frozen=True, slots=True)
-class _BoundJob:
-    workload: Workload
-    costs: CostTable
-    cluster: Cluster
-    mode: Mode
-    bursts: float
-    pinned: Pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +85,20 @@ class _BoundKind:
 class _Bound:
     """The sums of a workload, by weights."""
 
-    def __init__(self, job: _BoundJob) -> None:
-        self.job, self.workload = job, job.workload
+    def __init__(
+        self, workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, bursts: float, pinned: Pinned
+    ) -> None:
+        self.workload, self.cluster, self.pinned = workload, cluster, pinned
         self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
         self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
-        is_spent = job.pinned.exceeds(elements_of(job.workload) * error_limit(job.mode))
-        others = Mode.LOSSLESS if is_spent else job.mode
-        by_content = {
-            content: strategies(others, job.cluster, content, offload=job.costs.offloads) for content in Content
-        }
-        offered = [*by_content.values(), *(strand.strategies for strand in job.pinned.strands)]
+        is_spent = pinned.exceeds(elements_of(workload) * error_limit(mode))
+        others = Mode.LOSSLESS if is_spent else mode
+        by_content = {content: strategies(others, cluster, content, offload=costs.offloads) for content in Content}
+        offered = [*by_content.values(), *(strand.strategies for strand in pinned.strands)]
         self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
         self.types = tuple(dict.fromkeys(self.workload.types.values()))
         itemsize = max(each.itemsize for each in self.types)
-        self.work = LeastWork(job.costs, job.cluster, int(self.elements.sum()), itemsize)
+        self.work = LeastWork(costs, cluster, int(self.elements.sum()), itemsize)
         self.least = {
             each: [
                 None if _depends_on_shapes(strategy) else self.work.of(strategy, each) for strategy in self.strategies
@@ -116,10 +106,10 @@ class _Bound:
             for each in self.types
         }
         self.kinds = self._kinds(by_content)
-        self.errors = np.array([strategy_error(each, job.cluster) for each in self.strategies])
-        self.bursty = np.array([float(is_bursty(each, job.cluster)) for each in self.strategies])
+        self.errors = np.array([strategy_error(each, cluster) for each in self.strategies])
+        self.bursty = np.array([float(is_bursty(each, cluster)) for each in self.strategies])
         total = float(self.elements.sum())
-        bounds = job.pinned.bounds(self.workload, elements_of(self.workload) * error_limit(job.mode), job.bursts)
+        bounds = pinned.bounds(self.workload, elements_of(self.workload) * error_limit(mode), bursts)
         self.lossable, self.burstable = bounds.lost, min(bounds.bursting, total)
         fixed = [[least.fixed_us for least in self._of_any(each)] for each in self.types]
         self.fixed: Numbers = np.array(fixed).min(axis=0)
@@ -148,12 +138,12 @@ class _Bound:
         return bool(self.burstable < self.elements.sum() and self.bursty.any())
 
     def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_BoundKind]:
-        cut = {atom.number for atom in atoms_of(self.workload, self.job.cluster.world_size) if _is_part(atom)}
+        cut = {atom.number for atom in atoms_of(self.workload, self.cluster.world_size) if _is_part(atom)}
         groups: dict[tuple[object, ...], list[int]] = {}
         has_shapes = any(map(_depends_on_shapes, self.strategies))
         for number, gradient in enumerate(self.workload.gradients):
             shape = gradient.shape if has_shapes else ()
-            strand = self.job.pinned.strand_of.get(gradient.name)
+            strand = self.pinned.strand_of.get(gradient.name)
             kind = gradient.is_vector, gradient.element_type, shape, number in cut, strand and strand.text
             groups.setdefault(kind, []).append(number)
         return [self._kind(members, by_content, is_cut=members[0] in cut) for members in groups.values()]
@@ -163,7 +153,7 @@ class _Bound:
     ) -> _BoundKind:
         gradient = self.workload.gradients[members[0]]
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
-        strand = self.job.pinned.strand_of.get(gradient.name)
+        strand = self.pinned.strand_of.get(gradient.name)
         offered = (*by_content[own], *by_content[Content.MIXED])
         allowed = set(worth_offering(offered, gradient.element_type) if strand is None else strand.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]

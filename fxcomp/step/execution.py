@@ -79,8 +79,8 @@ class Execution:
         self.lockstep.has_begun = True
         if self._alike is not None:
             self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)
-        agreement = self.group.agree()
-        runtime.gradients.before_packing = [] if agreement is None else [agreement.check]
+        check_lengths = self.group.compare_lengths()
+        runtime.gradients.before_packing = [] if check_lengths is None else [check_lengths]
         with self._holding_unused(program) as unused:
             try:
                 loss, aux = step.run(arguments)

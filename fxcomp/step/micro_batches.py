@@ -7,7 +7,7 @@ step(batch, last=True)   ends a shorter group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,11 +69,31 @@ class MicroBatchGroup:
         if self._length > 1 or self._scale is not None:
             self._sums.complete(is_weighted=is_weighted)
 
-    def agree(self) -> Agreement | None:
-        """Begin to compare how long the group is on each rank; every rank calls it."""
-        if self._length == 1 or self._site.ranks.world_size == 1:
+    def compare_lengths(self) -> Callable[[], None] | None:
+        """Begin to compare how long the group is on each rank; every rank calls it.
+
+        The lengths travel while forward and backward run. What is returned waits for them, and raises GroupsDiffer on
+        all ranks if they end a group after different numbers of micro-batches.
+        """
+        ranks, device = self._site.ranks.world_size, self._site.device
+        if self._length == 1 or ranks == 1:
             return None
-        return Agreement(self._sums.micro_batches + 1, self._site)
+        mine = torch.tensor([self._sums.micro_batches + 1], dtype=torch.float64, device=device)
+        everyone = mine.new_zeros(ranks)
+        work = self._site.transport.start(Transfer(Pattern.ALL_GATHER, mine, everyone, ranks, "world"))
+
+        def check() -> None:
+            work.wait()
+            found = [float(length) for length in everyone]
+            other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
+            if other is not None:
+                raise GroupsDiffer(
+                    f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: their"
+                    " mean would be none of what they have summed up. Nothing has been sent or updated, and the sums"
+                    " are forgotten.\n  Call step as many times on every rank, with last=True at the same call."
+                )
+
+        return check
 
     def took(self, last: Looks) -> tuple[Looks, ...]:
         """When each of its micro-batches ran."""
@@ -97,26 +117,4 @@ class MicroBatchGroup:
                 f"the gradients of {self._sums.micro_batches} of {self._length} micro-batches are summed up, which no"
                 " saved state holds.\n"
                 "  Save after the call that ends the group; step(batch, last=True) ends a shorter one."
-            )
-
-
-class Agreement:
-    """The exchange of the group's length, which travels while forward and backward run."""
-
-    def __init__(self, micro_batches: int, site: Site):
-        ranks = site.ranks.world_size
-        mine = torch.tensor([micro_batches], dtype=torch.float64, device=site.device)
-        self._everyone = mine.new_zeros(ranks)
-        self._work = site.transport.start(Transfer(Pattern.ALL_GATHER, mine, self._everyone, ranks, "world"))
-
-    def check(self) -> None:
-        """Raise GroupsDiffer on all ranks if they end a group after different numbers of micro-batches."""
-        self._work.wait()
-        found = [float(length) for length in self._everyone]
-        other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
-        if other is not None:
-            raise GroupsDiffer(
-                f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: their"
-                " mean would be none of what they have summed up. Nothing has been sent or updated, and the sums are"
-                " forgotten.\n  Call step as many times on every rank, with last=True at the same call."
             )

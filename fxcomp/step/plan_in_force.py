@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from fxcomp.capture.batch_type import BatchType
@@ -22,7 +23,7 @@ from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
-from fxcomp.step.programs import MicroPrograms, Programs
+from fxcomp.step.programs import CAPTURES, Programs
 
 CALENDAR = "calendar"
 """The part of a saved state that says what steps to come are for."""
@@ -44,9 +45,9 @@ class PlanInForce:
         self._site = site = trained.site
         self.inputs = inputs
         stages = warmup.stages(decision.plan)
-        self.plans: tuple[Plan, ...] = tuple(stage.plan for stage in stages)
+        self.plans: tuple[Plan, ...] = tuple(stages.values())
         """The plans that are followed one after the other; the last one stays."""
-        self.calendar = Calendar(warm_from=tuple(stage.first_step for stage in stages))
+        self.calendar = Calendar(warm_from=tuple(stages))
         """The uses of the job's steps."""
         self.stage: int = 0
         """The place among them of the plan that is followed now."""
@@ -60,11 +61,12 @@ class PlanInForce:
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
-        self._micro_programs = MicroPrograms(
+        self._micro_program = lru_cache(CAPTURES)(
             lambda captured: self._compiler.emit_micro_batch(captured, self.decision.costs)
         )
+        """The programs of the captures that were used last. Local: ranks do not communicate in it."""
         if compiler.micro_batches > 1:  # now, and not in the first step
-            self._micro_programs.of(capture.first)
+            self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
             self._adopt(self._made_of_first(plan), number)
@@ -124,7 +126,7 @@ class PlanInForce:
 
     def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch that ends no group of micro-batches."""
-        return self._micro_programs.of(self.find(batch, kind, leaves).captured)
+        return self._micro_program(self.find(batch, kind, leaves).captured)
 
     # Changing
 

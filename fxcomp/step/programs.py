@@ -27,7 +27,6 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, Change, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
-from fxcomp.graph.captured import Captured
 from fxcomp.graph.prelude import OtherAnswer, Prelude
 
 CAPTURES = 8
@@ -329,25 +328,3 @@ class Recaptures:
             f"  {change.remedy}",
             stacklevel=compat.users_level(),
         )
-
-
-Emit = Callable[[Captured], Program]
-
-
-class MicroPrograms:
-    """The programs that were used last. Local: ranks do not communicate in it."""
-
-    def __init__(self, emit: Emit):
-        self._emit = emit
-        self._known: OrderedDict[int, Program] = OrderedDict()
-        """By the capture's id, which its program keeps alive."""
-
-    def of(self, captured: Captured) -> Program:
-        """Find the program of a capture; made at its first use."""
-        key = id(captured)
-        if key not in self._known:
-            self._known[key] = self._emit(captured)
-        self._known.move_to_end(key)
-        while len(self._known) > CAPTURES:
-            self._known.popitem(last=False)
-        return self._known[key]

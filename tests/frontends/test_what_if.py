@@ -74,13 +74,11 @@ def test_the_prediction_changes_neither_parameters_nor_random_numbers(job: Job):
 def test_the_step_that_the_user_names_is_the_step_without_communication(job: Job):
     answer = what_if(job, cluster("4x2", "10gbit"), WhatIf(step_ms=250.0))
     assert answer.workload.free_us == pytest.approx(250e3)
-    assert not answer.is_own_compute
     assert any("250 ms" in note for note in answer.notes)
 
 
 def test_without_it_the_answer_says_whose_compute_it_is(job: Job):
     answer = what_if(job, cluster("2x1", "10gbit"))
-    assert answer.is_own_compute
     assert any("--step-ms" in note for note in answer.notes)
 
 
@@ -123,7 +121,7 @@ def test_any_compressor_may_be_asked_about(text: str, job: Job):
 
 def test_what_a_plan_needs_is_measured(job: Job):
     where = cluster("2x1", "100mbit")
-    shown = to_text(what_if(job, where, WhatIf(compress=Compress.of("powersgd(2)"))).explanation())
+    shown = to_text(what_if(job, where, WhatIf(compress=Compress.of("powersgd(2)"))))
     assert re.search(r"powersgd\(2\)@gpu +measured\n", shown)
 
 
@@ -178,9 +176,8 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
     monkeypatch.setattr(whatif, "machine_costs", runs)
     monkeypatch.setattr(whatif, "measured_here", runs)
     answer = what_if(job, cluster("4x2", "10gbit"), WhatIf(device="h100"))
-    assert not answer.is_own_compute
     assert answer.choice.error > answer.costs.error
-    shown, data = to_text(answer.explanation()), to_json(answer.explanation())
+    shown, data = to_text(answer), to_json(answer)
     assert "estimate for NVIDIA H100 SXM" in shown
     assert "This is an estimate and may be off by" in shown
     assert "NVIDIA's H100 data sheet" in shown
@@ -212,7 +209,7 @@ def test_what_is_unpriced_is_counted_and_listed():
     model = torch.nn.Linear(4, 4)
     job = Job(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
     answer = what_if(job, cluster("2x1", "1gbit"), WhatIf(device="a100"))
-    explained = replace(answer.explanation(), unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
+    explained = replace(answer, unknowns=replace(answer.unknowns, unpriced=(("tick", 3),)))
     assert answer.unknowns.by_bytes == (("mystery", 2), ("mystery_backward", 2))
     shown, data = to_text(explained), to_json(explained)
     assert "4 calls: mystery x 2, mystery_backward x 2" in shown
@@ -238,7 +235,7 @@ def test_a_model_in_bf16_sends_half_the_bytes():
         job = Job(
             model, lambda model, batch: model(batch).float().square().mean(), optimizer, torch.ones(4, 512, dtype=dtype)
         )
-        explained = what_if(job, where, WhatIf(device="h100", compress=Compress.of("dense"))).explanation()
+        explained = what_if(job, where, WhatIf(device="h100", compress=Compress.of("dense")))
         shown.append(to_text(explained))
         sent.append(sum(bucket["bytes"] for bucket in to_json(explained)["plan"]["buckets"]))
     elements = 512 * 256 + 256
@@ -251,6 +248,6 @@ def test_a_step_may_sum_up_micro_batches(job: Job):
     once, four = (what_if(job, cluster("2x1", "100mbit"), WhatIf(device="a100", accumulate=n)) for n in (1, 4))
     passes = once.workload.backward_us
     assert four.workload.backward_us == pytest.approx(4 * passes, rel=0.4), "and the sums"
-    assert four.explanation().micro_batches == 4
+    assert four.micro_batches == 4
     with pytest.raises(BadOption, match="number of micro-batches"):
         what_if(job, cluster("2x1", "1mbit"), WhatIf(accumulate=0))
