@@ -23,10 +23,10 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 """The argument of a communication hook."""
 
 
-def wrapper_of(parameter: Tensor, given: object) -> DistributedDataParallel | None:
-    """Find the wrapper that reduces a parameter's gradient. torch hands its hooks buckets, and not whose they are.
+def wrapper_of(parameter: Tensor, given: object) -> Any:
+    """Find the DistributedDataParallel, which has no types, that reduces a parameter's gradient; None if there is none.
 
-    `given` is a wrapper that somebody named, or anything else.
+    torch hands its hooks buckets, and not whose they are. `given` is a wrapper that somebody named, or anything else.
     """
     if isinstance(given, DistributedDataParallel):
         return given
@@ -36,7 +36,7 @@ def wrapper_of(parameter: Tensor, given: object) -> DistributedDataParallel | No
     return None
 
 
-def finds_unused(wrapper: DistributedDataParallel) -> bool:
+def finds_unused(wrapper: Any) -> bool:
     """Return whether parameters of a wrapper may go without a gradient in some passes."""
     return bool(wrapper.find_unused_parameters) and not wrapper.static_graph
 

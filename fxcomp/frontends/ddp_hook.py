@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
@@ -97,7 +97,7 @@ def _as_it_is(bucket: compat.GradBucket) -> Future:
     return delivered(bucket.buffer())
 
 
-def _wrapped(wrapper: DistributedDataParallel | None, options: StepOptions) -> Wrapped:
+def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     """Look at the model in a wrapper.
 
     Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
@@ -107,8 +107,9 @@ def _wrapped(wrapper: DistributedDataParallel | None, options: StepOptions) -> W
             "the hook cannot find the model that it was registered with.\n"
             "  Hand it over: model.register_comm_hook(model, hook)."
         )
-    options.compress.pinned.check_model(wrapper.module)
-    named = [(name, each) for name, each in wrapper.module.named_parameters() if each.requires_grad]
+    model: nn.Module = wrapper.module
+    options.compress.pinned.check_model(model)
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     for name, each in named:
         check_is_trainable(name, each.dtype)
     shapes: dict[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in named}

@@ -11,6 +11,7 @@ from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import NO_WARMUP, Warmup
@@ -61,10 +62,11 @@ class PlanInForce:
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
-        self._micro_program = lru_cache(CAPTURES)(
-            lambda captured: self._compiler.emit_micro_batch(captured, self.decision.costs)
-        )
-        """The programs of the captures that were used last. Local: ranks do not communicate in it."""
+
+        def micro_program(captured: Captured) -> Program:
+            return self._compiler.emit_micro_batch(captured, self.decision.costs)
+
+        self._micro_program = lru_cache(CAPTURES)(micro_program)
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
