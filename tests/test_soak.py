@@ -132,12 +132,6 @@ def check(phases: list[tuple[Held, Held, float]], most_mb: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_process_holds_does_not_grow():
-    for phases in run_ranks(2, soak, 4, 10, 3):
-        check(phases, 40.0)
-
-
-@pytest.mark.slow
 def test_what_a_process_holds_does_not_grow_over_many_plans():
     for phases in run_ranks(2, soak, 50, 30, 20, timeout_s=1200):
         check(phases, 40.0)

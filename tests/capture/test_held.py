@@ -9,6 +9,7 @@ import ctypes
 import enum
 import fractions
 import functools
+import itertools
 import multiprocessing
 import operator
 import pathlib
@@ -183,9 +184,12 @@ def check(held: Any, change: Callable[[Any], Any], read: Callable[[Any], Any]) -
     )
 
 
-@pytest.mark.one_in(11)
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("kind", VALUES)
+MET = [(k, h) for (m, k), (n, h) in itertools.product(enumerate(VALUES), enumerate(HOLDERS)) if (m + n) % 4 == 0]
+"""Of each kind several holders, of each holder several kinds: a holder's value is compared the same wherever it was."""
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("kind", "holder"), MET)
 def test_a_value_that_another_replaces_is_followed(kind: str, holder: str):
     before, after, as_number = VALUES[kind]
     hold, change, read = HOLDERS[holder]

@@ -15,7 +15,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 
-FAST, LONG = 40, 300
+FAST, LONG = 40, 100
 
 IN_TWO_SHOTS = (
     "compress(int4(block=32))@gpu > all_to_all@world > decompress@gpu > "

@@ -243,7 +243,7 @@ def with_unused(seed: int, steps: int) -> dict[str, Found]:
 
 @pytest.mark.slow
 def test_what_no_rank_uses_is_owed_what_it_was_over_steps_that_are_left_out():
-    results = run_ranks(2, with_unused, 15, 200, timeout_s=1200)
+    results = run_ranks(2, with_unused, 15, 100)
     for name in UNUSED:
         check([each[name] for each in results], 15)
 
