@@ -1,0 +1,145 @@
+"""Train a GPT with gradients or momenta exchanged, and compare loss and bytes over the whole job with dense training.
+
+    python benchmarks/exchange_point.py --json exchange_point.json                       the small GPT, 1,000 steps
+    python benchmarks/exchange_point.py --steps 3000 --seeds 0,1,2 --names dense,sign
+    python benchmarks/exchange_point.py --model large --rate 1e-3 --steps 2000
+
+All contestants train through `compile_step`, on ranks of this machine. The learning rate falls along a cosine. A record
+has the mean loss over passages that are the same for all, the bytes that a rank has sent in the whole job (by ring and
+pairwise algorithms), and the ratio to dense ones. The rate should be dense training's best: `--names dense --rate ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from records import Records, options
+from shaped import Teller, ends_well, is_rank, join, run
+
+import fxcomp
+from fxcomp.commands.demo.gpt import GPT, GPTConfig, draw_batch, loss_fn, training_text
+
+MODELS = {
+    "small": (GPTConfig(layers=2, heads=4, width=64, context=32), 4, 2e-3),
+    "large": (GPTConfig(layers=4, heads=8, width=256, context=64), 4, 1e-3),
+}
+"""The configuration, the passages of a rank's batch, and the learning rate."""
+
+
+def shots(first: str, second: str | None = None) -> str:
+    """Write the strategy of two shots over all ranks."""
+    second = second or first
+    return (
+        f"compress({first})@gpu > all_to_all@world > decompress@gpu > compress({second})@gpu > all_gather@world"
+        " > decompress@gpu"
+    )
+
+
+def at_momentum(setting: str, steps: int) -> fxcomp.Compress:
+    return fxcomp.Compress(plan=shots(setting), at="momentum", warmup=fxcomp.Warmup(int8_steps=steps // 10))
+
+
+def contestants(steps: int) -> dict[str, Any]:
+    """The `compress=` of each contestant."""
+    return {
+        "dense": lambda: "dense",
+        "int4": lambda: shots("int4"),
+        "sign of gradients": lambda: fxcomp.Compress(
+            plan=shots("sign"), feedback=fxcomp.ErrorFeedback(allow_diverging=True)
+        ),
+        "sign": lambda: at_momentum("sign(65536)", steps),
+        "exact momentum": lambda: fxcomp.Compress(
+            plan=shots("int8"), at="momentum", warmup=fxcomp.Warmup(int8_steps=steps // 10)
+        ),
+        "cmax8": lambda: at_momentum("cmax(8)", steps),
+        "cmax16": lambda: at_momentum("cmax(16)", steps),
+    }
+
+
+def sent_bytes(payloads: dict[tuple[str, str], int], ranks: int) -> float:
+    """Count what one rank sends for its payloads."""
+    share = (ranks - 1) / ranks
+    factors = {"all_reduce": 2 * share, "all_to_all": share, "reduce_scatter": share, "all_gather": ranks - 1}
+    return sum(factors.get(kind, 1.0) * count for (kind, _), count in payloads.items())
+
+
+def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train one contestant; returns its record."""
+    config, size, rate = MODELS[arguments.model]
+    rate, steps, text = arguments.rate or rate, arguments.steps, training_text()
+    batch = partial(draw_batch, text.train, rank=dist.get_rank(), size=size, context=config.context, seed=seed)
+    torch.manual_seed(seed)
+    model = GPT(replace(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
+    checks = fxcomp.Checks(verify="never", race="off", replan="off")
+    compress = contestants(steps)[name]()
+    step = fxcomp.compile_step(
+        model, loss_fn, optimizer, batch(step=0), compress=compress, checks=checks, costs=fxcomp.CostTable()
+    )
+    sent, begun = 0.0, time.perf_counter()
+    for i in range(steps):
+        step(batch(step=i))
+        falling.step()
+        sent += sent_bytes(dict(step.payload_bytes), dist.get_world_size())
+    seconds = time.perf_counter() - begun
+    step.close()
+    dense = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * sum(p.numel() for p in model.parameters())
+    inputs, targets = draw_batch(text.train, step=-1, rank=0, size=512, context=config.context, seed=0)
+    with torch.no_grad():
+        pieces = zip(inputs.split(64), targets.split(64), strict=True)
+        loss = torch.stack([loss_fn(model, piece) for piece in pieces]).mean().item()
+    return {
+        "name": name,
+        "model": arguments.model,
+        "seed": seed,
+        "rate": rate,
+        "steps": steps,
+        "loss": loss,
+        "sent_mb": sent / 1e6,
+        "fewer": dense * steps / sent,
+        "ms": 1e3 * seconds / steps,
+    }
+
+
+def on_rank(arguments: argparse.Namespace) -> None:
+    join()
+    torch.set_num_threads(1)
+    tell = Teller()
+    for seed in map(int, arguments.seeds.split(",")):
+        for name in arguments.names.split(","):
+            tell.send(train(name, arguments, seed))
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--names", default="dense,int4,sign of gradients,exact momentum,sign")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rate", type=float, help="the learning rate (default: the model's)")
+    parser.add_argument("--ranks", type=int, default=4)
+    arguments = parser.parse_args()
+    if is_rank():
+        on_rank(arguments)
+        return
+    kept = Records(arguments.json, ranks=arguments.ranks)
+
+    def hear(record: dict[str, Any]) -> None:
+        kept.add(record)
+        print(json.dumps(record), flush=True)
+
+    run([__file__, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_well(main))
