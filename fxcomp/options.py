@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,11 @@ import torch
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, check_is_cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.compress import BALANCED, Compress
-from fxcomp.plan.error_feedback import check_momentum, check_rates
+from fxcomp.plan.error_feedback import UpdateKind, check_momentum, check_rates
+from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
 
 GivenCosts = CostTable | str | Path
@@ -149,6 +151,41 @@ class StepOptions:
                 alone=alone,
             )
             check_rates(feedback, optimizer)
+
+    def check_moves(self, plan: Plan, kinds: Collection[UpdateKind]) -> None:
+        """Refuse to exchange momenta where that is not built, or not safe. Raises BadOption and BadPlan."""
+        if not plan.moves_exchange:
+            return
+        if not kinds:
+            raise BadPlan(
+                "the plan lets ranks exchange the optimizer's momentum, which this frontend does not see.\n"
+                "  Use fxcomp.compile_step, which compiles the whole step, or another plan."
+            )
+        for bucket in plan.buckets:
+            if bucket.at is not ExchangePoint.GRADIENT and bucket.element_type is not ElementType.F32:
+                raise BadPlan(
+                    f"the plan lets ranks exchange the momentum of {bucket.names[0]!r}, whose gradient is"
+                    f' {bucket.element_type} here: momenta are exchanged in f32.\n  Leave at="momentum" out.'
+                )
+        refused = {
+            "max_grad_norm": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
+            "max_grad_value": (self.max_grad_value is not None, "the mean gradient is not known then"),
+            "find_unused_parameters": (self.find_unused_parameters, "what stands still on all ranks is not known then"),
+        }
+        for name, (is_given, why) in refused.items():
+            if is_given:
+                raise BadOption(
+                    f"ranks exchange the optimizer's momentum by this plan, which does not go with {name}=: {why}.\n"
+                    f'  Leave at="momentum" out, or {name}=.'
+                )
+        warmup = self.compress.warmup
+        if any(not kind.is_linear for kind in kinds) and not warmup.dense_steps + warmup.int8_steps:
+            raise BadOption(
+                "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
+                " then and must have settled: there is no warm-up.\n"
+                "  Pass Compress(warmup=Warmup(int8_steps=N)), with N a tenth of the job's steps, and no fewer than the"
+                " learning rate's own warm-up."
+            )
 
     @property
     def why_not_replan(self) -> str:

@@ -32,6 +32,7 @@ from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.end_at_sums import end_at_sums
 from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.lower_strategies import lower_strategies
+from fxcomp.passes.move_exchange import move_exchange
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.retune_strategies import retune_strategies
@@ -77,6 +78,7 @@ class Compiler:
                 partial(bucket_gradients, plan=plan),
                 partial(weigh_gradients, world_size=self.cluster.world_size),
                 partial(scale_gradients, micro_batches=self.micro_batches),
+                partial(move_exchange, plan=plan),
             ),
             (partial(lower_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             (

@@ -114,6 +114,7 @@ class Start:
         """Decide on a plan, and make its process groups; every rank calls it. Raises BadPlan and BadOption."""
         site = self.site
         decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), example))
+        self.options.check_moves(decision.plan, kinds)
         check_plan(self.trained.feedback, decision.plan, self.trained.shapes, site.cluster, kinds)
         site.make_groups_for(decision.plan)
         return decision

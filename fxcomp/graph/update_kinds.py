@@ -127,7 +127,7 @@ def update_kinds(gm: GraphModule) -> set[UpdateKind]:
 
 def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[Node]) -> UpdateKind:
     """Return the kind of one parameter's update. The gradient is what else comes in as a tensor."""
-    reading = _UpdateReading(nodes, parameter, states)
+    reading = UpdateReading(nodes, parameter, states)
     if reading.divides_by(reading.magnitudes):
         return UpdateKind.TRUST_RATIO if reading.has_norm_of_parameter() else UpdateKind.SECOND_MOMENT
     if reading.form[parameter] > Form.LINEAR:
@@ -135,7 +135,7 @@ def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[No
     return UpdateKind.MOMENTUM if reading.means else UpdateKind.PLAIN
 
 
-class _UpdateReading:
+class UpdateReading:
     """The forms of an update's values, in the order in which they are computed."""
 
     def __init__(self, nodes: Sequence[Node], parameter: Node, states: Collection[Node]):
@@ -187,7 +187,7 @@ class _UpdateReading:
     # Forms
 
     def _form_of(self, node: Node) -> Form:
-        name = _name(node)
+        name = name_of(node)
         inputs = [self.form[self._at(each)] for each in node.all_input_nodes]
         if not any(inputs) or name in _FILLS:
             return Form.NEUTRAL
@@ -222,12 +222,12 @@ class _UpdateReading:
     def divides_by(self, states: Collection[Node]) -> bool:
         """Return whether anything is divided by what follows from one of these states."""
         follows = self._following(states) if states else set[Node]()
-        return any(self._at(each) in follows for node in self._nodes for each in _divisors(node))
+        return any(self._at(each) in follows for node in self._nodes for each in divisors(node))
 
     def has_norm_of_parameter(self) -> bool:
         """Return whether the whole parameter is reduced to one number."""
         values = self._following([self._parameter])
-        norms = [node for node in self._nodes if _name(node) in _REDUCTIONS and _is_scalar(node)]
+        norms = [node for node in self._nodes if name_of(node) in _REDUCTIONS and _is_scalar(node)]
         return any(self._at(each) in values for node in norms for each in node.all_input_nodes)
 
     def _following(self, starts: Iterable[Node]) -> set[Node]:
@@ -250,14 +250,14 @@ def _sum(forms: Iterable[Form]) -> Form:
     return found.pop() if len(found) == 1 else Form.BENT if found else Form.NEUTRAL
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
     """Name what a node does, in place or not, of tensors or of numbers."""
     name = compat.bare_name(node.target) if compat.is_operator(node.target) else getattr(node.target, "__name__", "")
     return name.removesuffix("_")
 
 
-def _divisors(node: Node) -> list[Node]:
-    name = _name(node)
+def divisors(node: Node) -> list[Node]:
+    name = name_of(node)
     place = _DIVISORS.get(name)
     if name == "pow" and isinstance(node.args[1], int | float) and node.args[1] < 0:
         place = 0

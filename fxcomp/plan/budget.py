@@ -29,7 +29,7 @@ from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.given import is_strategy
 from fxcomp.plan.interpret import Compress, Standing
 from fxcomp.plan.modes import MODES, Content, Mode, error_limit, strategies
-from fxcomp.plan.plan import Plan
+from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
@@ -107,9 +107,10 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the share of all elements that error feedback sends in bursts."""
+    """Return the share of all elements that error feedback sends in bursts before an update; a mean smooths them."""
     elements = sum(bucket.elements for bucket in plan.buckets)
-    bursts = sum(bucket.elements for bucket in plan.buckets if is_bursty(bucket.strategy, cluster))
+    at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
+    bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
     return bursts / elements if elements else 0.0
 
 

@@ -17,15 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxcomp.compressors import Compressor
+from fxcomp.compressors import Compressor, Int8
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import MODES, Mode
 from fxcomp.plan.pins import Pins
-from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
+from fxcomp.plan.strategy import Propose, Strategy
 
 FIRST_DENSITY = 0.25
 """The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
@@ -37,11 +37,14 @@ class Warmup:
 
     `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
 
-    `density_steps`: over so many steps, after the dense ones, compressors with a ratio send 25 %, then 6.25 %, and so
+    `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor.
+
+    `density_steps`: over so many steps, after those, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
     """
 
     dense_steps: int = 0
+    int8_steps: int = 0
     density_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -51,13 +54,16 @@ class Warmup:
                 raise BadOption(f"Warmup.{each.name} is a whole number of steps, from 0; it is {steps!r}")
 
     def __bool__(self) -> bool:
-        return bool(self.dense_steps or self.density_steps)
+        return bool(self.dense_steps or self.int8_steps or self.density_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
         """Return the plans to follow one after the other, by the first step of each; the last one is the plan."""
         densities = _densities(plan) if self.density_steps else ()
         ends = [self.density_steps * (k + 1) // len(densities) for k in range(len(densities))]
-        plans = [(_dense(plan), self.dense_steps)] if not plan.is_dense else []
+        plans: list[tuple[Plan, int]] = []
+        if not plan.is_dense or plan.moves_exchange:
+            plans = [(_dense(plan), self.dense_steps)]
+            plans += [(_in_int8(plan), self.int8_steps)] if self.int8_steps else []
         for density, steps in zip(densities, _differences(ends), strict=True):
             plans.append((_with_density(plan, density), steps))
         first, stages = 0, dict[int, Plan]()
@@ -77,7 +83,22 @@ def _differences(ends: Sequence[int]) -> list[int]:
 
 def _dense(plan: Plan) -> Plan:
     """Return the same buckets over the same levels, uncompressed."""
-    return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets])
+    return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets]).at_gradients()
+
+
+def _in_int8(plan: Plan) -> Plan:
+    """Return the same buckets over the same levels, by int8, which needs no error feedback. Raises BadOption."""
+
+    def in_int8(strategy: Strategy) -> Strategy:
+        if any(isinstance(step, Propose) for step in strategy.steps):
+            raise BadOption(
+                f"Warmup.int8_steps puts int8 in the place of each compressor, and {strategy} agrees on something first"
+                " that int8 does not know.\n  Use dense_steps, or another strategy."
+            )
+        steps = tuple(replace(s, compressor=Int8()) if hasattr(s, "compressor") else s for s in strategy.steps)
+        return replace(strategy, steps=steps)
+
+    return plan.with_strategies([in_int8(bucket.strategy) for bucket in plan.buckets]).at_gradients()
 
 
 def _densities(plan: Plan) -> tuple[float, ...]:
@@ -130,7 +151,9 @@ class Compress:
     `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`; the last one that matches decides, and the rest is planned
     around it.
 
-    `at` is where the mean over ranks stands: at the gradient.
+    `at` is where the mean over ranks stands: at the gradient, or at the momentum that the optimizer keeps, with its
+    second moment frozen (docs/where_the_mean_stands.md). It takes a given plan, and a warm-up at the gradient where
+    there is a second moment.
 
     `warmup` has the first steps of a job, `feedback` the variants of error feedback.
     """
@@ -147,6 +170,8 @@ class Compress:
         check_is_feedback(self.feedback)
         check_is_plan(self.plan)
         _check_simple(self.measured, self.at, self.warmup)
+        if self.point is not ExchangePoint.GRADIENT:
+            self._check_goes_with_momentum()
         if self.plan is not None:
             self._check_nothing_else_is_chosen()
         check_experiment(self.feedback, planned=self.plan is not None or bool(self.pinned))
@@ -164,6 +189,19 @@ class Compress:
                 f"plan= says what every gradient travels by, and {name} what may be lost: keep one.\n"
                 "  To let parameters follow the gradients, leave plan= out."
             )
+
+    def _check_goes_with_momentum(self) -> None:
+        if self.plan is None:
+            raise BadOption(
+                'at="momentum" takes a plan that is given: fxcomp does not choose one by itself yet.\n'
+                '  Name one, such as plan="sign", or leave at= out.'
+            )
+        for name in ("momentum", "scale_with_lr"):
+            if getattr(self.feedback, name):
+                raise BadOption(
+                    f'at="momentum" does not go with ErrorFeedback({name}=...): what is fed back is part of the'
+                    " optimizer's own momentum, which is free of the learning rate.\n  Leave one of them out."
+                )
 
     @classmethod
     def of(cls, given: object) -> Compress:
@@ -202,6 +240,8 @@ class Compress:
                 raise _needs_whole_steps(f"ErrorFeedback.{name} needs the optimizer", whose)
         if self.warmup:
             raise _needs_whole_steps("warmup= counts the steps of the optimizer", whose)
+        if self.point is not ExchangePoint.GRADIENT or (isinstance(self.plan, Plan) and self.plan.moves_exchange):
+            raise _needs_whole_steps("exchanging momenta needs the optimizer", whose)
         if self.measured:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
@@ -213,6 +253,11 @@ class Compress:
     def mode(self) -> Mode:
         """The mode that bounds a choice; balanced where none is named."""
         return Mode(self.within) if isinstance(self.within, str) else Mode.BALANCED
+
+    @property
+    def point(self) -> ExchangePoint:
+        """The place where the mean over ranks stands."""
+        return ExchangePoint(self.at)
 
     @cached_property
     def budget(self) -> ErrorBudget | None:
@@ -232,6 +277,7 @@ class Compress:
             "the plan": asked_plan(self.plan),
             "measured": self.measured,
             "pins": self.pinned.facts(),
+            "at": self.at,
             "warmup": str(self.warmup),
             "feedback": str(self.feedback),
         }
@@ -244,11 +290,9 @@ GivenCompress = Compress | Plan | str | Path
 def _check_simple(measured: object, at: object, warmup: object) -> None:
     if not isinstance(measured, bool):
         raise BadOption(f"measured is True or False; it is {measured!r}")
-    if at != "gradient":
-        raise BadOption(
-            f"at={at!r}: the mean over ranks stands at the gradient, and nowhere else yet.\n"
-            "  Leave at= out. ErrorFeedback(momentum=...) keeps each rank's momentum before compression."
-        )
+    points = [point.value for point in ExchangePoint]
+    if at not in points:
+        raise BadOption(f"at= is where the mean over ranks stands: {' or '.join(map(repr, points))}; it is {at!r}")
     if not isinstance(warmup, Warmup):
         raise BadOption(f"warmup is a fxcomp.Warmup; it is a {type(warmup).__name__}: write Warmup(dense_steps=100)")
 

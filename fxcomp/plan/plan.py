@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.plan.interpret import Standing
 from fxcomp.plan.kinds import CollectiveKind, ElementType
 from fxcomp.plan.strategy import Collective, Strategy
+
+
+class ExchangePoint(Enum):
+    """The place in a step where the mean over ranks stands."""
+
+    GRADIENT = "gradient"
+    MOMENTUM = "momentum"  # the optimizer's mean of gradients, in units of the root of a frozen second moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,7 @@ class Bucket:
     strategy: Strategy
     starts: tuple[int, ...] = ()
     element_type: ElementType = ElementType.F32
+    at: ExchangePoint = ExchangePoint.GRADIENT
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.sizes) or min(self.sizes) < 0:
@@ -61,7 +70,8 @@ class Bucket:
 
     def __str__(self) -> str:
         kind = "" if self.element_type is ElementType.F32 else f" of {self.element_type}"
-        return f"{len(self.names)} tensors, {self.elements:,} elements{kind}: {self.strategy}"
+        at = "" if self.at is ExchangePoint.GRADIENT else f", at the {self.at.value}"
+        return f"{len(self.names)} tensors, {self.elements:,} elements{kind}{at}: {self.strategy}"
 
 
 def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
@@ -146,6 +156,28 @@ class Plan:
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
+    def moved(self) -> tuple[str, ...]:
+        """The parameters of which ranks exchange the momentum."""
+        moved = (bucket.names for bucket in self.buckets if bucket.at is ExchangePoint.MOMENTUM)
+        return tuple(dict.fromkeys(name for names in moved for name in names))
+
+    @property
+    def moves_exchange(self) -> bool:
+        """Ranks exchange the momentum of some parameters."""
+        return bool(self.moved)
+
+    def at_momenta(self) -> Plan:
+        """Let ranks exchange momenta in the buckets that are compressed."""
+        return self._at([ExchangePoint.MOMENTUM if not b.strategy.is_dense else b.at for b in self.buckets])
+
+    def at_gradients(self) -> Plan:
+        """Let ranks exchange gradients in all buckets."""
+        return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
+
+    def _at(self, points: Sequence[ExchangePoint]) -> Plan:
+        return Plan(tuple(replace(bucket, at=point) for bucket, point in zip(self.buckets, points, strict=True)))
+
+    @property
     def digest(self) -> str:
         """A short fingerprint; equal plans have equal digests on every machine."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
@@ -214,8 +246,8 @@ class Plan:
         if len(self.buckets) != len(other.buckets):
             return False
         return all(
-            (mine.names, mine.sizes, mine.starts, mine.element_type)
-            == (its.names, its.sizes, its.starts, its.element_type)
+            (mine.names, mine.sizes, mine.starts, mine.element_type, mine.at)
+            == (its.names, its.sizes, its.starts, its.element_type, its.at)
             and mine.strategy.differs_in_parameters_only(its.strategy)
             for mine, its in zip(self.buckets, other.buckets, strict=True)
         )
@@ -227,6 +259,7 @@ class Plan:
                 {"names": list(b.names), "sizes": list(b.sizes), "strategy": str(b.strategy)}
                 | ({"starts": list(b.starts)} if any(b.starts) else {})
                 | ({"type": str(b.element_type)} if b.element_type is not ElementType.F32 else {})
+                | ({"at": b.at.value} if b.at is not ExchangePoint.GRADIENT else {})
                 for b in self.buckets
             ],
         }
@@ -245,6 +278,7 @@ class Plan:
                         Strategy.parse(b["strategy"]),
                         tuple(map(int, b.get("starts", ()))),
                         ElementType(b.get("type", "f32")),
+                        ExchangePoint(b.get("at", "gradient")),
                     )
                     for b in data["buckets"]
                 )

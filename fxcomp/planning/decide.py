@@ -21,7 +21,7 @@ from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS
-from fxcomp.plan.plan import Plan
+from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware
@@ -180,6 +180,7 @@ class Planner:
         if plan is None or cluster.world_size == 1:
             notes = ("one rank: nothing to communicate", *self._foreign(costs))
             return Decision(Plan(()), costs, workload, notes=notes)
+        point = self.options.compress.point
         data = ranks.from_rank_0("the plan", lambda: self.name(plan, workload, costs).to_json())
         followed = Plan.from_json(data)
 
@@ -192,6 +193,8 @@ class Planner:
         ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
         followed.check_covers(workload.sizes, workload.types)
         followed.check_fits(cluster)
+        if point is not ExchangePoint.GRADIENT:
+            followed = followed.at_momenta()
         notes = ("the plan was given, not chosen", *self._foreign(costs))
         return Decision(followed, costs, workload, notes=notes)
 

@@ -21,6 +21,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
+from fxcomp.state.momenta import check_momenta, freeze_magnitudes, momenta_in, saved_momenta
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
@@ -110,7 +111,9 @@ class PlanInForce:
         stage = self.calendar.stage_at(step)
         if stage == self.stage:
             return False
-        self.stage = stage
+        before, self.stage = self.plan, stage
+        if step == self.calendar.warm_from[stage] and not before.moves_exchange:
+            freeze_magnitudes(self._capture.first.graph, self.plan, self.inputs.training.owners)
         self.state.enter_stage(self.plan, self._site)
         self.runtime.forget_buffers()
         return True
@@ -240,15 +243,16 @@ class PlanInForce:
         if self._follower.racing:
             self._scale_to_rates()
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
-        return {**saved, CALENDAR: self.calendar.to_json()}
+        return {**saved, **saved_momenta(self.plan), CALENDAR: self.calendar.to_json()}
 
     def load(self, given: Given) -> int | None:
-        """Take back saved states, and the stage that they were in; every rank calls it.
+        """Take back saved states and their stage; every rank calls it. Raises BadState.
 
-        Returns the number of steps that had been run, None if no rank was given anything. Raises BadState.
+        Returns the number of steps that had been run, None if no rank was given anything.
         """
-        plans = {plan.digest for plan in self.plans}
-        steps = self._follower.load(given, plans, self._start_over)
+        of_ranks = self._site.ranks.gather("whose momentum was exchanged", momenta_in(given))
+        moved, plans = next((n for n in of_ranks if n is not None), None), {plan.digest for plan in self.plans}
+        steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, moved))
         if steps is not None:
             everyone = self._site.ranks.gather("the calendar", _saved_calendar(given))
             self.calendar.resume(steps, next((saved for saved in everyone if saved is not None), None))
@@ -256,10 +260,11 @@ class PlanInForce:
             self.runtime.gradients.owed = self.state.owed
         return steps
 
-    def _start_over(self, steps: int) -> None:
+    def _start_over(self, steps: int, moved: Sequence[str] | None) -> None:
         if self._follower.racing:
             self._go_on()
         self.enter_stage_of(steps)
+        check_momenta(moved, self.plans[self.calendar.stage_at(steps - 1)], steps)
 
     # Making
 

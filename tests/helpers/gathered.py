@@ -6,7 +6,7 @@ from typing import Any
 
 import fxcomp
 
-_COMPRESS = ("within", "plan", "measured", "pins", "warmup", "feedback")
+_COMPRESS = ("within", "plan", "measured", "pins", "at", "warmup", "feedback")
 _CHECKS = ("verify", "race", "replan")
 
 

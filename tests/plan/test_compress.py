@@ -86,7 +86,12 @@ def test_what_says_nothing_is_refused_with_what_does(given: Any, what: str):
         ({"plan": "int8", "measured": True}, "measured=True lets fxcomp choose"),
         ({"plan": "int8", "pins": {"*": "dense"}}, "pins= what some do: keep one"),
         ({"measured": 1}, "measured is True or False; it is 1"),
-        ({"at": "momentum"}, r"at='momentum': .*\n.*Leave at= out"),
+        ({"at": "momentum"}, "takes a plan that is given"),
+        ({"at": "update", "plan": "int8"}, "'gradient' or 'momentum'; it is 'update'"),
+        (
+            {"at": "momentum", "plan": "int8", "feedback": ErrorFeedback(momentum=0.9)},
+            r"does not go with ErrorFeedback\(momentum=",
+        ),
         ({"warmup": 100}, r"warmup is a fxcomp.Warmup; it is a int: write Warmup\(dense_steps=100\)"),
         ({"feedback": {"off": True}}, "feedback is an ErrorFeedback, not a dict"),
         ({"feedback": ErrorFeedback(off=True)}, "for experiments with a given plan"),

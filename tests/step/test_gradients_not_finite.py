@@ -67,6 +67,16 @@ def test_one_element_that_is_not_finite_leaves_the_step_out_on_all_ranks_and_not
     check(run_ranks(2, trained, FAST, 14, jobs), 14)
 
 
+def test_momenta_stand_still_where_a_gradient_is_not_finite():
+    at_momentum = {"plan": IN_TWO_SHOTS, "at": "momentum"}
+    jobs = {
+        "sgd": at_momentum,
+        "in groups": {**at_momentum, "micro_batches": 3},
+        "adamw": {**at_momentum, "optimizers": adamw, "warmup": Warmup(int8_steps=10)},
+    }
+    check(run_ranks(2, trained, FAST, 21, jobs), 21)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seed", "names"), [(2, 21, tuple(PLANS)), (3, 22, ("in two shots", "powersgd"))])
 def test_under_every_kind_of_plan_one_element_leaves_the_step_out(ranks: int, seed: int, names: Sequence[str]):

@@ -23,6 +23,7 @@ from fxcomp.graph.work import is_sequence
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.step.verify.differences import FLOOR, HALF, difference, moved_otherwise
 from fxcomp.step.verify.eager import largest
+from fxcomp.step.verify.moved import MovedUpdate
 
 COLUMNS = 128
 
@@ -120,13 +121,18 @@ class UpdateCheck:
     """Compares the updates of one step, holding copies of one parameter and its state at a time."""
 
     def __init__(
-        self, training: Training, is_fresh: Callable[[Owned], bool], relative: float, written: Collection[str] = ()
+        self,
+        training: Training,
+        is_fresh: Callable[[Owned], bool],
+        relative: float,
+        written: Collection[str] = (),
+        moved: Mapping[str, MovedUpdate] | None = None,
     ):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
         self._own = OwnOptimizers()
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
-        self._written = written
+        self._written, self._moved = written, moved or {}
         self._times: Counter[str] = Counter()
         self._arrived = 0.0
         self._sent = 0.0
@@ -207,12 +213,20 @@ class UpdateCheck:
     def _check(self, run: Callable[[], None], parameter: Tensor, gradient: Tensor) -> None:
         owner = self._owners[id(parameter)]
         state = owner.state
+        moved = self._moved.get(owner.name)
+        if moved is not None and not moved.is_known:
+            run()
+            self._count(owner)
+            return
         tensors = {"": parameter.detach(), **state_tensors(state)}
         try:
-            if not self.is_expected(owner.name, gradient):
+            if moved is None and not self.is_expected(owner.name, gradient):
                 return
             before = {key: value.clone() for key, value in tensors.items()}
-            own = self.step_own(owner, state, before, gradient)
+            if moved is None:
+                own = self.step_own(owner, state, before, gradient)
+            else:
+                own = moved.expected(self.step_own, owner, before, gradient)
         except compat.OUT_OF_MEMORY:  # then this one goes unseen
             run()
             self._count(owner)
@@ -229,6 +243,20 @@ class UpdateCheck:
                 value.copy_(before[key])
         else:
             self._count(owner)
+
+    def as_sent(self, name: str, sent: Tensor, gradient: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return what a rank sends and what it should send, in the gradient's unit; `gradient` is eager's."""
+        moved = self._moved.get(name)
+        if moved is None:
+            return sent, gradient
+        if not moved.is_known:
+            return sent, sent
+        owner = self._training.owners[name]
+        tensors = {"": owner.parameter.detach(), **state_tensors(owner.state)}
+        divisor = moved.divisor(owner, tensors)
+        if divisor is not None:
+            sent = sent * divisor.reshape(-1)[start : start + sent.numel()].view(sent.shape)
+        return sent, moved.expected_mean(self.step_own, owner, tensors, gradient)
 
     def step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor

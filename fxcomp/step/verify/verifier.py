@@ -41,6 +41,7 @@ from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, largest, rounding_of, run_eagerly
+from fxcomp.step.verify.moved import moved_updates
 from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck, square_sum
 
@@ -127,7 +128,8 @@ class Verification:
         self._verifier, self._training, self._program = verifier, verifier.training, step.program
         self._step, self._runtime, self._batch = step.number, step.runtime, step.batch
         state = step.force.state
-        self._is_plain = step.force.plan.is_dense and state.velocities is None and not state.owed
+        plan = step.force.plan
+        self._is_plain = plan.is_dense and not plan.moves_exchange and state.velocities is None and not state.owed
         """Updates get the mean of local gradients: nothing is compressed or owed."""
         self._ranks = verifier.ranks.world_size
         self._needed = needed_bytes(self._training, step.batch)
@@ -139,6 +141,7 @@ class Verification:
             verifier.is_fresh,
             self._differences.relative,
             written_parameters(step.program.captured.graph),
+            moved_updates(step.program.captured.graph, plan),
         )
         self._eager = self._completed(self._run_eagerly(step.batch))
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0
@@ -195,7 +198,9 @@ class Verification:
         if self._eager is None or self._differences.first:
             return
         with suppress(*compat.OUT_OF_MEMORY):  # then this one goes unseen
-            self._differences.check_gradient(name, gradient, self._eager.gradients[name], self._updates.largest, start)
+            expected = self._eager.gradients[name]
+            sent, wanted = self._updates.as_sent(name, gradient, expected, start)
+            self._differences.check_gradient(name, sent, wanted, self._updates.largest, start)
         if self._ranks > 1:
             if self._is_plain:
                 self._updates.means.add(name, gradient, start)

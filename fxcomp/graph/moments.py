@@ -1,0 +1,237 @@
+"""Find the mean of gradients that an optimizer keeps, so that ranks can exchange it in the place of gradients.
+
+    %lerp_     update  f32[4]  lerp_(%exp_avg, %grad, %sub)                 the mean: linear in the gradient
+    %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=%sub_1)  a magnitude, which is frozen
+    %sqrt      update  f32[4]  sqrt(%addcmul_)
+    %div       update  f32[4]  div(%sqrt, %correction)                      the number that takes off v's start at zero
+    %add_      update  f32[4]  add_(%div, 1e-08)                            what the mean is divided by
+
+The rules are read from operators, whatever the class is called. An update that does not fit is refused, and the reason
+says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.info import InputKind, Role, has_info, info
+from fxcomp.graph.update_kinds import UpdateReading, divisors, name_of
+
+
+class NoMoment(Exception):
+    """The update of a parameter keeps no mean of gradients that ranks could exchange; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The number that a frozen magnitude is divided by, because it began at zero: it grows to 1 with the steps."""
+
+    number: Node
+    power: int
+    """The magnitude itself is divided by this power of the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """A second moment, and what the mean is divided by because of it."""
+
+    state: Node
+    writes: tuple[Node, ...]
+    """The nodes that write it, in order."""
+    divisor: Node
+    correction: Correction | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The mean of gradients that one parameter's update keeps."""
+
+    state: Node
+    writes: tuple[Node, ...]
+    """The nodes that write it, in order."""
+    entering: Node
+    """The value that the last write adds: the gradient, with weight decay where that is coupled."""
+    recovered: tuple[Node, ...]
+    """Nodes that use what enters beside the mean, as Nesterov's do: it is worked out from the mean again."""
+    magnitude: Magnitude | None
+
+
+class Update:
+    """The nodes of one parameter's update, with what comes into it."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.parameter: Node | None = None
+        self.states: list[Node] = []
+
+    def gradient(self) -> Node:
+        """Find the tensor that comes in and is no input of the graph."""
+        inside = set(self.nodes)
+        outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
+        found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+        assert len(found) == 1, "one gradient comes into an update"
+        return found[0]
+
+    def moment(self) -> Moment:
+        """Read the mean of gradients that it keeps. Raises NoMoment."""
+        assert self.parameter is not None, "an update is of a parameter"
+        return moment_of(self.nodes, self.gradient(), self.parameter, self.states)
+
+
+def updates_of(gm: GraphModule) -> dict[str, Update]:
+    """List the updates of a graph by parameter."""
+    found: dict[str, Update] = {}
+    for node in gm.graph.nodes:
+        label = info(node)
+        if label.role is Role.UPDATE and node.op == "call_function" and label.parameter is not None:
+            found.setdefault(label.parameter, Update()).nodes.append(node)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = info(node).source
+        if source is not None and source.name in found:
+            if source.kind is InputKind.PARAMETER:
+                found[source.name].parameter = node
+            elif source.kind is InputKind.STATE:
+                found[source.name].states.append(node)
+    return found
+
+
+def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Collection[Node]) -> Moment:
+    """Read one parameter's update. Raises NoMoment."""
+    reading = UpdateReading(nodes, parameter, states)
+    if not reading.means:
+        raise NoMoment("it keeps no mean of gradients")
+    if len(reading.means) > 1:
+        raise NoMoment("it keeps several means of gradients")
+    if len(reading.magnitudes) > 1:
+        raise NoMoment("it keeps several magnitudes of gradients, such as the largest one (amsgrad)")
+    (state,) = reading.means
+    writes = _writes(nodes, state)
+    entering = _entering(writes[-1])
+    frozen = [_magnitude(nodes, each) for each in reading.magnitudes]
+    known = {node for group in (writes, *(each.writes for each in frozen)) for node in group}
+    recovered = _uses_beside(nodes, gradient, entering, known)
+    return Moment(state, writes, entering, recovered, frozen[0] if frozen else None)
+
+
+def memory_of(node: Node) -> Node:
+    """Find the input whose memory a chain of writes lies in."""
+    while node.op == "call_function" and compat.is_operator(node.target) and compat.is_in_place(node.target):
+        place = node.args[0]
+        assert isinstance(place, Node), "an operator writes into a node"
+        node = place
+    return node
+
+
+def _writes(nodes: Sequence[Node], state: Node) -> tuple[Node, ...]:
+    found = tuple(node for node in nodes if memory_of(node) is state and node is not state)
+    order = {node: place for place, node in enumerate(nodes)}
+    versions = (state, *found)
+    for before, after in itertools.pairwise(versions):
+        if any(order.get(user, -1) > order[after] for user in before.users):
+            raise NoMoment(f"it reads an older value of {state.name} after that was written")
+    return found
+
+
+def _entering(write: Node) -> Node:
+    """Find what the last write of a mean adds to it."""
+    name = name_of(write)
+    entering = write.args[1] if name in ("lerp", "add") else None
+    is_number = name == "lerp" and isinstance(write.args[2], Node) and isinstance(write.args[2].meta["val"], Tensor)
+    if not isinstance(entering, Node) or is_number:
+        raise NoMoment(f"its mean is written by {write.target}, which is not read here")
+    return entering
+
+
+def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: Collection[Node]) -> tuple[Node, ...]:
+    """List the nodes beside the mean and the magnitude that use what enters; nothing else may use the gradient."""
+    needed = _sources(known, nodes)
+    follows = {gradient}
+    found: list[Node] = []
+    for node in nodes:
+        inputs = [each for each in node.all_input_nodes if each in follows]
+        if not inputs or node in known:
+            continue
+        if node in needed:
+            follows.add(node)
+            if compat.is_operator(node.target) and compat.is_in_place(node.target):
+                raise NoMoment("it changes the gradient in place")
+        elif inputs == [entering]:
+            found.append(node)
+        else:
+            raise NoMoment("it uses the gradient beside its mean, in a way that is not read here")
+    return tuple(found)
+
+
+def _sources(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
+    """All nodes of an update that these follow from, and themselves."""
+    inside, found, open_ = set(nodes), set[Node](), list(ends)
+    while open_:
+        node = open_.pop()
+        if node in inside and node not in found:
+            found.add(node)
+            open_ += node.all_input_nodes
+    return found
+
+
+def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
+    writes = _writes(nodes, state)
+    shape = state.meta["val"].shape
+    follows = {state, *writes}
+    for node in nodes:
+        if any(each in follows for each in node.all_input_nodes):
+            follows.add(node)
+    found = {each for node in nodes for each in divisors(node) if each in follows and each.meta["val"].shape == shape}
+    if len(found) != 1:
+        raise NoMoment("its mean is not divided by one root of a magnitude")
+    (divisor,) = found
+    return Magnitude(state, writes, divisor, _correction(divisor, writes[-1], nodes))
+
+
+def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correction | None:
+    """Walk from the divisor to the magnitude; what depends on the step may stand in one division alone."""
+    found: list[Correction] = []
+    node, after_root = divisor, False
+    roots = [each for each in _sources([divisor], nodes) if name_of(each) == "sqrt"]
+    while node is not magnitude:
+        name, others = name_of(node), node.all_input_nodes[1:]
+        if name == "sqrt":
+            after_root = True
+        elif name == "div" and others and _counts_steps(others[0], nodes):
+            found.append(Correction(others[0], 1 if after_root else 2))
+            others = []
+        elif name not in ("add", "div"):
+            raise NoMoment(f"what its mean is divided by is made by {node.target}, which is not read here")
+        if any(_counts_steps(each, nodes) or _is_rate(each, nodes) for each in others):
+            raise NoMoment("what its mean is divided by changes with the step or the learning rate")
+        node = node.all_input_nodes[0]
+    if len(roots) != 1 or len(found) > 1:
+        raise NoMoment("its mean is not divided by one root of a magnitude")
+    if found and isinstance(found[0].number.meta["val"], Tensor):
+        raise NoMoment("its numbers are tensors (capturable)")
+    return found[0] if found else None
+
+
+def _counts_steps(node: Node, nodes: Sequence[Node]) -> bool:
+    """Ask if a value follows from a state, as the number of steps does."""
+    return any(_is_input(each, InputKind.STATE) for each in _leaves(node, nodes))
+
+
+def _is_rate(node: Node, nodes: Sequence[Node]) -> bool:
+    return any(_is_input(each, InputKind.HYPER) and info(each).source.key == "lr" for each in _leaves(node, nodes))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _leaves(node: Node, nodes: Sequence[Node]) -> set[Node]:
+    inside = set(nodes)
+    made = _sources([node], nodes)
+    return {each for inner in made for each in inner.all_input_nodes if each not in inside} | ({node} - inside)
+
+
+def _is_input(node: Node, kind: InputKind) -> bool:
+    source = info(node).source if has_info(node) else None
+    return source is not None and source.kind is kind

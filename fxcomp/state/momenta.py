@@ -1,0 +1,66 @@
+"""Keep what an exchange of momenta needs of the optimizer's state, and of saved states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fxcomp.capture.optimizer import Owned
+from fxcomp.errors import BadState
+from fxcomp.graph.info import info
+from fxcomp.graph.moments import updates_of
+from fxcomp.plan.plan import Plan
+from fxcomp.state.saved_state import Given, states_given
+
+LEAST_MAGNITUDE = 0.01
+"""The least part of its tensor's mean that a frozen second moment has: its first gradient moves a value that never had
+one at most some ten times as far as others move."""
+
+_MOVED = "momenta"
+
+
+def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned]) -> None:
+    """Make second moments fit to be divided by for the rest of a job, where a plan exchanges momenta.
+
+    A value that never had a gradient has a second moment of 0, and its first gradient would be divided by almost
+    nothing. None stays below a part of its tensor's mean. The same on all ranks, as what it reads is.
+    """
+    updates = updates_of(graph) if plan.moves_exchange else {}
+    for name in plan.moved:
+        magnitude = updates[name].moment().magnitude
+        source = None if magnitude is None else info(magnitude.state).source
+        if source is not None:
+            value: Tensor = owners[name].state[source.key]
+            value.clamp_(min=LEAST_MAGNITUDE * float(value.double().mean()))
+
+
+def saved_momenta(plan: Plan) -> dict[str, Any]:
+    """Name in a saved state the parameters of which ranks exchange the momentum, if there are any."""
+    return {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
+
+
+def momenta_in(given: Given) -> list[str] | None:
+    """Read from a rank's states whose momentum was exchanged; None if it has no state."""
+    return next((list(map(str, state.get(_MOVED, ()))) for state in states_given(given)), None)
+
+
+def check_momenta(saved: Sequence[str] | None, plan: Plan, steps: int) -> None:
+    """Raise BadState where a plan exchanges other momenta than a saved state did: its residuals have another unit.
+
+    `plan` is the one of this job's last step before it goes on, after so many.
+    """
+    if saved is not None and set(saved) != set(plan.moved):
+        raise BadState(
+            f"the state was saved while ranks exchanged {_some(saved)}; after {steps} steps this job"
+            f" exchanges {_some(plan.moved)}, and what was left out has another unit.\n"
+            "  Compile the step with the compress= that it was saved under."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "gradients alone"
+    return f"the momentum of {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,363 @@
+"""Ranks exchange the optimizer's momentum: by the identity as eager, compressed as the formulas say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import JOBS, cross_entropy
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks, try_ranks
+from helpers.replicas import replica_fingerprint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fxcomp
+from fxcomp.compressors import DecoderInput, EncoderInput, parse_compressor
+from fxcomp.errors import BadOption
+from fxcomp.passes import move_exchange
+from fxcomp.plan.plan import ExchangePoint, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
+
+JOB = JOBS["mlp"]
+STEPS = 12
+WARM = 4
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+SGD: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "dampening": {"momentum": 0.9, "dampening": 0.5},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "nesterov and decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "maximize": {"momentum": 0.9, "maximize": True},
+}
+
+
+def parameters(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def moved(plan: Plan) -> Plan:
+    """Let every bucket travel at the momentum, dense ones too."""
+    return Plan(tuple(replace(bucket, at=ExchangePoint.MOMENTUM) for bucket in plan.buckets))
+
+
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, **options: Any):
+    plan = moved(plan_in_turns(model, [strategy], 2))
+    warmup = fxcomp.Warmup(**options.pop("warmup", {}))
+    return fxcomp.compile_step(
+        model,
+        cross_entropy,
+        optimizer,
+        JOB.batch(0, dist.get_rank()),
+        compress=fxcomp.Compress(plan=plan, warmup=warmup),
+        checks=fxcomp.Checks(verify=2),
+        **options,
+    )
+
+
+class Ahead(torch.optim.Optimizer):
+    """Moves by its momentum and more of the gradient before it writes the momentum, as Lion does."""
+
+    def __init__(self, parameters: Any, lr: float):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["mean"] = torch.zeros_like(p)
+                mean = self.state[p]["mean"]
+                p.sub_(group["lr"] * (0.8 * mean + 0.2 * p.grad))
+                mean.lerp_(p.grad, 0.1)
+
+
+OWN = {"own": True}
+
+
+def made(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    if options == OWN:
+        return Ahead(model.parameters(), 0.05)
+    return torch.optim.SGD(model.parameters(), lr=0.05, **options)
+
+
+def by_the_identity(options: dict[str, Any]) -> tuple[float, float, str]:
+    """The distance to eager PyTorch, and how far it went."""
+    model, reference = JOB.build(), DistributedDataParallel(JOB.build())
+    step = compiled(model, made(model, options), DENSE)
+    optimizer = made(reference, options)
+    start = parameters(model)
+    for i in range(STEPS):
+        batch = JOB.batch(i, dist.get_rank())
+        step(batch)
+        optimizer.zero_grad()
+        cross_entropy(reference, batch).backward()
+        optimizer.step()
+    went = parameters(model) - start
+    off = parameters(model) - parameters(reference.module)
+    return float(off.norm()), float(went.norm()), replica_fingerprint(model)
+
+
+@pytest.mark.parametrize("options", [*SGD.values(), OWN], ids=[*SGD, "own"])
+def test_by_the_identity_a_step_is_eagers(options):
+    results = run_ranks(2, by_the_identity, options)
+    for off, went, _ in results:
+        assert off < 1e-5 * went
+    assert len({fingerprint for _, _, fingerprint in results}) == 1
+
+
+# Adam
+
+
+class FormulaA:
+    """AdamW until WARM, then compressed momenta in units of a frozen second moment, in plain torch, all ranks in one.
+
+    x_i = beta1 M + (1 - beta1) g_i / d + e_i;  q_i = C(x_i);  e_i = x_i - q_i;  M = mean q_i
+    theta = (1 - lr wd) theta - lr M / (1 - beta1^t)
+    """
+
+    BETAS, EPS, DECAY, RATE = (0.9, 0.99), 1e-8, 0.1, 0.01
+
+    def __init__(self, ranks: int, compressor: str | None):
+        self.model, self.ranks = JOB.build(), ranks
+        self.compressor = None if compressor is None else parse_compressor(compressor)
+        self.kept = [
+            {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "e": [torch.zeros(p.numel()) for _ in range(ranks)]}
+            for p in self.model.parameters()
+        ]
+
+    def gradients(self, i: int, rank: int) -> list[Tensor]:
+        return list(torch.autograd.grad(cross_entropy(self.model, JOB.batch(i, rank)), list(self.model.parameters())))
+
+    def lossy(self, value: Tensor, residual: Tensor) -> Tensor:
+        """Return the value that one rank's payload stands for; the residual changes in place."""
+        if self.compressor is None:
+            return value
+        segments, before = (value.numel(),), value.flatten() + residual
+        payload = self.compressor.compress_reference(EncoderInput(value.flatten(), residual, segments)).payload
+        arrived = self.compressor.decompress_reference(DecoderInput(payload, 1, segments))
+        residual.copy_(before - arrived)
+        return arrived.view_as(value)
+
+    def step(self, i: int) -> None:
+        first, second = self.BETAS
+        of_ranks = [self.gradients(i, rank) for rank in range(self.ranks)]
+        for k, (p, kept) in enumerate(zip(self.model.parameters(), self.kept, strict=True)):
+            mine = [gradients[k] for gradients in of_ranks]
+            if i < WARM:
+                mean = torch.stack(mine).mean(0)
+                kept["m"] = first * kept["m"] + (1 - first) * mean
+                kept["v"] = second * kept["v"] + (1 - second) * mean**2
+                d = (kept["v"] / (1 - second ** (i + 1))).sqrt() + self.EPS
+                update = kept["m"] / d
+            else:
+                if i == WARM:
+                    kept["v"].clamp_(min=0.01 * float(kept["v"].double().mean()))
+                    kept["d"] = (kept["v"] / (1 - second**WARM)).sqrt() + self.EPS
+                    kept["m"] = kept["m"] / kept["d"]
+                sent = [first * kept["m"] + (1 - first) * g / kept["d"] for g in mine]
+                kept["m"] = torch.stack([self.lossy(x, e) for x, e in zip(sent, kept["e"], strict=True)]).mean(0)
+                update = kept["m"]
+            with torch.no_grad():
+                p.mul_(1 - self.RATE * self.DECAY).sub_(self.RATE / (1 - first ** (i + 1)) * update)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            model.parameters(), lr=self.RATE, betas=self.BETAS, eps=self.EPS, weight_decay=self.DECAY
+        )
+
+
+def adam_beside_the_formula(compressor: str | None) -> tuple[list[float], str, float, float]:
+    model, reference = JOB.build(), FormulaA(dist.get_world_size(), compressor)
+    optimizer = reference.optimizer(model)
+    strategy = DENSE if compressor is None else Strategy.flat(parse_compressor(compressor))
+    step = compiled(model, optimizer, strategy, warmup={"dense_steps": WARM})
+    off: list[float] = []
+    for i in range(STEPS):
+        before = parameters(reference.model)
+        step(JOB.batch(i, dist.get_rank()))
+        reference.step(i)
+        went = parameters(reference.model) - before
+        off.append(float((parameters(model) - parameters(reference.model)).norm() / went.norm()))
+    kept, wanted = optimizer.state[next(model.parameters())], reference.kept[0]
+    second = FormulaA.BETAS[1]
+    own = (kept["exp_avg_sq"] / (1 - second**STEPS)).sqrt() + FormulaA.EPS
+    frozen = float((own / wanted["d"] - 1).abs().max())
+    momentum = float((kept["exp_avg"] / wanted["d"] - wanted["m"]).norm() / wanted["m"].norm())
+    return off, replica_fingerprint(model), frozen, momentum
+
+
+@pytest.mark.parametrize("compressor", [None, "int4", "sign"])
+def test_adam_follows_formula_a(compressor):
+    results = run_ranks(2, adam_beside_the_formula, compressor)
+    for off, _, frozen, momentum in results:
+        assert max(off) < 1e-3
+        assert frozen < 1e-5, "the state is one from which plain AdamW could go on"
+        assert momentum < 1e-3
+    assert len({fingerprint for _, fingerprint, _, _ in results}) == 1
+
+
+# Around it
+
+
+def summed_up(options: dict[str, Any], micro_batches: int) -> tuple[float, float]:
+    """The distance to eager PyTorch on the mean of micro-batches, and how far it went."""
+    model, reference = JOB.build(), DistributedDataParallel(JOB.build())
+    start = parameters(model)
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.05, **options), DENSE, accumulate=micro_batches)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, **options)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        for k in range(micro_batches):
+            batch = JOB.batch(100 * i + k, dist.get_rank())
+            step(batch)
+            (cross_entropy(reference, batch) / micro_batches).backward()
+        optimizer.step()
+    off = parameters(model) - parameters(reference.module)
+    return float(off.norm()), float((parameters(model) - start).norm())
+
+
+def test_micro_batches_are_summed_up_before_the_momentum():
+    for off, went in run_ranks(2, summed_up, SGD["nesterov and decay"], 3):
+        assert off < 1e-5 * went
+
+
+def restarted_at(steps: int) -> tuple[str, str]:
+    """Fingerprints without and with a restart after so many steps."""
+    reference = FormulaA(1, None)
+    strategy = Strategy.flat(parse_compressor("sign"))
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = JOB.build()
+        optimizer = reference.optimizer(model)
+        return model, optimizer, compiled(model, optimizer, strategy, warmup={"dense_steps": WARM})
+
+    model, optimizer, step = start()
+    saved: Any = None
+    for i in range(STEPS):
+        if i == steps:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+        step(JOB.batch(i, dist.get_rank()))
+    other, its_optimizer, resumed = start()
+    other.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    for i in range(steps, STEPS):
+        resumed(JOB.batch(i, dist.get_rank()))
+    return replica_fingerprint(model), replica_fingerprint(other)
+
+
+@pytest.mark.parametrize("steps", [WARM - 1, WARM, WARM + 1, STEPS - 1])
+def test_a_restart_goes_on_to_the_bit(steps):
+    results = run_ranks(2, restarted_at, steps)
+    assert len({fingerprint for pair in results for fingerprint in pair}) == 1
+
+
+def loaded_elsewhere() -> str:
+    """Load a state of momenta into a job that exchanges gradients."""
+    model, other = JOB.build(), JOB.build()
+    step = compiled(model, made(model, SGD["momentum"]), Strategy.flat(parse_compressor("sign")))
+    step(JOB.batch(0, dist.get_rank()))
+    optimizer = made(other, SGD["momentum"])
+    elsewhere = fxcomp.compile_step(other, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), compress="sign")
+    elsewhere.load_state_dict(step.state_dict())
+    return ""
+
+
+def test_residuals_of_another_unit_are_refused():
+    outcomes = try_ranks(2, loaded_elsewhere)
+    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
+
+
+def never_seen() -> tuple[float, float]:
+    """Return the largest move of a row that had no gradient before the freeze, and of the others."""
+    torch.manual_seed(3)
+    model = nn.Embedding(10, 8)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        return (model(tokens) - 1).square().sum()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    plan = moved(plan_in_turns(model, [DENSE]))
+    compress = fxcomp.Compress(plan=plan, warmup=fxcomp.Warmup(dense_steps=WARM))
+    seen, other = torch.arange(8), torch.tensor([9])
+    step = fxcomp.compile_step(model, loss, optimizer, seen, compress=compress, checks=fxcomp.Checks(verify=1))
+    for _ in range(WARM):
+        step(seen)
+    before = model.weight.detach().clone()
+    step(torch.cat([seen, other]))
+    went = (model.weight.detach() - before).abs()
+    assert not went[8].any(), "the row without a gradient stays"
+    return float(went[9].max()), float(went[:8].max())
+
+
+def test_a_row_that_had_no_gradient_before_the_freeze_moves_a_bounded_way():
+    for first, others in run_ranks(2, never_seen):
+        assert first < 15 * others
+
+
+# Refused
+
+
+def with_options(make: str, **options: Any) -> None:
+    model = JOB.build()
+    optimizers: dict[str, Make] = {
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        "adamw": lambda m: torch.optim.AdamW(m.parameters()),
+        "amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True),
+    }
+    compiled(model, optimizers[make](model), DENSE, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "what"),
+    [
+        ("sgd", {"max_grad_norm": 1.0}, "does not go with max_grad_norm="),
+        ("sgd", {"max_grad_value": 1.0}, "does not go with max_grad_value="),
+        ("sgd", {"find_unused_parameters": True}, "does not go with find_unused_parameters="),
+        ("adamw", {}, "there is no warm-up"),
+        ("plain", {}, "it keeps no mean of gradients"),
+        ("amsgrad", {"warmup": {"dense_steps": 1}}, "several magnitudes of gradients"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(make, options, what):
+    outcomes = try_ranks(2, partial(with_options, make, **options))
+    assert all(what in outcome.text for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    "compress", [{"at": "momentum", "plan": "sign"}, {"plan": moved(plan_in_turns(JOB.build(), [DENSE]))}]
+)
+def test_a_hook_sees_no_momentum(compress):
+    with pytest.raises(BadOption, match="exchanging momenta needs the optimizer"):
+        fxcomp.ddp_hook(compress=fxcomp.Compress(**compress))
+
+
+def mistaken(mistake: str) -> str:
+    """Train with a mistake of the compiler; returns what verification says."""
+    if mistake == "growth":
+        move_exchange._Move._freeze = lambda self, _: self._moment.magnitude.divisor  # type: ignore[method-assign]
+    elif mistake == "units":
+        move_exchange._aten = SimpleNamespace(**{**vars(move_exchange._aten), "div": torch.ops.aten.mul})
+    try:
+        for _ in adam_beside_the_formula(None)[0]:
+            pass
+    except fxcomp.FxcompError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mistake", ["growth", "units"])
+def test_verification_sees_mistakes_in_moved_updates(mistake):
+    assert all("differs" in said for said in run_ranks(2, mistaken, mistake))
