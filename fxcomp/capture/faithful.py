@@ -137,6 +137,9 @@ def _first_line(error: BaseException) -> str:
 
 _DATA: Any = inspect.getattr_static(Tensor, "data")
 
+_ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name in ("grad", "_version")}
+"""Attributes of the model's tensors that steps change in eager PyTorch, and no operator makes."""
+
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
@@ -213,6 +216,8 @@ class _Refusing(TorchFunctionMode):
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__()
         self._stand_ins, self._reader = stand_ins, reader
+        self._ones: list[Tensor] = []
+        """Results of comparing a stand-in with the tensor that it stands for."""
         self.densified: list[str] = []
 
     def __torch_function__(
@@ -225,8 +230,13 @@ class _Refusing(TorchFunctionMode):
                 f"the forward pass assigns to `.data` {what}, which leaves no trace in a captured step.\n"
                 "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
             )
-        if func is Tensor.__eq__ and self._stand_ins.are_one(*args):
+        if func is Tensor.__eq__ and (one := self._stand_ins.stand_in_of(*args)) is not None:
+            self._ones.append(one == one)
+            return self._ones[-1]
+        if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
             return True  # a dict asks so of a key
+        if aside := next((name for name, table in _ASIDE.items() if getattr(func, "__self__", None) is table), None):
+            self._check_is_in_graph(aside, args[0], reads=func.__name__ == "__get__")
         if func in _VALUES:
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
@@ -272,6 +282,14 @@ class _Refusing(TorchFunctionMode):
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
+
+    def _check_is_in_graph(self, what: str, tensor: Tensor, *, reads: bool) -> None:
+        name = self._stand_ins.name(tensor)
+        if reads and name and compat.is_called_by_user():
+            raise CaptureFailed(
+                f"the step reads .{what} of {name!r}, which a compiled step does not have.\n{_at()}"
+                "  Take gradients with torch.autograd.grad, and count in a buffer."
+            )
 
     def _text(self, func: Callable[..., Any], tensor: Tensor, *form: str) -> str:
         """Make the text of a tensor from outside the model, or of a tensor's one number."""

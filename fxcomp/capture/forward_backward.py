@@ -144,6 +144,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     ) -> list[Tensor]:
         follow()
         stand_ins = StandIns(inputs.named_pairs(parameters, buffers))
+        for parameter in parameters:
+            parameter.grad = None  # a fake is made with one where the parameter has one
         with (
             swapped(training.model, stand_ins.by_id),
             stand_ins.taken_for_real(),
@@ -164,6 +166,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 wanted = [by_name[name] for name in names]
                 found_by: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
             gradients = list(map(_accumulated, wanted, found_by))
+        _check_no_backward(by_name)
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -205,6 +208,17 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
     check_generators(body, training.model, training.loss_fn)
     with explaining(inputs.mode):
         return reshape_uncertain_views(body), outputs
+
+
+def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that the loss function itself has put into `.grad`: eager PyTorch would add the loss's."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise CaptureFailed(
+                f"the loss function puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n"
+                "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
+                " torch.autograd.grad."
+            )
 
 
 # The results of the loss function
@@ -291,9 +305,16 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     check_draws_again(body, outputs[0])
+    traced = [value for node in body.graph.nodes if compat.is_fake(value := node.meta.get("val"))][:1]
     for node in body.graph.nodes:
         if node.op == "get_attr":
             value = getattr(body, str(node.target))
+            if compat.is_fake(value) and all(value.fake_mode is not v.fake_mode for v in traced):
+                raise errors.CaptureFailed(
+                    f"the step reads a tensor of shape {list(value.shape)} that it has kept while it was traced before,"
+                    " where nothing sees it.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
+                    " compile_step."
+                )
             if getattr(value, "requires_grad", False):
                 name, shape = parameters.get(id(value)), list(value.shape)
                 what = f"the parameter {name!r}" if name else f"a tensor of shape {shape} that requires a gradient"

@@ -136,6 +136,7 @@ def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int,
             found[group] = known[likeness]
         if not is_torchs(optimizer):
             _check_are_apart(optimizer, [owners[:2] for owners in members.values()])
+            _check_tells_by_values(optimizer, owned)
     return found
 
 
@@ -262,6 +263,31 @@ def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequenc
                 f"updates {owner.name!r} otherwise if it steps other parameters too, where a compiled step updates each"
                 " by itself, as soon as its gradient has arrived",
                 "max_grad_norm= of compile_step is there for a norm over all gradients",
+            )
+
+
+def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
+    """Refuse an optimizer that updates a parameter otherwise than another one of the same values."""
+    shadow, knowing = shadow_of(optimizer), shadow_of(optimizer, knows_parameters=True)
+    for owner in owned:
+        draw, options, itself = Draws(owner.parameter), probe_options(owner), owner.parameter
+        value, gradient = draw(0.1), draw()
+        stand_in, before = stand_in_for(value, gradient), (itself.data, itself.grad)
+        if itself.is_meta:
+            continue
+        try:
+            itself.data, itself.grad = value.clone(), gradient.clone()
+            for parameter, steps in ((stand_in, shadow), (itself, knowing)):
+                torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+                step_alone(steps, parameter, options, {})
+            is_same = same(stand_in.detach(), itself.detach())
+        finally:
+            itself.data, itself.grad = before
+        if not is_same:
+            raise refused(
+                optimizer,
+                f"knows {owner.name!r} by an attribute, its identity or a table, and not by its group and state alone",
+                "Make parameter groups with options of their own",
             )
 
 

@@ -18,16 +18,16 @@ _NOT_COPIED = ("param_groups", "state", "step")
 """Schedulers put a `step` of their own there, bound to the user's optimizer."""
 
 
-def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
     """Make an optimizer of the same class and attributes over no parameters.
 
     The constructor does not run: it may ask for more than the groups tell. An attribute that holds one of the user's
-    parameters gets an empty tensor in its place, so that no step of the shadow reaches them. Raises
-    UnsupportedOptimizer for an attribute that cannot be copied, such as a lock or an open file.
+    parameters gets an empty tensor in its place, so that no step of the shadow reaches them; with `knows_parameters`
+    it keeps them. Raises UnsupportedOptimizer for an attribute that cannot be copied, such as a lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    memo: dict[int, Any] = {id(p): p.detach().new_empty(0) for p in parameters}
+    memo: dict[int, Any] = {id(p): p if knows_parameters else p.detach().new_empty(0) for p in parameters}
     for key, value in vars(optimizer).items():
         if key not in _NOT_COPIED:
             vars(shadow)[key] = _copied(optimizer, key, value, memo)

@@ -36,9 +36,11 @@ class StandIns:
         """Give a parameter's or buffer's name; None of other tensors."""
         return self._names.get(id(traced))
 
-    def are_one(self, one: Any, other: Any) -> bool:
-        """Ask if one is the stand-in of the other, as a dict asks of two keys of one hash."""
-        return one is not other and (self._real.get(id(one)) is other or self._real.get(id(other)) is one)
+    def stand_in_of(self, one: Any, other: Any) -> Tensor | None:
+        """Give the stand-in of two tensors of which one stands for the other; None of others."""
+        if self._real.get(id(one), one) is other and one is not other:
+            return one
+        return other if self._real.get(id(other), other) is one and one is not other else None
 
     @contextmanager
     def taken_for_real(self) -> Generator[None]:
@@ -56,8 +58,11 @@ class StandIns:
         hashes: dict[type | ModuleType, dict[str, Any]] = {
             type(stand_in): {"__hash__": id_of_real} for _, stand_in in self._traced.values()
         }
-        with compat.attributes_instead({**hashes, builtins: {"id": users_id}}), self._attributes_carried():
-            yield
+        try:
+            with compat.attributes_instead({**hashes, builtins: {"id": users_id}}), self._attributes_carried():
+                yield
+        finally:
+            real.clear()  # somebody may have kept users_id
 
     @contextmanager
     def _attributes_carried(self) -> Generator[None]:
@@ -65,8 +70,9 @@ class StandIns:
         given: dict[str, dict[str, Any]] = {}
         try:
             for name, (real, stand_in) in self._traced.items():
-                given[name] = {key: self.by_id.get(id(value), value) for key, value in vars(real).items()}
-                _check_free(name, given[name], stand_in)
+                attributes = {key: self.by_id.get(id(value), value) for key, value in vars(real).items()}
+                _check_free(name, attributes, stand_in)
+                given[name] = {key: value for key, value in attributes.items() if key not in own[name]}
                 vars(stand_in).update(given[name])
             yield
         finally:
@@ -76,11 +82,11 @@ class StandIns:
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
         """Write what the step wrote, as it does to a module: tensors are taken out again later, and refused."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
-        for key in [key for key in now.keys() | before.keys() if now.get(key) is not before.get(key)]:
-            if key in now:
-                vars(real)[key] = self._real.get(id(now[key]), now[key])
-            else:
-                vars(real).pop(key, None)
+        for key, value in now.items():
+            if key not in before or value is not before[key]:
+                vars(real)[key] = self._real.get(id(value), value)
+        for key in before.keys() - now.keys():
+            vars(real).pop(key, None)
         for key in now:
             del vars(stand_in)[key]
 
@@ -88,10 +94,8 @@ class StandIns:
 def _check_free(name: str, attributes: Mapping[str, Any], stand_in: Tensor) -> None:
     """Refuse an attribute whose name a traced tensor has for its own use."""
     for key, value in attributes.items():
-        taken = vars(stand_in).get(key, value) is not value or (
-            hasattr(type(stand_in), key) and not hasattr(Tensor, key)
-        )
-        if taken:
+        is_tracings = key == MAKER or vars(stand_in).get(key, value) is not value
+        if is_tracings or (hasattr(type(stand_in), key) and not hasattr(Tensor, key)):
             raise CaptureFailed(
                 f"{name!r} has an attribute {key!r}, which a traced tensor has for its own use.\n"
                 "  Give the attribute another name."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -259,6 +260,10 @@ def _same_number(mine: Any, other: Any) -> bool:
     return type(mine) is type(other) and mine == other
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a step is captured: tracing exchanges names and methods of the whole process."""
+
+
 @gc_paused()
 def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> Captured:
     """Trace one training step on fake tensors; nothing of the user's is changed.
@@ -266,6 +271,11 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
     Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place. Raises
     CaptureFailed where sizes cannot vary.
     """
+    with _ONE_AT_A_TIME:
+        return _capture(training, batch, varying)
+
+
+def _capture(training: Training, batch: Any, varying: Varying) -> Captured:
     for optimizer in training.optimizers:
         check_optimizer(optimizer)  # its options may have changed since the first capture
     check_model(training.model)  # buffers may be others than at first

@@ -22,10 +22,13 @@ _OURS = str(Path(__file__).parents[1])
 _NOT_THE_USERS = (_TORCH, _OURS, os.path.dirname(os.__file__), "<")
 """Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
 
-_PASSES_ON = (os.path.dirname(os.__file__), "<frozen", "<string>")
-"""Beginnings of the names of files of Python's library, whose callers ask."""
+_OF_PYTHON = (os.path.dirname(os.__file__), "<frozen")
+"""Beginnings of the names of files of Python's library, below which packages may be installed."""
 
 _INSTALLED = ("site-packages", "dist-packages")
+
+_PASSES_ON = (*_OF_PYTHON, "<string>")
+"""Beginnings of the names of files of Python's library, whose callers ask."""
 
 _KNOW_SYMBOLS = (_TORCH, _OURS, "<eval")
 """Beginnings of the names of files that work on symbols, beside SymPy's."""
@@ -89,7 +92,9 @@ def is_called_by_user() -> bool:
 
 def is_users_call() -> bool:
     """Ask if a line of the user's own code calls the caller of this."""
-    return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_USERS)
+    name = sys._getframe(2).f_code.co_filename
+    is_pythons = name.startswith(_OF_PYTHON) and not any(part in name for part in _INSTALLED)
+    return not (is_pythons or name.startswith(_KNOW_SYMBOLS))
 
 
 def users_code_tells_kinds() -> bool:

@@ -271,6 +271,18 @@ def test_a_global_that_is_read_by_its_name_is_followed(monkeypatch: pytest.Monke
     check(None, lambda _: monkeypatch.setitem(globals(), "HELD", 0.5), lambda _: globals()["HELD"])
 
 
+def test_a_global_that_moves_to_another_module_is_followed(monkeypatch: pytest.MonkeyPatch):
+    one, other = types.ModuleType("one_of_a_test"), types.ModuleType("other_of_a_test")
+    setattr(one, "weight", 3.0)  # noqa: B010
+    monkeypatch.setitem(globals(), "ONE", one)
+    monkeypatch.setitem(globals(), "OTHER", other)
+
+    def move(_: Any) -> None:
+        vars(other)["weight"] = vars(one).pop("weight")
+
+    check(None, move, lambda _: getattr(globals()["ONE"], "weight", 2.0) - getattr(globals()["OTHER"], "weight", 1.5))
+
+
 def test_a_function_that_is_registered_later_is_followed():
     @functools.singledispatch
     def weight(_: Any) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from fxcomp import errors
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import capture
 
 BATCHES = [torch.full((2, 3), 1.0 + i) for i in range(6)]
 
@@ -195,11 +201,30 @@ def test_an_attribute_that_each_step_changes_is_refused(place: str) -> None:
         compile_alone(model, loss_fn, batch=BATCHES[0])
 
 
-def test_an_attribute_with_a_name_of_tracing_is_refused() -> None:
+@pytest.mark.parametrize("name", ["fake_mode", "constant", "fxcomp_maker"])
+def test_an_attribute_with_a_name_of_tracing_is_refused_and_stays(name: str) -> None:
     model = Owner("parameter")
-    model.marked.fake_mode = "yes"
-    with pytest.raises(errors.CaptureFailed, match=r"'fc.bias' has an attribute 'fake_mode'"):
+    vars(model.marked).update({name: "yes", "no_decay": True})
+    with pytest.raises(errors.CaptureFailed, match=rf"'fc.bias' has an attribute '{name}'"):
         compile_alone(model, lambda model, batch: model.fc(batch).mean(), batch=BATCHES[0])
+    assert vars(model.marked) == {name: "yes", "no_decay": True}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_attribute_that_is_none_comes_and_goes(place: str, comes: bool) -> None:
+    model = made(place, nothing if comes else lambda tensor: setattr(tensor, "first", None))
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        is_second = hasattr(model.marked, "first") == comes
+        if not is_second:
+            model.marked.first = None
+            if not comes:
+                del model.marked.first
+        return model.fc(batch).mean() * (1.0 if is_second else 2.0)
+
+    with pytest.raises(errors.StepChanged, match="sets itself up at its first call"):
+        compile_alone(model, loss_fn, batch=BATCHES[0])
 
 
 # Identity
@@ -261,6 +286,100 @@ def test_the_optimizers_state_knows_its_parameters() -> None:
     assert compile_alone(model, loss_fn, optimizer, BATCHES[0])(BATCHES[0]).item() == 2
 
 
+class Registry:
+    key = staticmethod(id)
+
+
+THE_ID = id
+
+IN_HAND: dict[str, Callable[[set[int]], Any]] = {
+    "default": lambda chosen: lambda p, key=id: key(p) in chosen,
+    "closure": lambda chosen: (lambda key: lambda p: key(p) in chosen)(id),
+    "global": lambda chosen: lambda p: THE_ID(p) in chosen,
+    "partial": lambda chosen: (lambda key: lambda p: key(p) in chosen)(functools.partial(id)),
+    "class": lambda chosen: lambda p: Registry.key(p) in chosen,
+}
+
+
+@pytest.mark.parametrize("hand", IN_HAND)
+def test_id_in_hand_is_refused(hand: str) -> None:
+    model = Owner("parameter")
+    look = IN_HAND[hand]({id(model.fc.bias)})
+    with pytest.raises(errors.CaptureFailed, match=r"has Python's id in hand as .*\n.*id\(parameter\)"):
+        compile_alone(
+            model, lambda model, batch: model.fc(batch).mean() * sum(map(look, model.fc.parameters())), batch=BATCHES[0]
+        )
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<ipython-input-1>", f"{os.__file__[:-5]}/site-packages/a.py"])
+def test_users_code_has_any_file(file: str) -> None:
+    model, code = Owner("parameter"), "lambda model, batch: model.fc(batch).mean() * (id(model.fc.bias) in chosen)"
+    loss_fn = eval(compile(code, file, "eval"), {"chosen": {id(model.fc.bias)}})
+    assert compile_alone(model, loss_fn, batch=BATCHES[0])(BATCHES[0]).item() != 0.0
+
+
+def test_a_comparison_with_the_kept_tensor_is_one_of_elements() -> None:
+    def owner() -> Owner:
+        model: Any = Owner("buffer")
+        model.outside = [model.kept]
+        return model
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        return model.fc(batch).mean() + ((model.kept == model.outside[0]) * model.fc.bias.sum()).sum()
+
+    same_as_eager(owner, loss_fn)
+
+
+def test_a_parameter_kept_as_a_key_is_refused_and_taken_out() -> None:
+    model = Owner("parameter")
+    sizes: dict[Any, int] = {"known": 1}
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        sizes[model.fc.bias] = model.fc.bias.numel()
+        return model.fc(batch).mean()
+
+    with pytest.raises(errors.CaptureFailed, match=r"(?s)stores a tensor in .*sizes\[.*id\(parameter\), as keys"):
+        compile_alone(model, loss_fn, batch=BATCHES[0])
+    assert sizes == {"known": 1}
+
+
+@pytest.mark.parametrize("maxsize", [None, 8])
+def test_a_cached_function_forgets_what_it_kept_of_a_trace(maxsize: int | None) -> None:
+    @functools.lru_cache(maxsize)
+    def mask(size: int) -> Tensor:
+        return torch.ones(size, size).tril()
+
+    @functools.lru_cache(maxsize)
+    def size_of(parameter: Tensor) -> int:
+        return parameter.numel()
+
+    factor = [1.0]
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        return (model.fc(batch) @ mask(3)).mean() * factor[0] * size_of(model.fc.bias)
+
+    model = same_as_eager(lambda: Owner("parameter"), loss_fn, lambda _: factor.__setitem__(0, factor[0] * 2))
+    assert type(mask(3)) is Tensor
+    assert size_of(model.fc.bias) == 3
+
+
+@pytest.mark.parametrize("name", ["grad", "_version"])
+def test_what_steps_change_beside_the_values_is_not_read(name: str) -> None:
+    model = Owner("parameter")
+    model.fc.bias.grad = torch.ones(3)
+    with pytest.raises(errors.CaptureFailed, match=f"reads .{name} of 'fc.bias'"):
+        compile_alone(model, lambda m, b: m.fc(b).mean() * (getattr(m.fc.bias, name) is None), batch=BATCHES[0])
+
+
+def test_a_second_backward_pass_inside_is_refused() -> None:
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        model.fc.bias.square().sum().backward()  # pyright: ignore[reportUnknownMemberType]
+        return model.fc(batch).mean()
+
+    with pytest.raises(errors.CaptureFailed, match=r"puts a gradient into .grad of 'fc.bias'"):
+        compile_alone(Owner("parameter"), loss_fn, batch=BATCHES[0])
+
+
 def test_identity_within_a_step_stays() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -279,6 +398,39 @@ def test_identity_within_a_step_stays() -> None:
         return total * len({id(p) for p in (model.one.weight, model.two.weight, model.two.bias)})
 
     same_as_eager(Tied, loss_fn)
+
+
+def test_threads_compile_one_after_the_other() -> None:
+    models = [Owner("parameter") for _ in range(3)]
+    chosen = {id(model.fc.bias) for model in models}
+    found: list[Any] = []
+
+    def loss_fn(model: Any, batch: Tensor) -> tuple[Tensor, bool]:
+        return model.fc(batch).mean(), id(model.fc.bias) in chosen
+
+    def work(training: Training) -> None:
+        found.append(capture(training, BATCHES[0]).aux[0])
+
+    trainings = [Training.of(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    threads = [threading.Thread(target=work, args=(training,)) for training in trainings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [constant.value for constant in found] == [True, True, True]
+    assert id is THE_ID
+
+
+def test_an_id_that_somebody_kept_while_tracing_is_true_later() -> None:
+    model, kept = Owner("parameter"), []
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        if not kept:
+            kept.append(vars(builtins)["id"])
+        return model.fc(batch).mean()
+
+    compile_alone(model, loss_fn, batch=BATCHES[0])
+    assert kept[0](model) == id(model)
 
 
 def test_the_python_of_others_is_as_before_after_tracing() -> None:

@@ -11,6 +11,7 @@ import random
 import re
 import secrets
 import time
+import timeit
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ ITERATORS: dict[str, Callable[[], Any]] = {
     "csv": lambda: csv.reader(["1", "1", "1"]),
     "csv of names": lambda: csv.DictReader(io.StringIO("a\n1\n1\n1\n")),
     "finditer": lambda: re.finditer("1", "1111"),
-    "map of finditer": lambda: map(id, re.finditer("1", "1111")),
+    "map of finditer": lambda: map(repr, re.finditer("1", "1111")),
     "iter of a callable": lambda: iter(deque([1, 1, 1]).popleft, 2),
     "iter of a stream": lambda: iter(io.StringIO("1\n1\n").readline, ""),
     "flat": lambda: np.ones(9).flat,
@@ -167,6 +168,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "uuid1": (lambda: uuid.uuid1().int % 7, "(uuid._generate_time_safe|random)"),
     "time": (lambda: time.time() % 2, "time.time"),
     "perf_counter": (lambda: time.perf_counter() % 2, "time.perf_counter"),
+    "timeit": (lambda: timeit.default_timer() % 2, "time.perf_counter"),
     "perf_counter in hand": (lambda: perf_counter() % 2, "time.perf_counter"),
     "monotonic_ns": (lambda: time.monotonic_ns() % 2, "time.monotonic_ns"),
     "now": (lambda: datetime.datetime.now().microsecond % 2, "datetime.now"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
-from functools import cached_property, partial, partialmethod
+from functools import cache, cached_property, partial, partialmethod
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, cast
 
@@ -94,6 +95,15 @@ class WrapperPlace(Place):
 
 
 _WRAPPED = (FunctionType, MethodType, partial, partialmethod, MappingProxyType)
+
+CACHED: Any = type(cache(lambda: None))
+"""The class of functions that functools.cache and lru_cache make."""
+
+
+def kept_by(cached: Any) -> list[Any]:
+    """Give the arguments and results that a cached function keeps, as they lie there."""
+    return [each for each in gc.get_referents(cached) if each is not cached.__wrapped__ and each is not vars(cached)]
+
 
 _CALLED = ("forward", "backward", "setup_context")
 """Methods that are called without being named, as all with two underscores are but these."""

@@ -11,6 +11,7 @@ import datetime
 import os
 import random
 import time
+import timeit
 import uuid
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -127,9 +128,10 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "
 _OF_NOW = {"strftime": 1, "localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0}
 """Functions that read the clock if they are given no time, with the number of arguments that they take then."""
 
-_OF_TIME = ("time.", "datetime.", "os.times")
+_OF_TIME = ("time.", "timeit.", "datetime.", "os.times")
 
 _STATELESS: Mapping[ModuleType, Set[str]] = {
+    timeit: {"default_timer"},
     random: {"_urandom"},
     os: {"urandom", "getrandom", "times"},
     uuid: {"_generate_time_safe"},

@@ -255,7 +255,8 @@ class NamespacePlace(Place):
         self.owner: ModuleType = owner
 
     def held(self) -> Held:
-        return [(f".{key}", vars(self.owner)[key]) for key in self._names.of(vars(self.owner))]
+        found = [(f".{key}", vars(self.owner)[key]) for key in self._names.of(vars(self.owner))]
+        return [("'s name", self.name), *found]
 
     def slots(self) -> Iterable[Slot]:
         return [(vars(self.owner), key) for key in self._names.of(vars(self.owner))]

@@ -2,6 +2,8 @@
 
     self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
     losses.append(balance)   kept in loss_fn's losses[0], likewise
+    sizes[p] = p.numel()     a stand-in is kept as a key of sizes, likewise: names and id(p) are good keys
+    @functools.cache         forgets what it kept of a trace, and everything else
     self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
     random.random()          refused (draws.py)
 
@@ -20,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxcomp import compat, errors
-from fxcomp.capture.reach.callables import ClassPlace, FunctionPlace
+from fxcomp.capture.reach.callables import CACHED, ClassPlace, FunctionPlace, kept_by
 from fxcomp.capture.reach.draws import Draws
 from fxcomp.capture.reach.places import (
     COLLECTIONS,
@@ -44,6 +46,7 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
     Around the whole trace: inside it, copies of tensors would be part of it.
     """
     reach = walk(model, {"loss_fn": loss_fn})
+    _check_id_has_one_name(reach)
     before, draws = _HeldContent(reach), Draws(reach)
     kept: list[tuple[str, str]] = []
     try:
@@ -58,7 +61,18 @@ def untouched(model: nn.Module, loss_fn: Callable[..., Any]) -> Generator[None]:
             f"the forward pass stores a {kept[0][0]} in {kept[0][1]!r}, which a compiled step would not do again.\n"
             "  Register it as a buffer, or return it beside the loss: (loss, aux). A module outside the model writes"
             " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
-            " once before compile_step."
+            " once before compile_step. A table by parameter takes names, or id(parameter), as keys."
+        )
+
+
+def _check_id_has_one_name(reach: Reach) -> None:
+    """Refuse Python's `id` in hand: only where its name is looked up does it give the ids of real parameters."""
+    if id(id) in reach.known:
+        held = ((f"{place.name}{label}", value) for place in reach.places for label, value in place.held())
+        where = next((name for name, value in held if value is id), "loss_fn")
+        raise errors.CaptureFailed(
+            f"the step has Python's id in hand as {where!r}, which would give ids of stand-ins for parameters.\n"
+            "  Call it by its name: id(parameter)."
         )
 
 
@@ -72,12 +86,16 @@ class _HeldContent:
         self._tables: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self._rows: list[tuple[str, Any, list[Any]]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
+        self._caches = [place.owner for place in reach.places if isinstance(place.owner, CACHED)]
         for place in (*reach.places, *reach.bare):
             self._copy(place)
 
     def put_back(self) -> list[tuple[str, str]]:
         """Take every traced value out again; returns tensors and numbers, and where, in the order of reaching."""
         found: list[tuple[str, str]] = []
+        for cached in self._caches:
+            if any(map(_what_is_kept, kept_by(cached))):
+                cached.cache_clear()
         for name, table, before in self._tables:
             found += _clean_table(name, table, before)
         for name, row, before in self._rows:
@@ -114,11 +132,17 @@ class _HeldContent:
 
 
 def _clean_table(name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]:
-        if kept := _what_is_kept(value):
+    changed = [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]
+    if any(_what_is_kept(key) for key, _ in changed):  # found by no other hash than the one that it had while tracing
+        rest = [(key, value) for key, value in items(table) if not _what_is_kept(key)]
+        table.clear()
+        table.update(rest)
+    for key, value in changed:
+        kept_key = _what_is_kept(key)
+        if kept := max(kept_key, _what_is_kept(value)):
             if key in before:
                 table[key] = before[key]
-            else:
+            elif not kept_key:
                 del table[key]
             if kept != "known":
                 yield kept, name.format(key)
@@ -149,7 +173,7 @@ def _what_is_kept(value: Any, depth: int = DEPTH) -> str:
 
 def _parts(value: Any) -> Iterable[Any]:
     if is_a(value, dict):
-        yield from (part for _, part in items(value))
+        yield from (part for pair in items(value) for part in pair)
     elif is_a(value, COLLECTIONS):
         yield from value
     if is_a(value, FunctionType):

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxcomp.capture.reach.callables import CallPlace, ClassPlace, FunctionPlace, WrapperPlace, constructors, is_bound
+from fxcomp.capture.reach.callables import (
+    CACHED,
+    CallPlace,
+    ClassPlace,
+    FunctionPlace,
+    WrapperPlace,
+    constructors,
+    is_bound,
+)
 from fxcomp.capture.reach.iterators import is_iterator
 from fxcomp.capture.reach.places import (
     BUFFERS,
@@ -248,9 +255,6 @@ def _has_objects(value: Any) -> bool:
     return is_a(value, np.ndarray) and value.dtype == object and value.size <= LARGE
 
 
-_CACHED = type(cache(lambda: None))
-
-
 def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
     """Make the place for a value; None if it holds nothing, or nothing that guards follow."""
     kind = cast("Any", type(value))
@@ -272,7 +276,7 @@ def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | 
         return None
     if isinstance(value, COLLECTIONS) or _has_objects(value):
         return CollectionPlace(name, value, names) if len(cast("Collection[Any]", value)) <= LARGE else None
-    if isinstance(value, _CACHED):
+    if isinstance(value, CACHED):
         return WrapperPlace.around(name, value)
     if isinstance(value, threading.Event):
         names.found.add("_flag")
