@@ -185,7 +185,7 @@ class _Probe:
         """Check that a step from a state is the first one."""
         # SGD's first step takes the gradient as it is: the step's inputs leave dampening out then.
         options = self._options | ({"dampening": 0.0} if "dampening" in self._options else {})
-        after, states = self._step(value, gradient, state, options)
+        after, states = stepped(self._shadow, options, value, gradient, state)
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
@@ -195,7 +195,7 @@ class _Probe:
         for _ in range(_STEPS):
             for key in state:
                 seen.setdefault(key, []).append(state[key])
-            value, state = self._step(value, self._draws(), state, self._options)
+            value, state = stepped(self._shadow, self._options, value, self._draws(), state)
         return {key: step for key, values in seen.items() if (step := self._growth(key, values)) != 0}
 
     def _growth(self, key: str, values: Sequence[Any]) -> float:
@@ -223,13 +223,6 @@ class _Probe:
                     f"writes to {key!r} of {what}, which the update of one parameter must leave alone",
                     "Keep it in the state of each parameter",
                 )
-
-    def _step(
-        self, value: Tensor, gradient: Tensor, state: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        stand_in = stand_in_for(value, gradient)
-        states = step_alone(self._shadow, stand_in, options, copied(state))
-        return stand_in.detach(), states
 
     def _refuse(self, why: str, remedy: str = "") -> NoReturn:
         raise refused(self._optimizer, why, remedy)
@@ -317,6 +310,19 @@ def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
     stand_in = nn.Parameter(value.clone())
     stand_in.grad = gradient.clone()
     return stand_in
+
+
+def stepped(
+    shadow: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    value: Tensor,
+    gradient: Tensor,
+    state: Mapping[str, Any],
+) -> tuple[Tensor, dict[str, Any]]:
+    """Step a shadow for copies of a value, a gradient and a state; returns the value and the state after it."""
+    stand_in = stand_in_for(value, gradient)
+    after = step_alone(shadow, stand_in, options, copied(state))
+    return stand_in.detach(), after
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

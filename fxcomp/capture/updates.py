@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from fxcomp import compat, errors
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.optimizer import Owned, is_torchs, live_numbers, refused, state_tensors, with_live
-from fxcomp.capture.probe import Draws, Habits, copied, named, probe_options, stand_in_for
+from fxcomp.capture.probe import Draws, Habits, copied, named, probe_options, stepped
 from fxcomp.capture.random_state import refusing_generators
 from fxcomp.capture.shadow import plain_options, shadow_of, step_alone, unseen
 from fxcomp.capture.training import Training
@@ -87,7 +87,8 @@ class _Trial:
         self._gradient = draw()
         self._value, self._state = draw(0.1), copied(owner.state)
         for _ in range(2):  # of fresh states nothing can be told: they are zero
-            self._value, self._state = self._own(probe_options(owner), self._state, draw())
+            after = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
+            self._value, self._state = after
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
         """Compare the two with other numbers, and so many steps later."""
@@ -102,16 +103,9 @@ class _Trial:
             value, self._gradient.clone(), *state_tensors(given).values(), *live, *counts, enable_io_processing=False
         )
         options = plain_options(with_live(self._owner.options, numbers))
-        expected, own = self._own(options, state, self._gradient)
+        expected, own = stepped(self._shadow, options, self._value, self._gradient, state)
         tensors = state_tensors(own)
         return _are_close(value, expected) and all(_are_close(given[key], tensors[key]) for key in tensors)
-
-    def _own(
-        self, options: Mapping[str, Any], state: Mapping[str, Any], gradient: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
-        stand_in = stand_in_for(self._value, gradient)
-        after = step_alone(self._shadow, stand_in, options, copied(state))
-        return stand_in.detach(), after
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:

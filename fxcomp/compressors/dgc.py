@@ -87,8 +87,8 @@ class DGC(SurvivorCompressor):
         for index, (piece, k, stride) in enumerate(zip(given.pieces, ks, steps, strict=True)):
             random = int(randomness.bits(randomness.stream_of(given.state, index), 0, 1))
             cuts.append(sampled_cut(piece, k, stride, random) if k > 0 else Cut(1, 1))
-        sent = survivors.compress(given, self.ratio, cuts)
-        return Compressed(sent.payload, sent.residual, randomness.next_state(given.state))
+        sent, _ = survivors.compress(given, self.ratio, cuts)
+        return sent._replace(state=randomness.next_state(given.state))
 
     def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         return (strides(segments, self.ratio),)

@@ -135,15 +135,6 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
     return torch.where(magnitude.isfinite(), magnitude, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class FitChoice:
-    """A segment's cut; `fitted` is what the fit alone would have selected of the sample, relative to the target."""
-
-    cut: Cut
-    fitted: float | None = None
-    """None where there is nothing to fit."""
-
-
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
     """The sample holds so many values above the threshold that chance does not explain it."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
@@ -201,30 +192,38 @@ class Sidco(SurvivorCompressor):
         ks = counts(given.segments, self.ratio)
         controllers = [Controller(*map(float, row)) for row in given.state.view(-1, STATE_ELEMENTS)]
         choices = self._choices(given, ks, controllers)
-        sent = survivors.compress(given, self.ratio, [choice.cut for choice in choices])
+        sent, counted = survivors.compress(given, self.ratio, [cut for cut, _ in choices])
         new = [
             controller
-            if choice.fitted is None or not bool(piece.isfinite().all())
-            else controller.after(choice.fitted, reached / k, most_stages(self.ratio))
-            for controller, choice, piece, reached, k in zip(
-                controllers, choices, given.pieces, sent.reached, ks, strict=True
+            if fitted is None or not bool(piece.isfinite().all())
+            else controller.after(fitted, reached / k, most_stages(self.ratio))
+            for controller, (_, fitted), piece, reached, k in zip(
+                controllers, choices, given.pieces, counted, ks, strict=True
             )
         ]
         state = torch.tensor([astuple(controller) for controller in new], dtype=torch.float32).flatten()
-        return Compressed(sent.payload, sent.residual, state.to(given.state.device))
+        return sent._replace(state=state.to(given.state.device))
 
-    def _choices(self, given: EncoderInput, ks: Sequence[int], controllers: Sequence[Controller]) -> list[FitChoice]:
+    def _choices(
+        self, given: EncoderInput, ks: Sequence[int], controllers: Sequence[Controller]
+    ) -> list[tuple[Cut, float | None]]:
         both = zip(strides(given.segments, self.ratio), dgc_strides(given.segments, self.ratio), strict=True)
         return [
             self._choose(piece, k, controller, stride, dgc_stride)
             for piece, k, controller, (stride, dgc_stride) in zip(given.pieces, ks, controllers, both, strict=True)
         ]
 
-    def _choose(self, piece: Tensor, k: int, controller: Controller, stride: int, dgc_stride: int) -> FitChoice:
+    def _choose(
+        self, piece: Tensor, k: int, controller: Controller, stride: int, dgc_stride: int
+    ) -> tuple[Cut, float | None]:
+        """Choose a segment's cut; also what the fit alone would have selected of the sample, relative to the target.
+
+        None where there is nothing to fit.
+        """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):
-            return FitChoice(Cut(1, 1))
+            return Cut(1, 1), None
         reaching = k * len(sample) / len(piece)
         bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.tail_fit))
         reached = int((survivors.magnitude_bits(sample) >= bits).sum())
@@ -232,7 +231,7 @@ class Sidco(SurvivorCompressor):
             bits = sampled_cut(piece, k, dgc_stride, int(randomness.mix(torch.tensor(calls)))).bits
         elif is_contradicted(reached, reaching, stride):
             bits = survivors.kth_largest(sample, max(1, math.floor(reaching + 0.5)))
-        return FitChoice(Cut(bits, bits), reached / reaching)
+        return Cut(bits, bits), reached / reaching
 
     @classmethod
     def kernel_name(cls, what: str) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors import places
-from fxcomp.compressors.base import Compressor, mean_over_ranks
+from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
@@ -40,14 +40,6 @@ class Cut(NamedTuple):
 
     bits: int
     second: int
-
-
-class Selected(NamedTuple):
-    """The result of `compress`: `reached` counts what reached the threshold, sent or not."""
-
-    payload: Tensor
-    residual: Tensor | None
-    reached: list[int]
 
 
 class SurvivorCompressor(Compressor):
@@ -97,8 +89,8 @@ def magnitude_bits(values: Tensor) -> Tensor:
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
-def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> Selected:
-    """Send what reaches the cuts."""
+def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> tuple[Compressed, list[int]]:
+    """Send what reaches the cuts, and count for each segment what reached them, sent or not."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -113,8 +105,8 @@ def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> Selected
         left[kept] = 0
     payload = torch.cat(sections)
     if given.residual is None:
-        return Selected(payload, None, reached)
-    return Selected(payload, torch.where(given.value.isfinite(), left_out, given.residual), reached)
+        return Compressed(payload), reached
+    return Compressed(payload, torch.where(given.value.isfinite(), left_out, given.residual)), reached
 
 
 def kth_largest(values: Tensor, k: int) -> int:

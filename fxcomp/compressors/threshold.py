@@ -61,8 +61,7 @@ class Threshold(SurvivorCompressor):
         return int(survivors.magnitude_bits(torch.tensor(self.value, dtype=torch.float32)))
 
     def compress_reference(self, given: EncoderInput) -> Compressed:
-        sent = survivors.compress(given, self.ratio, [survivors.Cut(self.bits, self.bits)] * len(given.segments))
-        return Compressed(sent.payload, sent.residual)
+        return survivors.compress(given, self.ratio, [survivors.Cut(self.bits, self.bits)] * len(given.segments))[0]
 
     def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         return (self.bits,)

@@ -203,8 +203,7 @@ def large_algorithm(kind: CollectiveKind, group: GroupTopology, library: Library
 
 
 def _us_per_byte(kind: CollectiveKind, group: GroupTopology, algorithm: Algorithm) -> float:
-    compiled = _compiled(kind, algorithm)
-    return compiled.counts(group.ranks)[2] / group.gb_per_s(compiled.pattern)
+    return counts(kind, group.ranks, algorithm)[2] / group.gb_per_s(pattern_of(kind, algorithm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,41 +246,31 @@ def added_bytes(kind: CollectiveKind, size: float, ranks: int, library: Library)
 
 def pattern_of(kind: CollectiveKind, algorithm: Algorithm | None = None) -> TrafficPattern:
     """Return who sends to whom at once while a collective runs."""
-    return _compiled(kind, algorithm).pattern
+    return _formula(kind, algorithm).pattern
 
 
-def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None) -> Counts:
-    """Return steps, messages, and wire bytes per byte of n."""
-    return _compiled(kind, algorithm).counts(ranks)
+def _formula(kind: CollectiveKind, algorithm: Algorithm | None) -> Formula:
+    return FORMULAS[kind][algorithm or default_algorithm(kind)]
 
 
 Counts = tuple[float, float, float]
 
 
-class _CompiledFormula:
-    """A formula as plain Python, cached by number of ranks: a search asks thousands of times."""
-
-    __slots__ = ("_counts", "_known", "pattern")
-
-    def __init__(self, formula: Formula) -> None:
-        share = formula.wire.subs(BYTES, 1)  # every formula is proportional to n
-        self._counts: Callable[[int], Counts] = _sympy.lambdify(
-            (RANKS,), (formula.steps, formula.messages, share), modules=_NAMES
-        )
-        self._known: dict[int, Counts] = {1: (0.0, 0.0, 0.0)}
-        self.pattern = formula.pattern
-
-    def counts(self, ranks: int) -> Counts:
-        known = self._known.get(ranks)
-        if known is None:
-            latencies, sent, share = self._counts(ranks)
-            known = self._known[ranks] = (float(latencies), float(sent), float(share))
-        return known
+@cache
+def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None) -> Counts:
+    """Return steps, messages, and wire bytes per byte of n. Kept: a search asks thousands of times."""
+    if ranks == 1:
+        return 0.0, 0.0, 0.0
+    latencies, sent, share = _compiled(kind, algorithm)(ranks)
+    return float(latencies), float(sent), float(share)
 
 
 @cache
-def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> _CompiledFormula:
-    return _CompiledFormula(FORMULAS[kind][algorithm or default_algorithm(kind)])
+def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> Callable[[int], Counts]:
+    """Make plain Python of a formula: steps, messages and bytes by the number of ranks."""
+    formula = _formula(kind, algorithm)
+    share = formula.wire.subs(BYTES, 1)  # every formula is proportional to n
+    return _sympy.lambdify((RANKS,), (formula.steps, formula.messages, share), modules=_NAMES)
 
 
 def _ceil_log2(value: int) -> int:

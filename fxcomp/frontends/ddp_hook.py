@@ -90,7 +90,11 @@ class DdpHook(PlannedAverage):
         if ranks.world_size == 1:  # the wrapper averages over this rank alone
             return _as_it_is
         self._job = job = HookJob(start, wrapped, self._given)
-        return job.take
+
+        def take(bucket: compat.GradBucket) -> Future:
+            return job.take(bucket.index(), bucket.buffer(), bucket.parameters(), is_last=bucket.is_last())
+
+        return take
 
 
 def _as_it_is(bucket: compat.GradBucket) -> Future:

@@ -13,8 +13,8 @@ ends in the hook of the last bucket. So an error leaves `backward()` as it was r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,15 +39,6 @@ Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
 """Passes after which DDP rebuilds its buckets no more: one, and with static_graph=True two (measured, torch 2.13)."""
-
-
-class ArrivingBucket(Protocol):
-    """A bucket that a backward pass hands over, as torch describes it."""
-
-    def index(self) -> int: ...
-    def buffer(self) -> Tensor: ...
-    def parameters(self) -> list[Tensor]: ...
-    def is_last(self) -> bool: ...
 
 
 def delivered(buffer: Tensor) -> Future:
@@ -118,13 +109,15 @@ class HookJob(BackwardPasses):
 
     # Running
 
-    def take(self, bucket: ArrivingBucket) -> Future:
-        """Take the next bucket of a backward pass."""
+    def take(self, number: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> Future:
+        """Take the next bucket of a backward pass: the gradients of these parameters, one after the other."""
         with torch.no_grad(), compat.without_autocast():
             try:
                 if self.is_timed:
                     self.ready.enter()
-                is_timed, future = self.is_timed, self._take(bucket)
+                is_timed, future = self.is_timed, self._take(number, buffer, parameters)
+                if is_last:
+                    self._finish()
                 if is_timed:
                     self.ready.leave()
             except BaseException as error:
@@ -136,14 +129,14 @@ class HookJob(BackwardPasses):
         self._arrived, self._running, self._unused = Arrived(), None, None
         super().stop(error)
 
-    def _take(self, bucket: ArrivingBucket) -> Future:
-        number, buffer, arrived = bucket.index(), bucket.buffer(), self._arrived
+    def _take(self, number: int, buffer: Tensor, parameters: Sequence[Tensor]) -> Future:
+        arrived = self._arrived
         if number != len(arrived.kinds):
             raise RanksApart(
                 f"bucket {number} came where bucket {len(arrived.kinds)} was due: the backward pass before did not"
                 " reach every parameter.\n  Pass find_unused_parameters=True to DistributedDataParallel."
             )
-        kind, future = self._kind(bucket, buffer.dtype), _pending(buffer)
+        kind, future = self._kind(parameters, buffer.dtype), _pending(buffer)
         arrived.kinds.append(kind)
         arrived.buffers.append(buffer)
         arrived.futures.append(future)
@@ -155,12 +148,9 @@ class HookJob(BackwardPasses):
             self.site.sum_over_ranks(buffer)
         elif not self._gathers:
             self._feed(number)
-        if bucket.is_last():
-            self._finish()
         return future
 
-    def _kind(self, bucket: ArrivingBucket, dtype: torch.dtype) -> DdpBucket:
-        parameters = bucket.parameters()
+    def _kind(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
         key = tuple(map(id, parameters))
         if key not in self._kinds:
             self._kinds[key] = self._wrapped.bucket(parameters, dtype)

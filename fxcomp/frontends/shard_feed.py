@@ -29,28 +29,6 @@ REDUCED_DTYPES = (torch.float32, torch.bfloat16)
 """Types in which fully_shard has divided before its hook; for others it divides a part afterwards (torch 2.13)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardBucket:
-    """A module's flat shard, handed over as DistributedDataParallel would hand over a bucket."""
-
-    number: int
-    flat: Tensor
-    stand_ins: list[Tensor]
-    ends: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def parameters(self) -> list[Tensor]:
-        return self.stand_ins
-
-    def is_last(self) -> bool:
-        return self.ends
-
-
 @dataclass(slots=True)
 class _FeedPass:
     """The gradients that have come of the backward pass under way."""
@@ -135,7 +113,7 @@ class ShardFeed:
             if is_last:
                 self._agree_on_finite(now.came[number])
             now.fed += 1
-            self._job.take(_ShardBucket(now.fed - 1, now.came[number], self._stand_ins[number], is_last))
+            self._job.take(now.fed - 1, now.came[number], self._stand_ins[number], is_last=is_last)
 
     def _agree_on_finite(self, last: Tensor) -> None:
         """Let no shard of a gradient be applied, or its residual be spent, where another one is not finite.

@@ -17,7 +17,7 @@ from fxcomp.graph.work import is_sequence, operator_text, type_text
 
 def dump(gm: GraphModule, *, costs: bool = True) -> str:
     """Print one line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations follow."""
-    return "\n".join([*aligned(rows(gm, costs=costs)), *(f"! {violation}" for violation in check(gm))])
+    return "\n".join([*aligned(rows(gm, costs=costs)), *(f"! {problem}" for problem in check(gm))])
 
 
 def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:

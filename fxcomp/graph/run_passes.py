@@ -7,7 +7,6 @@ after the last one; where the result of each pass is kept, after each, and every
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,51 +20,40 @@ from fxcomp.graph.regions import regions
 from fxcomp.graph.work import is_sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    node: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"%{self.node}: {self.problem}"
-
-
-def check(gm: GraphModule) -> list[Violation]:
-    """The broken invariants of a labelled graph; an empty list is a good graph."""
+def check(gm: GraphModule) -> list[str]:
+    """List the broken invariants of a labelled graph, as `%node: problem`; an empty list is a good graph."""
     labelled = [node for node in gm.graph.nodes if has_info(node)]
     if len(labelled) < len(gm.graph.nodes):
         return []  # not labelled yet: nothing can be said
     found = [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
     if any(info(node).stream is None for node in labelled):
         return found  # nothing runs it yet
-    return [*found, *_torn_apart(gm), *(Violation(race.second, race.problem) for race in races(gm))]
+    return [*found, *_torn_apart(gm), *(f"%{race.second}: {race.problem}" for race in races(gm))]
 
 
-def _unawaited(gm: GraphModule) -> list[Violation]:
+def _unawaited(gm: GraphModule) -> list[str]:
     """A collective is awaited once, and nothing else touches its result."""
-    found: list[Violation] = []
+    found: list[str] = []
     for node in filter(is_collective, gm.graph.nodes):
         waits = [user for user in node.users if user.target is WAIT]
         if len(waits) != 1:
-            found.append(Violation(node.name, f"awaited {len(waits)} times"))
-        found += [
-            Violation(user.name, f"uses %{node.name} before it is awaited") for user in node.users if user not in waits
-        ]
+            found.append(f"%{node.name}: awaited {len(waits)} times")
+        found += [f"%{user.name}: uses %{node.name} before it is awaited" for user in node.users if user not in waits]
     return found
 
 
-def _reduced_twice(gm: GraphModule) -> list[Violation]:
+def _reduced_twice(gm: GraphModule) -> list[str]:
     """An element that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
-    found: list[Violation] = []
+    found: list[str] = []
     for name, node in gradients(gm).items():
         users = [(part, user) for part in with_parts(node) for user in part.users]
         syncs = [_extent(part) for part, user in users if info(user).role in (Role.COLLECTIVE, Role.PACK)]
         times = max((sum(start in other for other in syncs) for start in (part.start for part in syncs)), default=0)
         if times > 1:
-            found.append(Violation(node.name, f"the gradient of {name} is reduced {times} times"))
+            found.append(f"%{node.name}: the gradient of {name} is reduced {times} times")
         updates = [user for _, user in users if info(user).role in (Role.UPDATE, Role.CLIP)]
         if syncs and updates:
-            found.append(Violation(node.name, f"the gradient of {name} is also used without being reduced"))
+            found.append(f"%{node.name}: the gradient of {name} is also used without being reduced")
     return found
 
 
@@ -75,13 +63,13 @@ def _extent(part: Node) -> range:
     return range(start, start + max(1, part.meta["val"].numel()))
 
 
-def _lost_state(gm: GraphModule) -> list[Violation]:
+def _lost_state(gm: GraphModule) -> list[str]:
     """Every velocity, residual and state of a compressor that comes in goes out."""
     entering = [n for n in gm.graph.nodes if _is_carried(n)]
     returned: Any = gm.graph.output_node().args[0]
     leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
     if len(entering) != leaving:
-        return [Violation("output", f"{len(entering)} residuals and states come in, {leaving} go out")]
+        return [f"%output: {len(entering)} residuals and states come in, {leaving} go out"]
     return []
 
 
@@ -93,23 +81,22 @@ def _is_carried(node: Node) -> bool:
 _CARRIED = (InputKind.VELOCITY, InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
-def _early_updates(gm: GraphModule) -> list[Violation]:
+def _early_updates(gm: GraphModule) -> list[str]:
     """Updates write parameters in place, so no forward or backward node may follow one."""
     updated = False
-    found: list[Violation] = []
+    found: list[str] = []
     for node in gm.graph.nodes:
         updated = updated or (info(node).role is Role.UPDATE and node.op == "call_function")
         if updated and info(node).role in _BEFORE_UPDATES and node.op == "call_function":
-            found.append(Violation(node.name, "computes with parameters that have been updated already"))
+            found.append(f"%{node.name}: computes with parameters that have been updated already")
     return found
 
 
-def _torn_apart(gm: GraphModule) -> list[Violation]:
+def _torn_apart(gm: GraphModule) -> list[str]:
     """No region hands on several results as one: a region that is compiled returns tensors and numbers."""
     torn = [(region, node) for region in regions(gm) for node in region.outputs if is_sequence(node.meta.get("val"))]
     return [
-        Violation(node.name, f"its results are taken apart outside of {region.name}, which makes them")
-        for region, node in torn
+        f"%{node.name}: its results are taken apart outside of {region.name}, which makes them" for region, node in torn
     ]
 
 
@@ -156,7 +143,7 @@ def assert_whole(gm: GraphModule, made_by: str) -> GraphModule:
     """Check the invariants of every graph that a pass returns."""
     gm.graph.lint()
     violations = check(gm)
-    assert not violations, f"{made_by} broke the graph: " + "; ".join(map(str, violations))
+    assert not violations, f"{made_by} broke the graph: " + "; ".join(violations)
     return gm
 
 

@@ -218,8 +218,9 @@ def test_an_event_that_nobody_waits_for_is_found(
 def test_a_race_is_a_broken_graph_and_names_both_lines():
     gm = clone(final("dense"))
     change_a_bucket_in_flight(gm)
-    said = [str(violation) for violation in check(gm)]
-    assert any(each.startswith("%update_0: writes the memory of %pack_0, which %all_reduce_0 writes") for each in said)
+    assert any(
+        each.startswith("%update_0: writes the memory of %pack_0, which %all_reduce_0 writes") for each in check(gm)
+    )
 
 
 def test_what_a_line_overwrites_is_not_read_as_it_was():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,22 +101,6 @@ CLIPPED = 1e-3
 """Relative: how far the norm of clipped gradients may be off in fp32."""
 
 
-class OwnOptimizers:
-    """The user's optimizers over one copy at a time, with the present options of their groups."""
-
-    def __init__(self) -> None:
-        self._shadows: dict[int, torch.optim.Optimizer] = {}
-
-    def step(self, owner: Owned, value: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Update a value in place, one operator after the other; returns its new state."""
-        key = id(owner.optimizer)
-        if key not in self._shadows:
-            self._shadows[key] = shadow_of(owner.optimizer)
-        stand_in = nn.Parameter(value)
-        stand_in.grad = gradient
-        return step_alone(self._shadows[key], stand_in, plain_options(owner.options), state)
-
-
 class UpdateCheck:
     """Compares the updates of one step, holding copies of one parameter and its state at a time."""
 
@@ -129,7 +113,7 @@ class UpdateCheck:
         moved: Mapping[str, MovedUpdate] | None = None,
     ):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
-        self._own = OwnOptimizers()
+        self._shadow_of = cache(shadow_of)
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
         self._written, self._moved = written, moved or {}
@@ -266,7 +250,11 @@ class UpdateCheck:
         given = {key: before[key].clone() if key in before else other for key, other in state.items()}
         limit = self._training.max_grad_value
         gradient = gradient if limit is None else gradient.clamp(-limit, limit)
-        return {"": value, **self._own.step(owner, value, gradient, {} if self._is_fresh(owner) else given)}
+        stand_in = nn.Parameter(value)
+        stand_in.grad = gradient
+        state = {} if self._is_fresh(owner) else given
+        shadow = self._shadow_of(owner.optimizer)
+        return {"": value, **step_alone(shadow, stand_in, plain_options(owner.options), state)}
 
     def _count(self, owner: Owned) -> None:
         self._versions[owner.name] = owner.parameter._version
