@@ -113,7 +113,7 @@ class ModelsDiffer(FxcompError):
 
 
 class PeerFailed(FxcompError):
-    """Another rank failed or did not arrive within the timeout."""
+    """Another rank, or one that was started here, failed or did not arrive in time."""
 
 
 class LostTouch(PeerFailed):
@@ -175,7 +175,3 @@ class BadJob(FxcompError):
 
 class HostsUnavailable(FxcompError):
     """Shaped hosts cannot be made on this machine."""
-
-
-class RankFailed(FxcompError):
-    """A rank that was started here failed or did not finish in time."""

@@ -85,10 +85,10 @@ class _Trial:
         self._shadow = shadow_of(owner.optimizer)
         draw = Draws(owner.parameter)
         self._gradient = draw()
-        self._value, self._state = draw(0.1), copied(owner.state)
+        self._value = draw(0.1)
+        self._state: dict[str, Any] = copied(owner.state)
         for _ in range(2):  # of fresh states nothing can be told: they are zero
-            after = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
-            self._value, self._state = after
+            self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
         """Compare the two with other numbers, and so many steps later."""

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxcomp.compat.operators import is_view
 from fxcomp.compat.source_lines import is_called_by_user
 
 Expression = Any
@@ -122,12 +123,7 @@ def can_fail(node: Node) -> bool:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return not (torch.Tag.pointwise in target.tags or target in _HARMLESS or _is_view(target))
-
-
-def _is_view(target: Any) -> bool:
-    returns = target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return not (torch.Tag.pointwise in target.tags or target in _HARMLESS or is_view(target))
 
 
 _aten = torch.ops.aten

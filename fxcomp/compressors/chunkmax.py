@@ -24,14 +24,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import count_blocks, place_of_largest, split, to_blocks
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.compressors.topk import as_fraction
+from fxcomp.compressors.topk import as_fraction, fill_up
 
 _PLACES = 1 << 16  # in the longest chunk
 
@@ -53,10 +52,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], chunk: int) -> Ten
 def _bytes_of(n: int, chunk: int) -> int:
     m = count_blocks((n,), chunk)
     return 4 * m + -(-m * (1 if chunk <= 256 else 2) // 4) * 4
-
-
-def _fill_up(section: Tensor) -> Tensor:
-    return pad(section, (0, -len(section) % 4))
 
 
 @register
@@ -101,7 +96,7 @@ class ChunkMax(Compressor):
             places = place_of_largest(rows)
             width = torch.uint8 if chunk <= 256 else torch.int16
             values = rows.gather(1, places).flatten()
-            sections += [values.view(torch.uint8), _fill_up(places.flatten().to(width).view(torch.uint8))]
+            sections += [values.view(torch.uint8), fill_up(places.flatten().to(width).view(torch.uint8))]
             left_out.append(rows.scatter(1, places, 0.0).flatten()[: len(piece)])
         if given.residual is None:
             return Compressed(torch.cat(sections))

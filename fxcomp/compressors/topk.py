@@ -53,7 +53,8 @@ def _bytes_of(n: int, k: int) -> int:
     return 4 * k + -(-bytes_of(n, k) // 4) * 4
 
 
-def _fill_up(section: Tensor) -> Tensor:
+def fill_up(section: Tensor) -> Tensor:
+    """Add zeros up to a multiple of four bytes, so that what comes next stays aligned."""
     return pad(section, (0, -len(section) % 4))
 
 
@@ -122,7 +123,7 @@ class TopK(Compressor):
         left_out = given.value.clone()
         sections = [left_out.new_empty(0, dtype=torch.uint8)]
         for piece, index in zip(split(left_out, given.segments), places, strict=True):
-            sections += [piece[index].view(torch.uint8), _fill_up(write(index, len(piece), len(index)))]
+            sections += [piece[index].view(torch.uint8), fill_up(write(index, len(piece), len(index)))]
             piece[index] = 0
         payload = torch.cat(sections)
         if given.residual is None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.topology import GroupTopology
 from fxcomp.compressors import Compressor
@@ -277,14 +278,9 @@ def median_us(
     times: list[float] = []
     for _ in range(repeats):
         before()
-        _synchronize(on)
+        compat.synchronize(on)
         begun = time.perf_counter()
         run()
-        _synchronize(on)
+        compat.synchronize(on)
         times.append(time.perf_counter() - begun)
     return 1e6 * statistics.median(times)
-
-
-def _synchronize(on: torch.device) -> None:
-    if on.type != "cpu":
-        torch.accelerator.synchronize(on)

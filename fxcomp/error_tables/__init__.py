@@ -8,14 +8,13 @@
 
 from fxcomp.error_tables.columns import STANDARD, Columns
 from fxcomp.error_tables.families import cut, families, joined, scaled, smoothed
-from fxcomp.error_tables.measure import Draw, measure
+from fxcomp.error_tables.measure import measure
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
 
 __all__ = [
     "ASSUMED",
     "STANDARD",
     "Columns",
-    "Draw",
     "Error",
     "ErrorRow",
     "ErrorSource",

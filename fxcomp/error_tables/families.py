@@ -31,11 +31,11 @@ def smoothed(before: ErrorTable, look: ErrorTable) -> ErrorTable:
             "  Begin with a new table after the model or the columns have changed."
         )
     looks = max(row.samples for row in before.rows.values())
-    old_total, new_total = _total(before), _total(look)
+    old_total, new_total = total_squares(before), total_squares(look)
     rows: dict[str, ErrorRow] = {}
     for name, new in look.rows.items():
         old = before.rows[name]
-        old_share, new_share = _share(old, old_total), _share(new, new_total)
+        old_share, new_share = share_of(old, old_total), share_of(new, new_total)
         was_finite = new.samples or not new.squares
         share = _mean(old_share, new_share, looks) if was_finite else old_share
         if old.samples and new.samples:
@@ -55,11 +55,13 @@ def _shapes(table: ErrorTable) -> Mapping[str, tuple[int, ...]]:
     return {name: row.shape for name, row in table.rows.items()}
 
 
-def _total(table: ErrorTable) -> float:
+def total_squares(table: ErrorTable) -> float:
+    """Sum the squares of all gradients of a table."""
     return sum(row.squares for row in table.rows.values())
 
 
-def _share(row: ErrorRow, total: float) -> float:
+def share_of(row: ErrorRow, total: float) -> float:
+    """Return the share of a gradient's squares in those of all."""
     return row.squares / total if total else 0.0
 
 

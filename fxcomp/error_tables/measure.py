@@ -141,32 +141,23 @@ _MEASURED, _GRADIENT, _VALUE, _LOST = range(4)
 """Of each gradient: ranks that measured it, |g|², |v|², and what is lost by column; by rank, relative to |v|²."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Seed a measurement's random choices by rank and look: they differ, so that means settle."""
-
-    rank: int = 0
-    look: int = 0
-
-    def key(self, gradient: str) -> int:
-        return randomness.key_of("errors", gradient, self.rank, self.look)
-
-
 @torch.no_grad()
 def measure(
     gradients: Mapping[str, Tensor],
     residuals: Mapping[str, Tensor] | None = None,
     columns: Columns = STANDARD,
-    draw: Draw | None = None,
     all_reduce: AllReduce | None = None,
+    *,
+    rank: int = 0,
+    look: int = 0,
 ) -> ErrorTable:
     """Measure one look at gradients, with what compression has left out of them where there is such.
 
-    Every rank brings the same names and shapes. Raises BadErrorTable for a residual of another size.
+    Every rank brings the same names and shapes. Random choices differ by `rank` and number of the look, so that means
+    settle. Raises BadErrorTable for a residual of another size.
     """
     _check(gradients, residuals or {})
-    look = _FamilyLook(gradients, residuals or {}, columns, draw or Draw())
-    sums = look.sums(all_reduce)
+    sums = _FamilyLook(gradients, residuals or {}, columns, rank, look).sums(all_reduce)
     if all_reduce is not None:
         all_reduce(sums)
     return table_of(sums, {name: tuple(each.shape) for name, each in gradients.items()}, columns)
@@ -177,7 +168,11 @@ class _FamilyLook:
     gradients: Mapping[str, Tensor]
     residuals: Mapping[str, Tensor]
     columns: Columns
-    draw: Draw
+    rank: int
+    look: int
+
+    def key(self, what: str) -> int:
+        return randomness.key_of("errors", what, self.rank, self.look)
 
     def value(self, name: str) -> Tensor:
         """Make what is compressed, flat."""
@@ -203,12 +198,12 @@ class _FamilyLook:
             numbers.append(number)
             kept = [counts((len(value),), density)[0] for density in columns.densities]
             found[number, _LOST : _LOST + len(kept)] = torch.tensor(lost_by_largest(value, kept), dtype=torch.float64)
-            start = self.draw.key(name) % 2**24 / 2**24
+            start = self.key(name) % 2**24 / 2**24
             for run, of_run in drawn.items():
                 of_run.append(draw_runs(value, run, whole, start))
         for run, codecs in runs.items():
             for codec in codecs:
-                lost = lost_by_codec(codec, drawn[run], self.draw.key(str(codec)))
+                lost = lost_by_codec(codec, drawn[run], self.key(str(codec)))
                 column = _LOST + columns.contractions() + columns.codecs.index(codec)
                 found[numbers, column] = torch.tensor(lost, dtype=torch.float64)
         self._sketch(found, all_reduce)
@@ -232,7 +227,7 @@ class _FamilyLook:
             return
         places = {name: number for number, name in enumerate(self.gradients)}
         whole = [found[places[name], _VALUE].item() for name in names]
-        losses = losses_by_rank(shapes, matrices, whole, columns.ranks, self.draw.look, all_reduce)
+        losses = losses_by_rank(shapes, matrices, whole, columns.ranks, self.look, all_reduce)
         first, end = _LOST + len(columns.densities), _LOST + columns.contractions()
         for name, lost in zip(names, losses, strict=True):
             if is_measured[name]:

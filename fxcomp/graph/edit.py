@@ -168,6 +168,11 @@ def collective_of(gradient: Node) -> Node | None:
     return next((user for user in gradient.users if is_collective(user)), None)
 
 
+def slot_text(node: Node) -> str:
+    """Name a compression by its bucket, and its slot if it is not the first: `3`, `3_1`."""
+    return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"
+
+
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
     """List the pack nodes of gradient buckets, with the bucket's number."""
     for node in gm.graph.nodes:

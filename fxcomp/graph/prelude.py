@@ -61,13 +61,8 @@ class QuestionStage:
     """The number of its results that are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class OtherAnswer:
-    """A question that is answered otherwise than when the step was captured."""
-
-    question: BatchQuestion
-    answer: Any
-    """None if it could not be asked."""
+OtherAnswer = tuple[BatchQuestion, Any]
+"""A question, and its answer where that is not the one at capture; None if it could not be asked."""
 
 
 class Prelude:
@@ -116,9 +111,9 @@ class Prelude:
                 for question in stage.questions:
                     answer = question.answered(numbers)
                     if not question.is_answered(answer):
-                        return OtherAnswer(question, answer)
+                        return question, answer
             except (ArithmeticError, IndexError, RuntimeError, ValueError):  # Python says what is wrong with the batch
-                return OtherAnswer(stage.questions[0], None)
+                return stage.questions[0], None
             values += results[stage.reads :]
         return None
 

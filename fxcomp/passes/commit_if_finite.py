@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.graph.edit import call, collective_kind, gradients, has_scale, is_collective
+from fxcomp.graph.edit import call, collective_kind, gradients, has_scale, is_collective, slot_text
 from fxcomp.graph.info import NodeInfo, Role, info
 from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ROLL_BACK, SAVE
 
@@ -65,7 +65,7 @@ def _behind_views(node: Node) -> Node:
 
 
 def _roll_back(gm: GraphModule, compress: Node) -> None:
-    graph, name = gm.graph, _name(compress)
+    graph, name = gm.graph, slot_text(compress)
     payload, left_out = _result(compress, 0), _result(compress, 1)
     assert payload is not None, "a compressor makes a payload"
     mine = info(compress).bucket, info(compress).slot
@@ -85,10 +85,10 @@ def _roll_back(gm: GraphModule, compress: Node) -> None:
 def _restore(gm: GraphModule, node: Node, state: Node, kind: str) -> None:
     """The node changes the state in place, and nothing that is left tells what it was: keep a copy."""
     with gm.graph.inserting_before(node):
-        saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{_name(node)}")
+        saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{slot_text(node)}")
     with gm.graph.inserting_before(gm.graph.output_node()):
         label = NodeInfo(Role.ROLL_BACK, bucket=info(node).bucket, slot=info(node).slot)
-        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{kind}{_name(node)}")
+        call(gm.graph, torch.ops.aten.copy_.default, (state, saved), label, name=f"restored_{kind}{slot_text(node)}")
 
 
 def _saved(gm: GraphModule, payload: Node, name: str) -> Node:
@@ -98,11 +98,6 @@ def _saved(gm: GraphModule, payload: Node, name: str) -> Node:
 
 def _beside(node: Node) -> NodeInfo:
     return NodeInfo(Role.PACK, bucket=info(node).bucket, stage=info(node).stage, slot=info(node).slot)
-
-
-def _name(node: Node) -> str:
-    """Name a compression by its bucket, and its slot if it is not the first."""
-    return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"
 
 
 def _result(compress: Node, index: int) -> Node | None:

@@ -28,7 +28,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from fxcomp.compressors import Compressor
-from fxcomp.graph.edit import call, placeholder, refresh_value
+from fxcomp.graph.edit import call, placeholder, refresh_value, slot_text
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 from fxcomp.graph.lines import compressor_at
 from fxcomp.graph.ops import KEEP
@@ -58,7 +58,7 @@ def _compresses(node: Node) -> bool:
 
 
 def _thread_residual(gm: GraphModule, compress: Node) -> Node:
-    value, name = compress.args[0], _name(compress)
+    value, name = compress.args[0], slot_text(compress)
     assert isinstance(value, Node), "a compressor compresses a node"
     source = _source(compress, InputKind.RESIDUAL)
     residual = placeholder(gm.graph, f"residual_{name}", value.meta["val"], NodeInfo(Role.INPUT, source=source))
@@ -70,7 +70,7 @@ def _thread_residual(gm: GraphModule, compress: Node) -> Node:
 
 
 def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> Node:
-    name = _name(compress)
+    name = slot_text(compress)
     segments: Any = compress.args[2]
     value: Any = compress.args[0]
     dtype = compressor.facts.state_dtype
@@ -95,7 +95,7 @@ def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
     payloads, known = decompress.args[0], info(decompress)
     label = NodeInfo(Role.KEEP, bucket=known.bucket, stage=known.stage, slot=known.slot)
     with gm.graph.inserting_before(decompress):
-        return call(gm.graph, KEEP, (state, payloads), label, name=f"next_state_{_name(decompress)}")
+        return call(gm.graph, KEEP, (state, payloads), label, name=f"next_state_{slot_text(decompress)}")
 
 
 def _of(gm: GraphModule, compress: Node, role: Role) -> list[Node]:
@@ -109,8 +109,3 @@ def _source(compress: Node, kind: InputKind) -> Source:
     number, slot = info(compress).bucket, info(compress).slot
     assert number is not None, f"{compress.name} belongs to a bucket"
     return Source(kind, index=number, slot=slot)
-
-
-def _name(node: Node) -> str:
-    """Name a compression by its bucket, and its slot if it is not the first."""
-    return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"

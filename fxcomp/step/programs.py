@@ -205,11 +205,11 @@ class Programs:
             self._recaptures.add(change, seconds)
 
     def _answer_change(self) -> Change | None:
-        other = self._other_answer
-        if other is None:
+        if self._other_answer is None:
             return None
-        what = f"the answer of {other.question.where} ({other.question.text})"
-        return Change(what, str(other.question.answer), str(other.answer), _ASK_LESS)
+        question, answer = self._other_answer
+        what = f"the answer of {question.where} ({question.text})"
+        return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
         """The program that such a batch had before, when its values gave the same answers."""

@@ -11,7 +11,7 @@ import pytest
 
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here, why_not
-from fxcomp.errors import HostsUnavailable, RankFailed
+from fxcomp.errors import HostsUnavailable, PeerFailed
 
 MEET = """
     import os
@@ -106,7 +106,7 @@ def test_ranks_without_hosts_meet_on_loopback(script):
 
 @pytest.mark.usefixtures("shaping")
 def test_a_rank_that_raises_ends_the_others_and_the_hosts(script):
-    with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*rank one gives up"), ShapedHosts(2) as hosts:
+    with pytest.raises(PeerFailed, match=r"rank 1 failed(.|\n)*rank one gives up"), ShapedHosts(2) as hosts:
         run_ranks([script(RAISE_ON_RANK_1)], hosts=hosts, timeout_s=300)
     assert held_namespaces() == set()
 
@@ -114,7 +114,7 @@ def test_a_rank_that_raises_ends_the_others_and_the_hosts(script):
 @pytest.mark.slow
 def test_a_rank_that_does_not_finish_is_ended(script):
     pids: list[int] = []
-    with pytest.raises(RankFailed, match=r"rank 0 did not finish within 5 s"):
+    with pytest.raises(PeerFailed, match=r"rank 0 did not finish within 5 s"):
         run_ranks(
             [script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")],
             ranks_per_host=2,

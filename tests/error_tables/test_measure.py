@@ -9,7 +9,7 @@ from helpers.measured import lost, measured_together
 from torch import Tensor
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor
-from fxcomp.error_tables import Columns, Draw, ErrorSource, ErrorTable, measure
+from fxcomp.error_tables import Columns, ErrorSource, ErrorTable, measure
 from fxcomp.errors import BadErrorTable
 from fxcomp.testing.rounds import average, replicas_of
 
@@ -178,7 +178,7 @@ def test_a_rank_whose_gradient_is_not_finite_brings_nothing():
 
 def test_each_look_draws_other_runs_and_the_same_look_the_same():
     gradient = {"g": drawn(0)}
-    first, again, other = (measure(gradient, draw=Draw(0, look)) for look in (0, 0, 1))
+    first, again, other = (measure(gradient, look=look) for look in (0, 0, 1))
     assert first == again
     assert first.rows["g"].errors != other.rows["g"].errors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor
-from fxcomp.error_tables import Draw, ErrorTable, measure
+from fxcomp.error_tables import ErrorTable, measure
 from fxcomp.testing.rounds import average, replicas_of
 
 
@@ -37,7 +37,7 @@ def measured_together(parts: list[dict[str, Tensor]]) -> list[ErrorTable]:
         barrier.wait()
 
     def on(rank: int) -> ErrorTable:
-        return measure(parts[rank], draw=Draw(rank), all_reduce=partial(all_reduce, rank))
+        return measure(parts[rank], rank=rank, all_reduce=partial(all_reduce, rank))
 
     with ThreadPoolExecutor(len(parts)) as threads:
         return list(threads.map(on, range(len(parts))))

@@ -16,7 +16,7 @@ from typing import IO
 import torch.distributed as dist
 
 from fxcomp.commands.demo.shaped_hosts import INTERFACE, ShapedHosts
-from fxcomp.errors import RankFailed
+from fxcomp.errors import PeerFailed
 
 _PORT = 29511  # in a namespace of our own every port is free
 
@@ -33,7 +33,7 @@ def run_ranks(
 
     Ranks fill the hosts one after the other; without `hosts` there is one host, this one. Each finds RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. When one fails, or time is up, all are ended and
-    `RankFailed` carries the end of its error output. `on_line(rank, line)` hears every line as it is printed, in a
+    `PeerFailed` carries the end of its error output. `on_line(rank, line)` hears every line as it is printed, in a
     thread of that rank.
     """
     world_size = (hosts.count if hosts else 1) * ranks_per_host
@@ -59,7 +59,7 @@ def run_ranks(
             late = failed.process.poll() is None
             _end(ranks)  # first, so that the failed rank's error output is complete
             how = f"did not finish within {timeout_s:g} s" if late else _ending(failed.process.returncode)
-            raise RankFailed(f"rank {failed.number} {how}.\n{failed.error_tail()}".rstrip())
+            raise PeerFailed(f"rank {failed.number} {how}.\n{failed.error_tail()}".rstrip())
         return [rank.output() for rank in ranks]
     finally:
         _end(ranks)

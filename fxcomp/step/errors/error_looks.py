@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.error_tables import ASSUMED, STANDARD, ErrorRow, ErrorTable, cut, families, joined, smoothed
+from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable, cut, families, joined, smoothed
+from fxcomp.error_tables.families import share_of, total_squares
 from fxcomp.error_tables.table import LAG
 from fxcomp.errors import BadErrorTable, BadState
 from fxcomp.plan.budget import plan_error
@@ -307,12 +308,12 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
     was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
     if max(was, becomes) > ROUNDING and abs(becomes - was) >= PLAN_CHANGE * was:
         return f"the plan's error was {was:.3g} and is {becomes:.3g}"
-    old_squares, new_squares = _squares(before), _squares(now)
+    old_squares, new_squares = total_squares(before), total_squares(now)
     for name, row in now.rows.items():
         old = before.rows.get(name)
         if old is None:
             return f"{name} was not measured before"
-        shares = _share(old, old_squares), _share(row, new_squares)
+        shares = share_of(old, old_squares), share_of(row, new_squares)
         if max(shares) < HEAVY:
             continue
         if _has_changed(*shares):
@@ -325,11 +326,3 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 def _has_changed(one: float, other: float) -> bool:
     return max(one, other) >= GRADIENT_CHANGE * min(one, other)
-
-
-def _squares(table: ErrorTable) -> float:
-    return sum(row.squares for row in table.rows.values())
-
-
-def _share(row: ErrorRow, total: float) -> float:
-    return row.squares / total if total else 0.0

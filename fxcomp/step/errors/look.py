@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.error_tables import Columns, Draw, ErrorTable, measure, scaled
+from fxcomp.error_tables import Columns, ErrorTable, measure, scaled
 from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.clock import clock_of
 from fxcomp.runtime.runtime import Runtime
@@ -88,7 +88,7 @@ class ErrorLook:
         *,
         wants: bool = True,
     ):
-        self._columns, self._draw = columns, Draw(site.rank, number)
+        self._columns, self._number = columns, number
         self._shapes, self._residuals, self._site = shapes, residuals, site
         self.work = ExtraWork(site.device, needed_bytes(shapes))
         self._is_on = wants and not self.work.lacks_room
@@ -141,7 +141,15 @@ class ErrorLook:
         if not some_out:
             with self.work.timed():
                 gradients = {name: self._whole(name) for name in self._shapes}
-                table = measure(gradients, self._left_out, self._columns, self._draw, self._site.sum_over_ranks)
+                site = self._site
+                table = measure(
+                    gradients,
+                    self._left_out,
+                    self._columns,
+                    site.sum_over_ranks,
+                    rank=site.rank,
+                    look=self._number,
+                )
                 squares = sum(row.squares for row in table.rows.values())
                 self.table = scaled(table, 1 / squares if squares > 0 else 0.0)
             self.was_taken = True
