@@ -7,6 +7,9 @@ BIN := .venv/bin
 # machine (the CUDA build on Linux), or `pinned`, which takes what constraints.txt and pip's own settings say.
 BUILDS ?= pinned 2.13.0
 
+# Tests start many processes, and each would compile the modules that it loads.
+unexport PYTHONDONTWRITEBYTECODE
+
 demo: .venv/installed          ## install, then train a small GPT over a slow link with DDP, its hooks and fxcomp
 	$(BIN)/fxcomp demo
 

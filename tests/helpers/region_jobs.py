@@ -332,10 +332,10 @@ def met(cases: Sequence[Case]) -> set[tuple[int, Any, int, Any]]:
 
 
 def cases() -> list[Case]:
-    """Draw cases, and leave out those, the dearest first, without which the same choices meet."""
-    kept = sorted(pairwise(CHOICES), key=lambda case: repr(astuple(case)))
+    """Draw cases, the cheap ones first, and leave out those, the dearest first, without which the same choices meet."""
+    kept = sorted(pairwise(CHOICES), key=lambda case: (case.model in RECURRENT, case.varies, case.autocast, str(case)))
     every = met(kept)
-    for case in sorted(kept, key=lambda case: (case.model in RECURRENT, case.varies, case.autocast), reverse=True):
+    for case in reversed(kept):
         others = [other for other in kept if other != case]
         kept = others if met(others) == every else kept
     return kept
