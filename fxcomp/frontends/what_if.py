@@ -143,7 +143,9 @@ def what_if(
     tell("choosing")
     terms = replace(question.terms, bursts=burst_share(update_kinds(captured.graph)))
     choice = choose(workload, costs, cluster, terms)
-    wanted = choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster)
+    wanted = (
+        choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster, compress.point)
+    )
     if wanted.buckets:
         wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
@@ -203,7 +205,7 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None) -> P
     if cluster.world_size == 1:
         wanted = Plan(())
     elif compress.plan is not None:
-        wanted = plan_as_given(compress.plan, workload, costs, cluster)
+        wanted = plan_as_given(compress.plan, workload, costs, cluster, compress.point)
     else:
         wanted = choose(workload, costs, cluster, Terms.of(compress)).plan
     return compiler.emit(captured, wanted, costs)

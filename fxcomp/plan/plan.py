@@ -114,6 +114,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name, parts in self.parts.items():
             _check_parts(name, parts)
+        for name in set(self.moved).intersection(
+            n for b in self.buckets if b.at is ExchangePoint.GRADIENT for n in b.names
+        ):
+            raise BadPlan(f"the plan exchanges a part of {name} at the gradient, and another one at the momentum")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,8 +171,12 @@ class Plan:
         return bool(self.moved)
 
     def at_momenta(self) -> Plan:
-        """Let ranks exchange momenta in the buckets that are compressed."""
-        return self._at([ExchangePoint.MOMENTUM if not b.strategy.is_dense else b.at for b in self.buckets])
+        """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel."""
+        moved = {name for bucket in self.buckets if not bucket.strategy.is_dense for name in bucket.names}
+        while more := {n for b in self.buckets if not moved.isdisjoint(b.names) for n in b.names} - moved:
+            moved |= more
+        points = [ExchangePoint.GRADIENT if moved.isdisjoint(b.names) else ExchangePoint.MOMENTUM for b in self.buckets]
+        return self._at(points)
 
     def at_gradients(self) -> Plan:
         """Let ranks exchange gradients in all buckets."""

@@ -141,7 +141,7 @@ class Planner:
 
     def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
         """Make the plan that the user named. Raises BadPlan."""
-        return plan_as_given(plan, workload, costs, self.site.cluster)
+        return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Decide by other costs, and by errors of this job's gradients; ranks meet for a topic of its own."""
@@ -180,7 +180,6 @@ class Planner:
         if plan is None or cluster.world_size == 1:
             notes = ("one rank: nothing to communicate", *self._foreign(costs))
             return Decision(Plan(()), costs, workload, notes=notes)
-        point = self.options.compress.point
         data = ranks.from_rank_0("the plan", lambda: self.name(plan, workload, costs).to_json())
         followed = Plan.from_json(data)
 
@@ -193,8 +192,6 @@ class Planner:
         ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
         followed.check_covers(workload.sizes, workload.types)
         followed.check_fits(cluster)
-        if point is not ExchangePoint.GRADIENT:
-            followed = followed.at_momenta()
         notes = ("the plan was given, not chosen", *self._foreign(costs))
         return Decision(followed, costs, workload, notes=notes)
 
@@ -202,8 +199,19 @@ class Planner:
         return foreign_note(costs, self.site.device)
 
 
-def plan_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
+def plan_as_given(
+    plan: GivenPlan,
+    workload: Workload,
+    costs: CostTable,
+    cluster: Cluster,
+    at: ExchangePoint = ExchangePoint.GRADIENT,
+) -> Plan:
     """Make the plan that the user named, whose gradients end whole. Raises BadPlan."""
+    made = _made_as_given(plan, workload, costs, cluster)
+    return made if at is ExchangePoint.GRADIENT else made.at_momenta()
+
+
+def _made_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
     if isinstance(plan, Plan) or is_path(plan):
         named = plan if isinstance(plan, Plan) else Plan.load(plan)
         for bucket in named.buckets:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,19 +24,40 @@ one at most some ten times as far as others move."""
 _MOVED = "momenta"
 
 
+class Freeze:
+    """The moment after which second moments stay, where a plan exchanges momenta."""
+
+    def __init__(self, graph: GraphModule, owners: Mapping[str, Owned]) -> None:
+        self._graph, self._owners = graph, owners
+        self.is_due = False
+        """The next step is the first one that exchanges momenta."""
+
+    def before_step(self, plan: Plan) -> None:
+        """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
+        if self.is_due:
+            freeze_magnitudes(self._graph, plan, self._owners)
+            self.is_due = False
+
+
 def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned]) -> None:
     """Make second moments fit to be divided by for the rest of a job, where a plan exchanges momenta.
 
     A value that never had a gradient has a second moment of 0, and its first gradient would be divided by almost
-    nothing. None stays below a part of its tensor's mean. The same on all ranks, as what it reads is.
+    nothing. None stays below a part of its tensor's mean; where that is 0, of the mean of the others' means. The same
+    on all ranks, as what it reads is. What is not finite stays.
     """
     updates = updates_of(graph) if plan.moves_exchange else {}
+    found: list[Tensor] = []
     for name in plan.moved:
         magnitude = updates[name].moment().magnitude
         source = None if magnitude is None else info(magnitude.state).source
         if source is not None:
-            value: Tensor = owners[name].state[source.key]
-            value.clamp_(min=LEAST_MAGNITUDE * float(value.double().mean()))
+            found.append(owners[name].state[source.key])
+    means = [float(value.double().mean()) for value in found]
+    known = [mean for mean in means if 0 < mean < math.inf]
+    for value, mean in zip(found, means, strict=True):
+        if known and mean < math.inf:
+            value.clamp_(min=LEAST_MAGNITUDE * (mean or statistics.fmean(known)))
 
 
 def saved_momenta(plan: Plan) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
-from fxcomp.state.momenta import check_momenta, freeze_magnitudes, momenta_in, saved_momenta
+from fxcomp.state.momenta import Freeze, check_momenta, momenta_in, saved_momenta
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
@@ -43,9 +43,8 @@ class PlanInForce:
         inputs: Inputs,
         warmup: Warmup = NO_WARMUP,
     ):
-        self._compiler, self._capture = compiler, capture
+        self._compiler, self._capture, self.inputs = compiler, capture, inputs
         self._site = site = trained.site
-        self.inputs = inputs
         stages = warmup.stages(decision.plan)
         self.plans: tuple[Plan, ...] = tuple(stages.values())
         """The plans that are followed one after the other; the last one stays."""
@@ -53,6 +52,7 @@ class PlanInForce:
         """The uses of the job's steps."""
         self.stage: int = 0
         """The place among them of the plan that is followed now."""
+        self._freeze = Freeze(capture.first.graph, inputs.training.owners)
         self.first_kind: BatchType = capture.kind
         """The type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
@@ -106,17 +106,17 @@ class PlanInForce:
 
     # Following
 
-    def enter_stage_of(self, step: int) -> bool:
+    def enter_stage_of(self, step: int, *, runs: bool = True) -> bool:
         """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
         stage = self.calendar.stage_at(step)
-        if stage == self.stage:
-            return False
-        before, self.stage = self.plan, stage
-        if step == self.calendar.warm_from[stage] and not before.moves_exchange:
-            freeze_magnitudes(self._capture.first.graph, self.plan, self.inputs.training.owners)
-        self.state.enter_stage(self.plan, self._site)
-        self.runtime.forget_buffers()
-        return True
+        if is_other := stage != self.stage:
+            self._freeze.is_due = step == self.calendar.warm_from[stage] and not self.plan.moves_exchange
+            self.stage = stage
+            self.state.enter_stage(self.plan, self._site)
+            self.runtime.forget_buffers()
+        if runs:
+            self._freeze.before_step(self.plan)
+        return is_other
 
     @property
     def predicted(self) -> Timeline:
@@ -125,9 +125,9 @@ class PlanInForce:
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch as everything else is now; capture here alone if there is none."""
-        self.program = self.programs.find(batch, kind, leaves, self._number)
-        self.runtime.numbers = self.program.numbers
-        return self.program
+        self.program = found = self.programs.find(batch, kind, leaves, self._number)
+        self.runtime.numbers = found.numbers
+        return found
 
     def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
         """Find the program for a batch that ends no group of micro-batches."""
@@ -150,11 +150,10 @@ class PlanInForce:
         Every rank calls it, with the program if that is made already. If making it fails on one rank, all of them go on
         as they were.
         """
-
-        def made() -> Program:
-            return program or self._compiler.emit(self._capture.first, decision.plan, decision.costs)
-
-        program = self._follower.carry_to(decision, f"{topic}: emitting the step", made)
+        first, costs = self._capture.first, decision.costs
+        program = self._follower.carry_to(
+            decision, f"{topic}: emitting the step", lambda: program or self._compiler.emit(first, decision.plan, costs)
+        )
         self._stay_with(decision.plan)
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
@@ -175,9 +174,8 @@ class PlanInForce:
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
         """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
 
-        Every rank calls it after the same step, with the first capture's program if that is made already. Nothing is
-        sent, captured or emitted. Residuals and velocities stay where they are, and compressors go on from what they
-        remember.
+        Every rank calls it after the same step, with the first capture's program if that is made. Nothing is sent,
+        captured or emitted. Residuals and velocities stay, and compressors go on from what they remember.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         trained = self._follower.trained
@@ -196,11 +194,9 @@ class PlanInForce:
 
     def line_up(self, plans: Sequence[Plan], topic: str) -> None:
         """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
-
-        def made() -> list[Program]:
-            return [self._made_of_first(plan) for plan in plans]
-
-        programs = self._site.ranks.attempt(f"{topic}: emitting the steps", made)
+        programs = self._site.ranks.attempt(
+            f"{topic}: emitting the steps", lambda: [self._made_of_first(plan) for plan in plans]
+        )
         self._follower.line_up(plans)
         self.programs.racing = len(plans)
         for each, program in zip(self._follower.racing[1:], programs, strict=True):
@@ -263,7 +259,7 @@ class PlanInForce:
     def _start_over(self, steps: int, moved: Sequence[str] | None) -> None:
         if self._follower.racing:
             self._go_on()
-        self.enter_stage_of(steps)
+        self.enter_stage_of(steps, runs=False)
         check_momenta(moved, self.plans[self.calendar.stage_at(steps - 1)], steps)
 
     # Making

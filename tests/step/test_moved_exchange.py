@@ -249,9 +249,9 @@ def restarted_at(steps: int) -> tuple[str, str]:
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
         step(JOB.batch(i, dist.get_rank()))
     other, its_optimizer, resumed = start()
+    resumed.load_state_dict(saved[2])  # first: at the freeze the optimizer's state counts as it is when a step runs
     other.load_state_dict(saved[0])
     its_optimizer.load_state_dict(saved[1])
-    resumed.load_state_dict(saved[2])
     for i in range(steps, STEPS):
         resumed(JOB.batch(i, dist.get_rank()))
     return replica_fingerprint(model), replica_fingerprint(other)
