@@ -21,7 +21,7 @@ from fxcomp.errors import CaptureFailed
 
 Read = Callable[[Tensor], Any]
 
-STATES = ([1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 3.0, 4.0], [3.0, 5.0, 1.0, 2.0])
+STATES = ([1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 3.0, 4.0], [3.0, 5.0, 1.0, 2.0], [2.0, 1.0, 4.0, 3.0])
 
 
 class Holder:
@@ -45,9 +45,9 @@ def nothing(holder: Holder, value: Tensor) -> None:
 
 
 CHANGES = (
-    (nothing, 0), (another, 0), (in_place, 1), (nothing, 1), (another, 2), (in_place, 1), (another, 0), (in_place, 2),
+    (nothing, 0), (nothing, 0), (in_place, 1), (in_place, 2), (in_place, 0), (another, 3), (another, 1), (another, 0),
 )  # fmt: skip
-"""The changes before each step, and the state that is put: values are new, equal, and seen before in each way."""
+"""The changes before each step, and the state that is put: each way makes values that are new, and some seen before."""
 
 
 def check(read: Read, make: Callable[[list[float]], Tensor] = torch.tensor) -> None:
