@@ -71,11 +71,12 @@ class Update:
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Find the tensor that comes in and is no input of the graph."""
+        """Find the tensor that comes in and is no input of the graph. Raises NoMoment where there are several."""
         inside = set(self.nodes)
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
-        assert len(found) == 1, "one gradient comes into an update"
+        if len(found) != 1:
+            raise NoMoment("it reads other tensors beside its gradient")
         return found[0]
 
     def moment(self) -> Moment:

@@ -67,10 +67,9 @@ class _Move:
         self._graph: Graph = gm.graph
         self._name, self._local, self._update = name, local, update
         try:
-            self._moment = update.moment()
+            self._moment, self._arrived = update.moment(), update.gradient()
         except NoMoment as error:
             raise self._refused(str(error)) from None
-        self._arrived = update.gradient()
 
     def _refused(self, why: str) -> UnsupportedOptimizer:
         return UnsupportedOptimizer(

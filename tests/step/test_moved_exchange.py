@@ -207,6 +207,40 @@ def test_adam_follows_formula_a(compressor):
     assert len({fingerprint for _, fingerprint, _, _ in results}) == 1
 
 
+OTHERS: dict[str, Make] = {
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
+    "adam with decay": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1),
+    "adamw upwards": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, maximize=True),
+    "muon": lambda m: torch.optim.Muon(m.parameters(), lr=0.01),
+    "groups": lambda m: torch.optim.AdamW(
+        [{"params": [m[0].weight], "weight_decay": 0.0}, {"params": [m[2].weight], "lr": 0.001}], lr=0.01
+    ),
+}
+
+
+def verified(name: str, compressor: str) -> tuple[int, str]:
+    """Train with every step verified by the user's own optimizer."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.ReLU(), nn.Linear(30, 10, bias=False))
+    plan = moved(plan_in_turns(model, [Strategy.flat(parse_compressor(compressor)), DENSE]))
+    compress = fxcomp.Compress(plan=plan, warmup=fxcomp.Warmup(int8_steps=WARM))
+    optimizer = OTHERS[name](model)
+    falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    checks = fxcomp.Checks(verify=1)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), compress=compress, checks=checks)
+    for i in range(STEPS):
+        step(JOB.batch(i, dist.get_rank()))
+        falling.step()
+    return step.steps, replica_fingerprint(model)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_step_of_other_optimizers_is_what_they_would_do(name):
+    results = run_ranks(2, verified, name, "cmax(4)")
+    assert {steps for steps, _ in results} == {STEPS}
+    assert len({fingerprint for _, fingerprint in results}) == 1
+
+
 # Around it
 
 
