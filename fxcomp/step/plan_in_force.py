@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
-from fxcomp.graph.captured import Captured
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import NO_WARMUP, Warmup
@@ -25,7 +23,7 @@ from fxcomp.state.momenta import Freeze, check_momenta, momenta_in, saved_moment
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
-from fxcomp.step.programs import CAPTURES, Programs
+from fxcomp.step.programs import Programs, kept
 
 CALENDAR = "calendar"
 """The part of a saved state that says what steps to come are for."""
@@ -63,11 +61,7 @@ class PlanInForce:
         self.state.enter_stage(self.plan, site)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
-
-        def micro_program(captured: Captured) -> Program:
-            return self._compiler.emit_micro_batch(captured, self.decision.costs)
-
-        self._micro_program = lru_cache(CAPTURES)(micro_program)
+        self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
