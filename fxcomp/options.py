@@ -178,8 +178,16 @@ class StepOptions:
                     f"ranks exchange the optimizer's momentum by this plan, which does not go with {name}=: {why}.\n"
                     f'  Leave at="momentum" out, or {name}=.'
                 )
+        for name in ("momentum", "scale_with_lr", "everywhere"):
+            if getattr(self.compress.feedback, name):
+                raise BadOption(
+                    "ranks exchange the optimizer's momentum by this plan, which does not go with"
+                    f" ErrorFeedback({name}=...): residuals would have another unit, or be scaled twice.\n"
+                    "  Leave one of them out."
+                )
         warmup = self.compress.warmup
-        if any(not kind.is_linear for kind in kinds) and not warmup.dense_steps + warmup.int8_steps:
+        divides = {UpdateKind.SECOND_MOMENT, UpdateKind.TRUST_RATIO}
+        if not divides.isdisjoint(kinds) and not warmup.dense_steps + warmup.int8_steps:
             raise BadOption(
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"

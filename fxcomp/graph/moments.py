@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -104,6 +105,7 @@ def updates_of(gm: GraphModule) -> dict[str, Update]:
 
 def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Collection[Node]) -> Moment:
     """Read one parameter's update. Raises NoMoment."""
+    _check_no_view_is_written(nodes, {gradient, *states})
     reading = UpdateReading(nodes, parameter, states)
     if not reading.means:
         raise NoMoment("it keeps no mean of gradients")
@@ -112,12 +114,41 @@ def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Co
     if len(reading.magnitudes) > 1:
         raise NoMoment("it keeps several magnitudes of gradients, such as the largest one (amsgrad)")
     (state,) = reading.means
+    for each in (state, *reading.magnitudes):
+        value = each.meta["val"]
+        if value.shape != parameter.meta["val"].shape or value.dtype is not torch.float32:
+            raise NoMoment(f"{each.name} is not like the parameter in f32")
     writes = _writes(nodes, state)
+    if gradient in _with_inputs(writes[:-1], nodes):
+        raise NoMoment("its mean takes in the gradient more than once")
     entering = _entering(writes[-1])
     frozen = [_magnitude(nodes, each) for each in reading.magnitudes]
+    for each in frozen:
+        _check_is_adams(each, nodes)
     known = {node for group in (writes, *(each.writes for each in frozen)) for node in group}
     recovered = _uses_beside(nodes, gradient, entering, known)
     return Moment(state, writes, entering, recovered, frozen[0] if frozen else None)
+
+
+def _check_no_view_is_written(nodes: Sequence[Node], known: Collection[Node]) -> None:
+    """Refuse writes into a state or the gradient that go through a view: they are not followed."""
+    inside = set(nodes)
+    for node in nodes:
+        place = node.args[0] if compat.is_operator(node.target) and compat.is_in_place(node.target) else None
+        through = False
+        while isinstance(place, Node) and place in inside and compat.is_operator(place.target):
+            if not (compat.is_view(place.target) or compat.is_in_place(place.target)):
+                break
+            through = through or compat.is_view(place.target)
+            place = place.args[0]
+        if through and place in known:
+            raise NoMoment("it writes through a view")
+
+
+def _with_inputs(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
+    """All that these follow from, with what comes into the update."""
+    made = _sources(ends, nodes)
+    return made | {each for node in made for each in node.all_input_nodes}
 
 
 def memory_of(node: Node) -> Node:
@@ -191,7 +222,18 @@ def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
     if len(found) != 1:
         raise NoMoment("its mean is not divided by one root of a magnitude")
     (divisor,) = found
+    if name_of(divisor) != "add" or isinstance(divisor.args[1], Node):
+        raise NoMoment("what its mean is divided by is not a root and a small number")
     return Magnitude(state, writes, divisor, _correction(divisor, writes[-1], nodes))
+
+
+def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
+    """Refuse second moments that no plain formula verifies: Adam's has a name, a correction by beta2, and eps."""
+    source, correction = info(magnitude.state).source, magnitude.correction
+    numbers = set[Node]() if correction is None else _leaves(correction.number, nodes)
+    betas = {info(each).source.key for each in numbers if _is_input(each, InputKind.HYPER)}  # pyright: ignore[reportOptionalMemberAccess]
+    if source is None or source.key != "exp_avg_sq" or betas != {"betas_1"}:
+        raise NoMoment("its second moment is not kept and corrected as Adam's is, by betas and exp_avg_sq")
 
 
 def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correction | None:
@@ -213,9 +255,22 @@ def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correc
         node = node.all_input_nodes[0]
     if len(roots) != 1 or len(found) > 1:
         raise NoMoment("its mean is not divided by one root of a magnitude")
-    if found and isinstance(found[0].number.meta["val"], Tensor):
+    if not found:
+        if any(not isinstance(each.meta.get("val"), Tensor) and _counts_steps(each, nodes) for each in nodes):
+            raise NoMoment("its second moment is not divided by its correction, and something else counts steps")
+        return None
+    number = found[0].number
+    if isinstance(number.meta["val"], Tensor):
         raise NoMoment("its numbers are tensors (capturable)")
-    return found[0] if found else None
+    counted = [each for each in _sources([number], nodes) if _counts(each)]
+    if len(counted) != 1:
+        raise NoMoment("its steps are not counted by one add_ to a state, before they are read")
+    return found[0]
+
+
+def _counts(node: Node) -> bool:
+    is_in_place = compat.is_operator(node.target) and compat.is_in_place(node.target)
+    return is_in_place and name_of(node) == "add" and _is_input(memory_of(node), InputKind.STATE)
 
 
 def _counts_steps(node: Node, nodes: Sequence[Node]) -> bool:

@@ -139,13 +139,12 @@ class _Move:
         """Work out what enters the mean from the mean before and after."""
         moment = self._moment
         last = moment.writes[-1]
+        rest: Any = last.args[0]
+        before = here.of(rest, {})
+        entered = here.call(_aten.sub.Tensor, mean, before)
         if name_of(last) == "lerp":
-            weight: Any = last.args[2]
-            entered = here.call(_aten.sub.Tensor, mean, moment.state)
-            entered = here.call(_aten.add.Tensor, here.call(_aten.div.Tensor, entered, weight), moment.state)
+            entered = here.call(_aten.add.Tensor, here.call(_aten.div.Tensor, entered, last.args[2]), before)
         else:
-            rest: Any = last.args[0]
-            entered = here.call(_aten.sub.Tensor, mean, here.of(rest, {}))
             if (alpha := last.kwargs.get("alpha", 1)) != 1:
                 entered = here.call(_aten.div.Tensor, entered, alpha)
         for user in moment.recovered:
@@ -160,6 +159,8 @@ class _Move:
             before = _Copies(self._graph, self._update.nodes[0].prev, label)
             earlier = before.of(correction.number, self._not_counted())
             place = self._places()
+            if any(place[user] < place[correction.number] for user in last.users):
+                raise self._refused("the second moment is read before its correction is known")
             here = _Copies(self._graph, max(last, correction.number, key=place.__getitem__), label)
             growth = here.call(operator.truediv, correction.number, earlier)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
             if correction.power == 2:
@@ -172,7 +173,8 @@ class _Move:
 
     def _erase(self, writes: Iterable[Node]) -> None:
         for node in reversed(list(writes)):
-            assert not node.users, f"{node.name} is still used by {list(node.users)}"
+            if node.users:
+                raise self._refused("an older value is used after it was written")
             self._graph.erase_node(node)
             self._update.nodes.remove(node)
 

@@ -172,7 +172,7 @@ class Plan:
 
     def at_momenta(self) -> Plan:
         """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel."""
-        moved = {name for bucket in self.buckets if not bucket.strategy.is_dense for name in bucket.names}
+        moved = {*self.moved, *(n for b in self.buckets if not b.strategy.is_dense for n in b.names)}
         while more := {n for b in self.buckets if not moved.isdisjoint(b.names) for n in b.names} - moved:
             moved |= more
         points = [ExchangePoint.GRADIENT if moved.isdisjoint(b.names) else ExchangePoint.MOMENTUM for b in self.buckets]

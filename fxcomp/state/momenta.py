@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -25,18 +26,22 @@ _MOVED = "momenta"
 
 
 class Freeze:
-    """The moment after which second moments stay, where a plan exchanges momenta."""
+    """The moment after which second moments stay: before the first step whose plan exchanges momenta."""
 
-    def __init__(self, graph: GraphModule, owners: Mapping[str, Owned]) -> None:
+    def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._graph, self._owners = graph, owners
-        self.is_due = False
-        """The next step is the first one that exchanges momenta."""
+        self._first = next((step for step, plan in stages.items() if plan.moves_exchange), None)
+        self._is_done = False
 
-    def before_step(self, plan: Plan) -> None:
+    def resume(self, steps: int) -> None:
+        """Go on after so many steps, forwards or back."""
+        self._is_done = self._first is not None and steps > self._first
+
+    def before_step(self, step: int, plan: Plan) -> None:
         """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
-        if self.is_due:
+        if step == self._first and not self._is_done:
             freeze_magnitudes(self._graph, plan, self._owners)
-            self.is_due = False
+            self._is_done = True
 
 
 def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned]) -> None:
@@ -55,6 +60,11 @@ def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned
             found.append(owners[name].state[source.key])
     means = [float(value.double().mean()) for value in found]
     known = [mean for mean in means if 0 < mean < math.inf]
+    if found and not any(means):
+        raise BadState(
+            "ranks exchange momenta from this step on, and no step before has updated a second moment: all of the"
+            " warm-up's were left out.\n  Compile the step again with a longer warm-up."
+        )
     for value, mean in zip(found, means, strict=True):
         if known and mean < math.inf:
             value.clamp_(min=LEAST_MAGNITUDE * (mean or statistics.fmean(known)))
@@ -65,17 +75,25 @@ def saved_momenta(plan: Plan) -> dict[str, Any]:
     return {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
 
 
-def momenta_in(given: Given) -> list[str] | None:
-    """Read from a rank's states whose momentum was exchanged; None if it has no state."""
-    return next((list(map(str, state.get(_MOVED, ()))) for state in states_given(given)), None)
+def momenta_in(given: Given) -> tuple[list[str], bool] | None:
+    """Read from a rank's states whose momentum was exchanged, and whether residuals are kept; None without a state."""
+    found = states_given(given)
+    if not found:
+        return None
+    kept: list[Any] = pytree.tree_leaves([state.get("residuals") for state in found])
+    return list(map(str, found[0].get(_MOVED, ()))), any(isinstance(v, Tensor) and bool(v.any()) for v in kept)
 
 
-def check_momenta(saved: Sequence[str] | None, plan: Plan, steps: int) -> None:
-    """Raise BadState where a plan exchanges other momenta than a saved state did: its residuals have another unit.
+def check_momenta(found: Sequence[tuple[list[str], bool] | None], before: Plan, plan: Plan, steps: int) -> None:
+    """Raise BadState where residuals of saved states have another unit than this job's: momenta's or gradients'.
 
-    `plan` is the one of this job's last step before it goes on, after so many.
+    `before` is the plan of this job's last step before it goes on, after so many, and `plan` that of the next one.
     """
-    if saved is not None and set(saved) != set(plan.moved):
+    known = [each for each in found if each is not None]
+    if not known:
+        return
+    saved, keeps = known[0][0], any(residuals for _, residuals in known)
+    if set(saved) != set(before.moved) or (keeps and set(saved) != set(plan.moved)):
         raise BadState(
             f"the state was saved while ranks exchanged {_some(saved)}; after {steps} steps this job"
             f" exchanges {_some(plan.moved)}, and what was left out has another unit.\n"

@@ -50,7 +50,7 @@ class PlanInForce:
         """The uses of the job's steps."""
         self.stage: int = 0
         """The place among them of the plan that is followed now."""
-        self._freeze = Freeze(capture.first.graph, inputs.training.owners)
+        self._freeze = Freeze(capture.first.graph, inputs.training.owners, stages)
         self.first_kind: BatchType = capture.kind
         """The type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
@@ -104,12 +104,11 @@ class PlanInForce:
         """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
         stage = self.calendar.stage_at(step)
         if is_other := stage != self.stage:
-            self._freeze.is_due = step == self.calendar.warm_from[stage] and not self.plan.moves_exchange
             self.stage = stage
             self.state.enter_stage(self.plan, self._site)
             self.runtime.forget_buffers()
         if runs:
-            self._freeze.before_step(self.plan)
+            self._freeze.before_step(step, self.plan)
         return is_other
 
     @property
@@ -240,9 +239,9 @@ class PlanInForce:
 
         Returns the number of steps that had been run, None if no rank was given anything.
         """
-        of_ranks = self._site.ranks.gather("whose momentum was exchanged", momenta_in(given))
-        moved, plans = next((n for n in of_ranks if n is not None), None), {plan.digest for plan in self.plans}
-        steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, moved))
+        momenta = self._site.ranks.gather("whose momentum was exchanged", momenta_in(given))
+        plans = {plan.digest for plan in self.plans}
+        steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, momenta))
         if steps is not None:
             everyone = self._site.ranks.gather("the calendar", _saved_calendar(given))
             self.calendar.resume(steps, next((saved for saved in everyone if saved is not None), None))
@@ -250,11 +249,12 @@ class PlanInForce:
             self.runtime.gradients.owed = self.state.owed
         return steps
 
-    def _start_over(self, steps: int, moved: Sequence[str] | None) -> None:
+    def _start_over(self, steps: int, momenta: Sequence[tuple[list[str], bool] | None]) -> None:
         if self._follower.racing:
             self._go_on()
         self.enter_stage_of(steps, runs=False)
-        check_momenta(moved, self.plans[self.calendar.stage_at(steps - 1)], steps)
+        self._freeze.resume(steps)
+        check_momenta(momenta, self.plans[self.calendar.stage_at(steps - 1)], self.plan, steps)
 
     # Making
 

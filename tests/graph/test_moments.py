@@ -76,7 +76,7 @@ def test_means_in_units_of_a_root(make, options, recovered, power):
     [
         (OPTIM.SGD, {}, "keeps no mean"),
         (OPTIM.Adam, {"amsgrad": True}, "several magnitudes"),
-        (OPTIM.Adamax, {}, "not divided by one root"),
+        (OPTIM.Adamax, {}, "not a root and a small number"),
         (OPTIM.Adagrad, {}, "keeps no mean"),
         (OPTIM.Adadelta, {}, "keeps no mean"),
         (OPTIM.RMSprop, {}, "keeps no mean"),
@@ -138,6 +138,71 @@ def by_products(p: Tensor, g: Tensor, mean: Tensor, lr: float) -> None:
     p.sub_(lr * mean)
 
 
+def through_a_view(p: Tensor, g: Tensor, mean: Tensor, lr: float) -> None:
+    mean.view(-1).mul_(0.9)
+    mean.add_(g)
+    p.sub_(lr * mean)
+
+
+def in_two_parts(p: Tensor, g: Tensor, mean: Tensor, lr: float) -> None:
+    mean.mul_(0.9).add_(g, alpha=0.05).add_(g, alpha=0.05)
+    p.sub_(lr * (mean + g))
+
+
+class OwnAdam(torch.optim.Optimizer):
+    """An Adam of a user, who writes the correction for a start at zero in one of several ways."""
+
+    def __init__(self, parameters: Any, lr: float, form: str, key: str = "exp_avg_sq"):
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+        self.form, self.key = form, key
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update({"step": torch.zeros(()), "exp_avg": torch.zeros_like(p)})
+                    state[self.key] = torch.zeros_like(p)
+                if self.form != "counted late":
+                    state["step"] += 1
+                steps = state["step"].item() + (self.form == "counted late")
+                state["exp_avg"].lerp_(p.grad, 1 - first)
+                state[self.key].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                correction = (1 - second**steps) ** 0.5
+                root = state[self.key].sqrt()
+                rate = group["lr"] / (1 - first**steps)
+                if self.form == "outside":
+                    p.addcdiv_(state["exp_avg"], root + 1e-8, value=-rate * correction)
+                elif self.form == "eps inside":
+                    p.addcdiv_(state["exp_avg"], (state[self.key] + 1e-8).sqrt() / correction, value=-rate)
+                else:
+                    p.addcdiv_(state["exp_avg"], root / correction + 1e-8, value=-rate)
+                if self.form == "counted late":
+                    state["step"] += 1
+
+
+def test_a_users_own_adam_is_read():
+    found = moment(OwnAdam, form="usual")
+    assert found.magnitude is not None
+    assert found.magnitude.correction is not None
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "why"),
+    [
+        ("outside", "exp_avg_sq", "something else counts steps"),
+        ("eps inside", "exp_avg_sq", "not a root and a small number"),
+        ("counted late", "exp_avg_sq", "not counted by one add_"),
+        ("usual", "v", "kept and corrected as Adam's is"),
+    ],
+)
+def test_a_second_moment_that_would_not_stay_is_refused(form, key, why):
+    with pytest.raises(NoMoment, match=why):
+        moment(OwnAdam, form=form, key=key)
+
+
 def test_a_users_own_mean_is_found():
     assert not moment(Own, rule=heavy_ball).recovered
     assert len(moment(Own, rule=lion).recovered) == 1
@@ -150,6 +215,8 @@ def test_a_users_own_mean_is_found():
         (by_the_gradient_too, "beside its mean"),
         (in_place, "in place"),
         (by_products, "not read here"),
+        (through_a_view, "through a view"),
+        (in_two_parts, "more than once"),
     ],
 )
 def test_what_a_users_rule_does_otherwise_is_refused(rule, why):

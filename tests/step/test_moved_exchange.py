@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -295,6 +296,71 @@ def restarted_at(steps: int) -> tuple[str, str]:
 def test_a_restart_goes_on_to_the_bit(steps):
     results = run_ranks(2, restarted_at, steps)
     assert len({fingerprint for pair in results for fingerprint in pair}) == 1
+
+
+def rolled_back() -> tuple[str, str]:
+    """Fingerprints of a job, and of the same one rolled back to the freeze from beyond it."""
+    reference, found = FormulaA(1, None), list[str]()
+    for goes_back in (False, True):
+        model = JOB.build()
+        optimizer = reference.optimizer(model)
+        step = compiled(model, optimizer, Strategy.flat(parse_compressor("sign")), warmup={"dense_steps": WARM})
+        saved: Any = None
+        for i in range(STEPS):
+            if i == WARM:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+            step(JOB.batch(i, dist.get_rank()))
+        if goes_back:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            step.load_state_dict(saved[2])
+            for i in range(WARM, STEPS):
+                step(JOB.batch(i, dist.get_rank()))
+        found.append(replica_fingerprint(model))
+    return found[0], found[1]
+
+
+def test_a_job_that_is_rolled_back_to_the_freeze_freezes_again():
+    results = run_ranks(2, rolled_back)
+    assert len({fingerprint for pair in results for fingerprint in pair}) == 1
+
+
+def left_out() -> None:
+    model = JOB.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = compiled(model, optimizer, DENSE, warmup={"dense_steps": 1}, skip_nonfinite=True)
+    inputs, target = JOB.batch(0, dist.get_rank())
+    step((inputs * math.inf, target))
+    step((inputs, target))
+
+
+def test_a_warm_up_of_steps_that_were_left_out_is_told():
+    assert all("all of the warm-up's were left out" in outcome.text for outcome in try_ranks(2, left_out))
+
+
+def gradients_at_the_freeze() -> None:
+    """Load residuals of gradients exactly where momenta begin to be exchanged."""
+    reference = FormulaA(1, None)
+    strategy = Strategy.flat(parse_compressor("sign"))
+    model, other = JOB.build(), JOB.build()
+    before = fxcomp.compile_step(
+        model,
+        cross_entropy,
+        reference.optimizer(model),
+        JOB.batch(0, dist.get_rank()),
+        compress=fxcomp.Compress(
+            plan=plan_in_turns(model, [strategy], 2), feedback=fxcomp.ErrorFeedback(allow_diverging=True)
+        ),
+    )
+    for i in range(WARM):
+        before(JOB.batch(i, dist.get_rank()))
+    after = compiled(other, reference.optimizer(other), strategy, warmup={"dense_steps": WARM})
+    after.load_state_dict(before.state_dict())
+
+
+def test_residuals_of_gradients_are_refused_at_the_freeze():
+    outcomes = try_ranks(2, gradients_at_the_freeze)
+    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
 
 
 def loaded_elsewhere() -> str:
