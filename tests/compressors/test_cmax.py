@@ -1,4 +1,4 @@
-"""Which places and signs cmax sends, and which chunks send nothing."""
+"""Send the place and sign of each chunk's largest value, and nothing for a chunk of zeros."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_no_place_waits_for_ever_beside_chunks_of_zeros(way: Callable[[], Abstra
 
 
 def test_what_is_left_out_is_less_than_everything_in_the_mean_over_the_code() -> None:
-    """Where one chunk has most of the energy and its code means nothing, a step may lose more than it was given."""
+    """Bound the loss of a step in which the chunk of most energy has the code that means nothing: at most twice."""
     lost = []
     for step in range(400):
         values = torch.zeros(10, 8)
