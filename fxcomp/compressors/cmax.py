@@ -51,12 +51,13 @@ from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
-_RUN = 1024  # chunks; the same number as in csrc/cmax.cpp
+RUN = 1024
+"""Chunks of which the largest are summed in one go; the same number as in csrc/cmax.cpp."""
 
 
 def _sum(values: Tensor) -> Tensor:
     """Sum up runs of values, then their sums, each in lanes: one value."""
-    runs = sum_in_lanes(pad(values, (0, -len(values) % _RUN)).view(-1, _RUN))
+    runs = sum_in_lanes(pad(values, (0, -len(values) % RUN)).view(-1, RUN))
     return sum_in_lanes(runs.view(1, -1)).flatten()
 
 

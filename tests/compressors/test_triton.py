@@ -20,7 +20,7 @@ import torch
 from helpers.compressor_cases import COMPRESSORS
 from helpers.devices import round_on
 
-from fxcomp.compressors import CATALOGUE, Compressor, Feedback, kernels, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
@@ -56,7 +56,7 @@ def test_every_file_can_be_imported_without_triton() -> None:
 
 def test_what_a_mode_or_a_budget_offers_has_kernels() -> None:
     offered = {type(compressor) for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS)}
-    assert offered == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
+    assert offered | {CMax} == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
 
 
 def test_every_file_with_kernels_is_named_as_a_compressor() -> None:
@@ -78,12 +78,44 @@ def test_the_kernels_give_the_bits_of_the_references(compressor: Compressor) -> 
         for name in samples if segments == SEGMENTS[0] else ["laplace"]:
             bucket = SAMPLES[name](sum(segments))
             for feedback in _with_and_without(compressor) if name == "laplace" else [_with_and_without(compressor)[-1]]:
-                with plain_torch():
-                    expected = round_on(torch.device("cpu"), compressor, bucket, segments, feedback=feedback)
-                with _on_device(compressor):
-                    actual = round_on(DEVICE, compressor, bucket, segments, feedback=feedback)
-                for what, tensor in expected.items():
-                    assert_same_bits(actual[what], tensor, f"{name}, {segments}, feedback {feedback}, {what}")
+                assert_kernels_give_the_bits(compressor, bucket, segments, feedback=feedback, where=name)
+
+
+@RUNS
+@pytest.mark.parametrize("chunk", [2, 8, 16, 64, 128])
+def test_cmax_kernels_give_the_bits_around_chunks_and_runs_and_beside_chunks_of_zeros(chunk: int) -> None:
+    """Sizes about a chunk and more than a run of 1024 chunks; chunks of zeros that stay so with their residual."""
+    compressor = CMax(chunk)
+    segments = (0, 1, 2, chunk - 1, chunk, chunk + 1, 0, 1024 * chunk + 2049, 3 * chunk, 5 * chunk)
+    bucket, residual = SAMPLES["laplace"](sum(segments)), 0.1 * SAMPLES["gaussian"](sum(segments))
+    pieces = list(zip(bucket.split(list(segments)), residual.split(list(segments)), strict=True))
+    for each in pieces[7]:
+        each[chunk : 9 * chunk] = -0.0
+        each[100 * chunk : 101 * chunk] = 1.0  # of equal ones the lower place goes
+    pieces[8][0][chunk] = torch.inf
+    for each in pieces[9]:
+        each.zero_()
+    results: list[list[torch.Tensor]] = []
+    for device, mode in ((torch.device("cpu"), plain_torch()), (DEVICE, _on_device(compressor))):
+        left_out, out = residual.to(device, copy=True), torch.full((sum(segments),), 77.0, device=device)
+        payload = torch.full((compressor.payload_elements(segments),), 77, dtype=torch.uint8, device=device)
+        with mode:
+            compressor.encode(bucket.to(device), left_out, payload, segments)
+            compressor.decode(payload, 1, segments, out)
+        results.append([payload.cpu(), left_out.cpu(), out.cpu()])
+    for what, actual, expected in zip(("payload", "residual", "mean"), *reversed(results), strict=True):
+        assert_same_bits(actual, expected, what)
+
+
+def assert_kernels_give_the_bits(
+    compressor: Compressor, bucket: torch.Tensor, segments: tuple[int, ...], *, feedback: bool, where: str = ""
+) -> None:
+    with plain_torch():
+        expected = round_on(torch.device("cpu"), compressor, bucket, segments, feedback=feedback)
+    with _on_device(compressor):
+        actual = round_on(DEVICE, compressor, bucket, segments, feedback=feedback)
+    for what, tensor in expected.items():
+        assert_same_bits(actual[what], tensor, f"{where}, {segments}, feedback {feedback}, {what}")
 
 
 @RUNS
@@ -116,12 +148,7 @@ def test_powersgd_folds_long_vectors_in_halves() -> None:
     segments, compressor = (32 * 2053, 32 * 2053), parse_compressor("powersgd(3)")  # as matrices of 2053 columns
     bucket = SAMPLES["gaussian"](sum(segments))
     bucket[: segments[0]] = 1.0  # of rank 1, so that two random vectors are needed
-    with plain_torch():
-        expected = round_on(torch.device("cpu"), compressor, bucket, segments, feedback=True)
-    with _on_device(compressor):
-        actual = round_on(DEVICE, compressor, bucket, segments, feedback=True)
-    for what, tensor in expected.items():
-        assert_same_bits(actual[what], tensor, what)
+    assert_kernels_give_the_bits(compressor, bucket, segments, feedback=True)
 
 
 def _is_first_of_its_kind(compressor: Compressor) -> bool:

@@ -1,15 +1,15 @@
 """Triton kernels for CUDA: `<name>.py` here makes the compressor `<name>` faster, as `csrc/<name>.cpp` does.
 
 A module holds `encode`, `decode` and `propose`, whichever it has kernels for; `dispatch.py` finds it by the file's name
-and every file can be imported where Triton is not installed. What a mode or a budget offers has kernels; other
-compressors run their references on the device.
+and every file can be imported where Triton is not installed. What a mode or a budget offers has kernels, and
+cmax, for momenta; other compressors run their references on the device.
 
     blocks       int8, int4, int2, sign         a codec of three functions: a block's scale, a code, its value
     bf16         bf16                           a codec of two functions: a code, its value
     send, sparse topk, sidco                    a policy, which finds a magnitude for each segment to send from
 
-So a fast compressor is one small file: for a quantiser, copy `sign.py`; for a sparsifier, `topk.py`. powersgd has
-kernels of its own.
+So a fast compressor is one small file: for a quantiser, copy `sign.py`; for a sparsifier, `topk.py`. powersgd
+and cmax have kernels of their own.
 
 - Many parameters in one launch: a table on the device says where each tile of a bucket lies (`tiles.py`), made once
   for each division of a bucket. Nothing waits for the device or asks it for a size.
