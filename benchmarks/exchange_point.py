@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fixed_plans import at_momentum, shots
 from records import Records, options
 from shaped import Teller, ends_well, is_rank, join, run
 
@@ -35,33 +36,19 @@ MODELS = {
 """The configuration, the passages of a rank's batch, and the learning rate."""
 
 
-def shots(first: str, second: str | None = None) -> str:
-    """Write the strategy of two shots over all ranks."""
-    second = second or first
-    return (
-        f"compress({first})@gpu > all_to_all@world > decompress@gpu > compress({second})@gpu > all_gather@world"
-        " > decompress@gpu"
-    )
-
-
-def at_momentum(setting: str, steps: int) -> fxcomp.Compress:
-    return fxcomp.Compress(plan=shots(setting), at="momentum", warmup=fxcomp.Warmup(int8_steps=steps // 10))
-
-
 def contestants(steps: int) -> dict[str, Any]:
     """The `compress=` of each contestant."""
+    warmup = fxcomp.Warmup(int8_steps=steps // 10)
     return {
         "dense": lambda: "dense",
         "int4": lambda: shots("int4"),
         "sign of gradients": lambda: fxcomp.Compress(
             plan=shots("sign"), feedback=fxcomp.ErrorFeedback(allow_diverging=True)
         ),
-        "sign": lambda: at_momentum("sign(65536)", steps),
-        "exact momentum": lambda: fxcomp.Compress(
-            plan=shots("int8"), at="momentum", warmup=fxcomp.Warmup(int8_steps=steps // 10)
-        ),
-        "cmax8": lambda: at_momentum("cmax(8)", steps),
-        "cmax16": lambda: at_momentum("cmax(16)", steps),
+        "sign": lambda: at_momentum("sign(65536)", warmup),
+        "exact momentum": lambda: at_momentum("int8", warmup),
+        "cmax8": lambda: at_momentum("cmax(8)", warmup),
+        "cmax16": lambda: at_momentum("cmax(16)", warmup),
     }
 
 

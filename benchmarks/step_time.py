@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines import BASELINES, FREE, FXCOMP
+from fixed_plans import FIXED
 from records import Records, options
 from shaped import UNSHAPED, ends_well, run
 from step_time_ranks import Settings
@@ -42,6 +43,7 @@ from fxcomp.frontends.job import load_job
 HERE = Path(__file__).resolve().parent
 EXAMPLE_GPT = HERE.parent / "examples" / "gpt.py"
 NAMES = (*BASELINES, *FXCOMP, *FREE)
+"""By default; those of `fixed_plans.py` may be named too."""
 
 
 def contest() -> None:
@@ -110,9 +112,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.inter = arguments.inter.split(",")
     arguments.names = arguments.names.split(",")
-    unknown = [name for name in arguments.names if name not in NAMES]
+    unknown = [name for name in arguments.names if name not in (*NAMES, *FIXED)]
     if unknown:
-        parser.error(f"unknown name {unknown[0]!r}, choose from {', '.join(NAMES)}")
+        parser.error(f"unknown name {unknown[0]!r}, choose from {', '.join((*NAMES, *FIXED))}")
     for inter in arguments.inter:
         if inter == UNSHAPED and len(arguments.inter) > 1:
             parser.error(f"{UNSHAPED} cannot be mixed with shaped bandwidths")

@@ -20,18 +20,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from baselines import FREE, FXCOMP, Contestant, make_contestant
+from fixed_plans import FIXED
 from shaped import UNSHAPED, Teller, set_rate, slowest
 from step_time_verdicts import BEFORE, ENOUGH_BLOCKS, TWICE, Turns
 
 from fxcomp.commands.demo.launch_ranks import exit_with_parent
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.job import Job, load_job
+from fxcomp.plan.plan import Plan
 
 WARM_UP_STEPS = 3  # DDP lays its buckets out again after the first, PowerSGD starts with the third
 # A compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it. A hook has its plan after 6.
 VERIFIED_STEPS = 11
 HELD_OUT_BATCHES = 8
-COMPILED = (*FXCOMP, "free_emitted")
+COMPILED = (*FXCOMP, *FIXED, "free_emitted")
 FOR_EVER = timedelta(days=7)  # the parent ends all ranks when one fails
 
 Result = TypeVar("Result")
@@ -117,6 +119,7 @@ class Rank:
 
     def make(self, name: str, plan: object = None) -> Contestant:
         self.say(f"preparing {name}{self.suffix}")
+        plan = FIXED[name]() if name in FIXED else plan
         return make_contestant(name, load_job(self.settings.model), plan=plan)
 
     def prepare(self, names: Iterable[str]) -> dict[str, Contestant]:
@@ -173,7 +176,13 @@ def take_turns(rank: Rank, contestants: dict[str, Contestant]) -> dict[str, Turn
     """Run blocks of all groups' contestants, round after round. Return what this group's did."""
     groups = rank.groups
     turns = {
-        name: Turns(name, predicted_ms=c.predicted_ms, predicted_free_ms=c.predicted_free_ms, race=c.race)
+        name: Turns(
+            name,
+            predicted_ms=c.predicted_ms,
+            predicted_free_ms=c.predicted_free_ms,
+            race=c.race,
+            plan=c.plan.to_json() if isinstance(c.plan, Plan) else None,
+        )
         for name, c in contestants.items()
     }
     round_s = sum(groups.gather(everywhere(groups, lambda: rank.run_each(contestants.values(), 1))))

@@ -38,6 +38,7 @@ class Turns:
     predicted_free_ms: float | None = None
     final_loss: float | None = None
     race: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None
 
     @property
     def pairs(self) -> list[list[float]]:
@@ -75,6 +76,7 @@ def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[
             "predicted_ms": turn.predicted_ms,
             "final_loss": turn.final_loss,
             "race": turn.race,
+            "plan": turn.plan,
             "rounds_ms": [[round(ms, 3) for ms in pair] for pair in turn.pairs],
             "wire_bytes": round(turn.wire_bytes),
             "aa_spread": same,

@@ -24,6 +24,8 @@ from torch.nn import functional
 
 WORKERS = 4
 
+Batch = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -39,6 +41,10 @@ class Task:
     loss: Callable[[Tensor], float]
     """Of all that there is to learn, at these parameters."""
     workers: int = WORKERS
+    objective: Callable[[Sequence[Tensor], Tensor, Tensor], Tensor] | None = None
+    """The loss of a batch, at parameters of these shapes; None where a task has no batches."""
+    batch_at: Callable[[int, int], Batch] | None = None
+    """The inputs and targets of a step and a worker."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -86,8 +92,16 @@ def regression_on(
         parts = [functional.binary_cross_entropy_with_logits(x @ weights, y) for x, y in shards]
         return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
 
+    def objective(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        weights = torch.cat([part.flatten() for part in parameters])
+        return functional.binary_cross_entropy_with_logits(x @ weights, y) + decay * weights.square().sum()
+
+    def batch_at(step: int, worker: int) -> Batch:
+        (x, y), pick = shards[worker], picks[step, worker]
+        return x[pick], y[pick]
+
     start, rates = torch.zeros(sum(map(math.prod, shapes))), {"sgd": 0.3, "adamw": 0.02}
-    return Task("logreg", shapes, start, steps, rates, gradients, loss, workers)
+    return Task("logreg", shapes, start, steps, rates, gradients, loss, workers, objective, batch_at)
 
 
 def character_model(seed: int, workers: int = WORKERS) -> Task:
@@ -103,7 +117,7 @@ def character_model(seed: int, workers: int = WORKERS) -> Task:
     judged = torch.randint(len(tokens) - context, (8192,), generator=random)
     start = torch.cat([torch.randn(letters * embedding, generator=random), _first_values(shapes[1:], random)])
 
-    def passages(at: Tensor) -> tuple[Tensor, Tensor]:
+    def passages(at: Tensor) -> Batch:
         found = tokens[at[:, None] + torch.arange(context + 1)].long()
         return found[:, :-1], found[:, -1]
 
@@ -195,8 +209,8 @@ def _classifier(
     steps: int,
     rates: dict[str, float],
     outputs: Callable[[Sequence[Tensor], Tensor], Tensor],
-    batch_at: Callable[[int, int], tuple[Tensor, Tensor]],
-    judged: tuple[Tensor, Tensor],
+    batch_at: Callable[[int, int], Batch],
+    judged: Batch,
     start: Tensor,
     workers: int,
 ) -> Task:
@@ -205,20 +219,21 @@ def _classifier(
     def parts(flat: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
+    def objective(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs(parameters, x), y)
+
     def gradients(flat: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
         for worker in range(workers):
-            x, y = batch_at(step, worker)
             leaf = flat.detach().requires_grad_()
-            found += torch.autograd.grad(functional.cross_entropy(outputs(parts(leaf), x), y), leaf)
+            found += torch.autograd.grad(objective(parts(leaf), *batch_at(step, worker)), leaf)
         return found
 
     @torch.no_grad()
     def loss(flat: Tensor) -> float:
-        x, y = judged
-        return functional.cross_entropy(outputs(parts(flat), x), y).item()
+        return objective(parts(flat), *judged).item()
 
-    return Task(name, shapes, start, steps, rates, gradients, loss, workers)
+    return Task(name, shapes, start, steps, rates, gradients, loss, workers, objective, batch_at)
 
 
 def _first_values(shapes: Sequence[tuple[int, ...]], random: torch.Generator) -> Tensor:

@@ -1,0 +1,33 @@
+"""Plans that contestants follow as they are written, in two shots over all ranks: nothing is chosen, nothing races."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fxcomp
+from fxcomp.plan.compress import GivenCompress
+
+AT_ONCE = fxcomp.Warmup(int8_steps=2)
+"""For measuring what a step takes after the warm-up."""
+
+
+def shots(first: str, second: str | None = None) -> str:
+    """Write the strategy of two shots over all ranks."""
+    second = second or first
+    return (
+        f"compress({first})@gpu > all_to_all@world > decompress@gpu > compress({second})@gpu > all_gather@world"
+        " > decompress@gpu"
+    )
+
+
+def at_momentum(setting: str, warmup: fxcomp.Warmup) -> fxcomp.Compress:
+    return fxcomp.Compress(plan=shots(setting), at="momentum", warmup=warmup)
+
+
+FIXED: dict[str, Callable[[], GivenCompress]] = {
+    "dense": lambda: "dense",
+    "int8": lambda: shots("int8"),
+    "momentum_sign": lambda: at_momentum("sign(65536)", AT_ONCE),
+    "momentum_cmax16": lambda: at_momentum("cmax(16)", AT_ONCE),
+}
+"""By the name of the contestant."""

@@ -1,0 +1,177 @@
+"""Loss against wall time: DDP and its hooks, 1-bit Adam, DiLoCo, and fxcomp, over shaped links.
+
+    python benchmarks/step_time.py --hosts 4 --inter 100mbit,1gbit --model benchmarks/time_to_loss.py:small \\
+        --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_aggressive,dense,int8,momentum_sign,momentum_cmax16,free \\
+        --json times.json
+    python benchmarks/time_to_loss.py --model small --times times.json --json losses.json
+    python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md --svg curves.svg
+
+The first command takes the time of steps, the second trains every contestant at full speed and writes its loss down as
+it falls, the third joins both. Warm-up steps and those after it are timed apart. All have dense training's best rate,
+along a cosine, and the same batches; the loss is that of passages which are the same for all.
+
+What fxcomp's modes chose for a link is trained as it was measured there. 1-bit Adam is its algorithm on our runtime:
+signs of the momentum after a dense warm-up. DiLoCo averages parameters every 25 steps, and is simulated: it has the
+time of steps without a network, and for each average what the network adds to a step of DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from baselines import FXCOMP, make_contestant
+from fixed_plans import at_momentum
+from records import Record, Records, options, read
+from shaped import Teller, ends_well, is_rank, join, run
+from time_to_loss_page import CONTENDERS, DILOCO_STEPS, ONE_BIT_WARMUP, WARMUP, draw, joined, page
+
+import fxcomp
+from fxcomp.commands.demo.gpt import GPT, GPTConfig, draw_batch, loss_fn, training_text
+from fxcomp.frontends.job import Job
+from fxcomp.plan.compress import GivenCompress
+from fxcomp.plan.plan import Plan
+
+MODELS = {
+    "small": (GPTConfig(layers=2, heads=4, width=64, context=32), 4, 2e-3),
+    "large": (GPTConfig(layers=4, heads=5, width=320, context=64), 4, 1e-3),
+}
+"""The configuration, the passages of a rank's batch, and the learning rate: 0.1 and 5.1 M parameters."""
+JUDGED = 64  # passages a rank
+
+
+def job_of(name: str, seed: int = 0) -> Job:
+    config, size, rate = MODELS[name]
+    torch.manual_seed(seed)
+    model, text = GPT(replace(config)), training_text()
+
+    def next_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return draw_batch(text.train, step=step, rank=rank, size=size, context=config.context, seed=seed)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    return Job(model, loss_fn, optimizer, next_batch(0, 0), next_batch=next_batch)
+
+
+small = partial(job_of, "small")
+large = partial(job_of, "large")
+
+
+def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, str, GivenCompress | None]]:
+    """The contestant to train, the link that it belongs to, the `make_contestant` name, and what it is given."""
+    steps = arguments.steps
+    dense = fxcomp.Warmup(dense_steps=round(ONE_BIT_WARMUP * steps))
+    int8 = fxcomp.Warmup(int8_steps=round(WARMUP * steps))
+    given: dict[str, tuple[str, GivenCompress | None]] = {
+        "ddp_fp32": ("ddp_fp32", None),
+        "ddp_bf16": ("ddp_bf16", None),
+        "ddp_powersgd": ("ddp_powersgd", None),
+        "one_bit_adam": ("by hand", at_momentum("sign(65536)", dense)),
+        "diloco": ("free", None),
+        "momentum_cmax16": ("by hand", at_momentum("cmax(16)", int8)),
+    }
+    for name in arguments.names.split(","):
+        if name in given:
+            yield (name, None, *given[name])
+        for measured in read(arguments.times) if name in FXCOMP else ():
+            if measured["name"] == name and measured["plan"] is not None:
+                yield name, measured["inter"], name, Plan.from_json(measured["plan"])
+
+
+def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompress | None) -> list[list[float]]:
+    """Train a contestant; returns its curve: steps taken, and the loss."""
+    job, rank, steps = job_of(arguments.model, arguments.seed), dist.get_rank(), arguments.steps
+    contestant = make_contestant(made, job, plan=given)
+    falling = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))  # pyright: ignore[reportArgumentType]
+    curve: list[list[float]] = []
+    for step in range(steps):
+        contestant.step(job.batch_at(step, rank))
+        falling.step()
+        if name == "diloco" and (step + 1) % DILOCO_STEPS == 0:
+            average(job.model)
+        if (step + 1) % arguments.every == 0 or step + 1 == steps:
+            curve.append([step + 1, judge(job.model, arguments.model)])
+    if isinstance(contestant.step, fxcomp.CompiledStep):
+        contestant.step.close()
+    return curve
+
+
+def average(model: torch.nn.Module) -> None:
+    """Give all ranks the mean of their parameters."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+@torch.no_grad()
+def judge(model: torch.nn.Module, name: str) -> float:
+    """The mean loss over passages that are the same at every call; each rank has its own."""
+    text, context = training_text(), MODELS[name][0].context
+    mean = loss_fn(model, draw_batch(text.train, step=-1, rank=dist.get_rank(), size=JUDGED, context=context))
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def on_rank(arguments: argparse.Namespace) -> None:
+    join()
+    torch.set_num_threads(1)
+    tell, known = Teller(), dict[str, list[list[float]]]()
+    for name, inter, made, given in trainings(arguments):
+        key = given.digest if isinstance(given, Plan) else name
+        if key not in known:
+            known[key] = train(arguments, name, made, given)
+        model, seed = arguments.model, arguments.seed
+        found = {"model": model, "name": name, "inter": inter, "seed": seed, "steps": arguments.steps}
+        tell.send({**found, "curve": known[key]})
+
+
+def join_files(arguments: argparse.Namespace) -> None:
+    """Join step times and losses; write the page, the picture and the records."""
+    losses = [record for path in arguments.losses for record in read(path)]
+    runs = joined(read(arguments.times), losses)
+    Records(arguments.json, hosts=4).add(*runs)
+    text = page(runs)
+    print(text)
+    if arguments.report:
+        arguments.report.write_text(text)
+    if arguments.svg:
+        arguments.svg.write_text(draw(runs))
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--names", default=",".join(dict.fromkeys(each.losses for each in CONTENDERS)))
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--every", type=int, default=50, help="steps between two points of a curve")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--times", type=Path, required=True, metavar="FILE", help="what step_time.py wrote")
+    parser.add_argument("--losses", type=Path, nargs="+", metavar="FILE", help="train nothing, join these with --times")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the table here, as Markdown")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves here")
+    arguments = parser.parse_args()
+    if is_rank():
+        on_rank(arguments)
+        return
+    if arguments.losses:
+        join_files(arguments)
+        return
+    kept = Records(arguments.json, ranks=arguments.ranks)
+
+    def hear(record: Record) -> None:
+        kept.add(record)
+        print(json.dumps(record), flush=True)
+
+    run([__file__, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_well(main))
