@@ -63,9 +63,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lion": Lion,
 }
 RATES = {
-    "charlm": {"adamw": 8e-3, "sgd": 0.3, "nesterov": 0.3, "lion": 1e-3},
-    "images": {"adamw": 3e-3, "sgd": 0.02, "nesterov": 0.02, "lion": 5e-4},
-    "logreg": {"adamw": 0.02, "sgd": 0.3, "nesterov": 0.3, "lion": 5e-3},
+    "charlm": {"adamw": 8e-3, "sgd": 0.3, "nesterov": 0.3, "lion": 2e-3},
+    "images": {"adamw": 3e-3, "sgd": 0.04, "nesterov": 0.04, "lion": 1e-3},
+    "logreg": {"adamw": 0.02, "sgd": 0.6, "nesterov": 0.6, "lion": 3e-3},
 }
 """By task and optimizer: dense training's best of those tried."""
 
