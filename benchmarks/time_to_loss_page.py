@@ -130,7 +130,7 @@ def recovered(mine: float | None, plain: float | None, floor: float | None) -> f
 
 
 def summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the table says of each run, beside the run itself."""
+    """Sum each run up: its loss over DDP, its time to the loss to reach, and what it recovers."""
     found: list[dict[str, Any]] = []
     for run in runs:
         beside = {other.label: other for other in runs if (other.model, other.inter) == (run.model, run.inter)}
