@@ -86,6 +86,14 @@ def _dense(plan: Plan) -> Plan:
     return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets]).at_gradients()
 
 
+def with_gradients_in_int8(plan: Plan) -> Plan:
+    """Return the same buckets at the gradient: by int8, or uncompressed where ranks agree on something first."""
+    try:
+        return _in_int8(plan)
+    except BadOption:
+        return _dense(plan)
+
+
 def _in_int8(plan: Plan) -> Plan:
     """Return the same buckets over the same levels, by int8, which needs no error feedback. Raises BadOption."""
 

@@ -245,6 +245,14 @@ class GradientState:
         for value in self.owed.values():
             value.mul_(factor)
 
+    def change_unit(self, factors: Mapping[str, Tensor]) -> None:
+        """Let what is kept of some parameters be so many times as large; the factors are flat, one an element."""
+        for name, factor in factors.items():
+            for piece in self.residuals.slices.get(name, ()):
+                piece.values.mul_(factor[piece.start : piece.extent.stop].to(piece.values.device))
+            if name in self.owed:
+                self.owed[name].mul_(factor)
+
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
         """Rescale residuals by lr_old / lr_new.
 

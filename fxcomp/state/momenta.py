@@ -1,47 +1,87 @@
-"""Keep what an exchange of momenta needs of the optimizer's state, and of saved states."""
+"""Keep what an exchange of momenta needs of the optimizer's state, and of saved states.
+
+    warm-up ─► the freeze: second moments stay, none almost zero ─► the thaw, if they stop fitting: gradients again
+
+At the thaw residuals change from the momentum's unit to the gradient's: a residual e of `m / d` is one of `d e / s`,
+where `s` is what the mean takes of a gradient, Adam's 1 - beta1.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fxcomp.capture.optimizer import Owned
 from fxcomp.errors import BadState
-from fxcomp.graph.info import info
-from fxcomp.graph.moments import updates_of
 from fxcomp.plan.plan import Plan
+from fxcomp.ranks import Ranks
+from fxcomp.state.moved_state import moved_states
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
 """The least part of its tensor's mean that a frozen second moment has: its first gradient moves a value that never had
 one at most some ten times as far as others move."""
 
-_MOVED = "momenta"
+_MOVED, _THAWED = "momenta", "thawed"
 
 
-class Freeze:
-    """The moment after which second moments stay: before the first step whose plan exchanges momenta."""
+class Momenta:
+    """The second moments of a job: frozen before the first step whose plan exchanges momenta, until a thaw."""
 
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._graph, self._owners = graph, owners
         self._first = next((step for step, plan in stages.items() if plan.moves_exchange), None)
-        self._is_done = False
+        self._is_frozen = False
+        self.is_thawed = False
+        """Ranks have exchanged momenta, and will do so no more."""
 
     def resume(self, steps: int) -> None:
         """Go on after so many steps, forwards or back."""
-        self._is_done = self._first is not None and steps > self._first
+        self._is_frozen = self._first is not None and steps > self._first
 
     def before_step(self, step: int, plan: Plan) -> None:
         """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
-        if step == self._first and not self._is_done:
+        if step == self._first and not self._is_frozen:
             freeze_magnitudes(self._graph, plan, self._owners)
-            self._is_done = True
+            self._is_frozen = True
+
+    def energies(self, plan: Plan) -> dict[str, float]:
+        """Return the mean square of each shared mean in units of its frozen root, where there is one.
+
+        It is about that of the update without the learning rate. While a second moment fits, the mean of squares that
+        it is, no mean's square exceeds it: at most 1.
+        """
+        moved = {n: m for n, m in moved_states(self._graph, plan).items() if m.magnitude is not None}
+        sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
+        sums = [each.energy(self._owners[name]) for name, each in moved.items()]
+        found = torch.stack(sums).cpu() if sums else ()  # one wait for the device
+        return {name: float(total) / size for name, total, size in zip(moved, found, sizes, strict=True)}
+
+    def units_between(self, before: Plan, after: Plan) -> dict[str, Tensor]:
+        """Return what residuals under a plan are multiplied by, flat, to have the unit of another: gradients' again."""
+        leave = set(before.moved) - set(after.moved)
+        assert set(after.moved) <= set(before.moved), "momenta are exchanged from a freeze on"
+        moved = moved_states(self._graph, before)
+        return {name: each.to_gradients(self._owners[name]) for name, each in moved.items() if name in leave}
+
+    def saved(self, plan: Plan) -> dict[str, Any]:
+        """Return what a saved state tells of it: whose momentum ranks exchange, or that they have thawed."""
+        moved = {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
+        return moved | ({_THAWED: True} if self.is_thawed else {})
+
+    def thaw(self, plan: Plan, energies: Mapping[str, float]) -> None:
+        """Let second moments go on, larger where means have grown beyond them."""
+        self.is_thawed = True
+        for name, each in moved_states(self._graph, plan).items():
+            if each.magnitude is not None and 1 < energies.get(name, 1) < math.inf:
+                self._owners[name].state[each.magnitude].mul_(energies[name])
 
 
 def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned]) -> None:
@@ -51,13 +91,8 @@ def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned
     nothing. None stays below a part of its tensor's mean; where that is 0, of the mean of the others' means. The same
     on all ranks, as what it reads is. What is not finite stays.
     """
-    updates = updates_of(graph) if plan.moves_exchange else {}
-    found: list[Tensor] = []
-    for name in plan.moved:
-        magnitude = updates[name].moment().magnitude
-        source = None if magnitude is None else info(magnitude.state).source
-        if source is not None:
-            found.append(owners[name].state[source.key])
+    moved = moved_states(graph, plan)
+    found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
     known = [mean for mean in means if 0 < mean < math.inf]
     if found and not any(means):
@@ -70,29 +105,39 @@ def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned
             value.clamp_(min=LEAST_MAGNITUDE * (mean or statistics.fmean(known)))
 
 
-def saved_momenta(plan: Plan) -> dict[str, Any]:
-    """Name in a saved state the parameters of which ranks exchange the momentum, if there are any."""
-    return {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
+class SavedMomenta(NamedTuple):
+    """The part of a rank's saved states that is about the exchange of momenta."""
+
+    moved: list[str]
+    """The parameters of which ranks exchanged the momentum."""
+    keeps: bool
+    """Residuals are kept."""
+    is_thawed: bool
+
+    @classmethod
+    def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
+        """Read all ranks' states; every rank calls it. Empty where there is none."""
+        everyone = ranks.gather("whose momentum was exchanged", cls._read(given))
+        return [cls(*each) for each in everyone if each is not None]
+
+    @classmethod
+    def _read(cls, given: Given) -> SavedMomenta | None:
+        found = states_given(given)
+        if not found:
+            return None
+        kept: list[Any] = pytree.tree_leaves([state.get("residuals") for state in found])
+        keeps = any(isinstance(value, Tensor) and bool(value.any()) for value in kept)
+        return cls(list(map(str, found[0].get(_MOVED, ()))), keeps, bool(found[0].get(_THAWED)))
 
 
-def momenta_in(given: Given) -> tuple[list[str], bool] | None:
-    """Read from a rank's states whose momentum was exchanged, and whether residuals are kept; None without a state."""
-    found = states_given(given)
-    if not found:
-        return None
-    kept: list[Any] = pytree.tree_leaves([state.get("residuals") for state in found])
-    return list(map(str, found[0].get(_MOVED, ()))), any(isinstance(v, Tensor) and bool(v.any()) for v in kept)
-
-
-def check_momenta(found: Sequence[tuple[list[str], bool] | None], before: Plan, plan: Plan, steps: int) -> None:
+def check_momenta(found: Sequence[SavedMomenta], before: Plan, plan: Plan, steps: int) -> None:
     """Raise BadState where residuals of saved states have another unit than this job's: momenta's or gradients'.
 
     `before` is the plan of this job's last step before it goes on, after so many, and `plan` that of the next one.
     """
-    known = [each for each in found if each is not None]
-    if not known:
+    if not found:
         return
-    saved, keeps = known[0][0], any(residuals for _, residuals in known)
+    saved, keeps = found[0].moved, any(each.keeps for each in found)
     if set(saved) != set(before.moved) or (keeps and set(saved) != set(plan.moved)):
         raise BadState(
             f"the state was saved while ranks exchanged {_some(saved)}; after {steps} steps this job"

@@ -25,6 +25,7 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
+from fxcomp.step.guard import Guard
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
@@ -74,7 +75,7 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        acting = self._steering, self._steering.referee
+        acting = Guard(force, site.ranks, self.notes.append), self._steering, self._steering.referee
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.search.decision import Decision
@@ -22,6 +24,7 @@ from fxcomp.site import Site
 from fxcomp.state.checkpoint import SCALE
 from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
 from fxcomp.state.handover import Holding, Sharing, hand_over
+from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
 
 T = TypeVar("T")
@@ -111,12 +114,17 @@ class Follower:
         """Add to what a report says of the decision."""
         self.now.decision = replace(self.decision, notes=(*self.decision.notes, note))
 
-    def carry_to(self, decision: Decision, topic: str, make: Callable[[], T]) -> T:
+    def carry_to(
+        self, decision: Decision, topic: str, make: Callable[[], T], units: Callable[[], Mapping[str, Tensor]] = dict
+    ) -> T:
         """Follow another decision from now on; nothing that was left out is lost. Every rank calls it.
 
-        Returns what `make` makes for it. If that fails on one rank, all of them go on as they were.
+        Returns what `make` makes for it; `units` makes the factors of what has another unit then. If that fails on one
+        rank, all of them go on as they were.
         """
-        made, state = self._site.ranks.attempt(topic, lambda: (make(), self.trained.fresh(decision.plan)))
+        fresh = self.trained.fresh
+        made, state, factors = self._site.ranks.attempt(topic, lambda: (make(), fresh(decision.plan), units()))
+        self.state.change_unit(factors)
         self.state.carry_to(state, self.trained_sizes, self.sharing("changing plans"))
         self.racing, self.now = (), replace(self._entered(decision, state), scale=self.now.scale)
         self._site.make_groups_for(decision.plan)
@@ -163,11 +171,11 @@ class Follower:
             for other in self.racing[1:]:
                 other.state = None
 
-    def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Let all that is kept be in these learning rates: what states owe is added up only in the same ones."""
+    def scale_to_rates(self, inputs: Inputs) -> None:
+        """Let all that is kept be in the learning rates of now: what states owe is added up only in the same ones."""
         for each in self.racing or (self.now,):
-            if each.state is not None:
-                each.state.scale_to_rates(rates, names)
+            if each.state is not None and self.trained.feedback.scale_with_lr:
+                each.state.scale_to_rates(inputs.rates(), inputs.names_by_group())
 
     def _take_over(self, state: GradientState, into: Followed, others: Sequence[Followed]) -> None:
         for other in others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fxcomp.capture.batch_type import BatchType
@@ -12,14 +13,15 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.compress import NO_WARMUP, Warmup
+from fxcomp.plan.compress import NO_WARMUP, Warmup, with_gradients_in_int8
 from fxcomp.plan.error_feedback import check_momentum, check_rates
 from fxcomp.plan.plan import Plan
+from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
-from fxcomp.state.momenta import Freeze, check_momenta, momenta_in, saved_momenta
+from fxcomp.state.momenta import Momenta, SavedMomenta, check_momenta
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
@@ -50,12 +52,11 @@ class PlanInForce:
         """The uses of the job's steps."""
         self.stage: int = 0
         """The place among them of the plan that is followed now."""
-        self._freeze = Freeze(capture.first.graph, inputs.training.owners, stages)
+        self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
+        """The second moments that an exchange of momenta freezes."""
         self.first_kind: BatchType = capture.kind
         """The type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
-        self.trained_sizes = self._follower.trained_sizes
-        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
         self.state.enter_stage(self.plan, site)
@@ -108,7 +109,7 @@ class PlanInForce:
             self.state.enter_stage(self.plan, self._site)
             self.runtime.forget_buffers()
         if runs:
-            self._freeze.before_step(step, self.plan)
+            self.momenta.before_step(step, self.plan)
         return is_other
 
     @property
@@ -143,9 +144,11 @@ class PlanInForce:
         Every rank calls it, with the program if that is made already. If making it fails on one rank, all of them go on
         as they were.
         """
-        first, costs = self._capture.first, decision.costs
         program = self._follower.carry_to(
-            decision, f"{topic}: emitting the step", lambda: program or self._compiler.emit(first, decision.plan, costs)
+            decision,
+            f"{topic}: emitting the step",
+            lambda: program or self._compiler.emit(self._capture.first, decision.plan, decision.costs),
+            lambda: self.momenta.units_between(self.plan, decision.plan),
         )
         self._stay_with(decision.plan)
         self.runtime.close()
@@ -155,6 +158,12 @@ class PlanInForce:
         self.programs.racing = 0
         self._adopt(program, self._number)
         self._go_on()
+
+    def thaw(self, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Let ranks exchange gradients in int8 from the next step on, in the place of momenta; every rank calls it."""
+        moved = self.plan
+        self.switch(replace(self.decision, plan=with_gradients_in_int8(self.plans[-1])), topic)
+        self.momenta.thaw(moved, energies)
 
     def can_retune(self, plan: Plan) -> bool:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
@@ -204,17 +213,13 @@ class PlanInForce:
     def settle_on(self, number: int) -> None:
         """End the race on a plan that stays; the others' residuals go out with the next step."""
         self.take_turn(number)
-        self._scale_to_rates()
+        self._follower.scale_to_rates(self.inputs)
         for loser in self._follower.settle_on(number):
             self.programs.forget_plan(loser.number)
             del self._standing[loser.number]
         self.programs.racing = 0
         self._stay_with(self.decision.plan)
         self._go_on()
-
-    def _scale_to_rates(self) -> None:
-        if self._compiler.feedback.scale_with_lr:
-            self._follower.scale_to_rates(self.inputs.rates(), self.inputs.names_by_group())
 
     def _go_on(self) -> None:
         """Go on with the plan that is followed now, and its state."""
@@ -230,30 +235,31 @@ class PlanInForce:
     def state_dict(self, steps: int) -> dict[str, Any]:
         """Copy this rank's state under the plan in force, and its residuals under plans that race with it."""
         if self._follower.racing:
-            self._scale_to_rates()
+            self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
-        return {**saved, **saved_momenta(self.plan), CALENDAR: self.calendar.to_json()}
+        return {**saved, **self.momenta.saved(self.plan), CALENDAR: self.calendar.to_json()}
 
     def load(self, given: Given) -> int | None:
         """Take back saved states and their stage; every rank calls it. Raises BadState.
 
         Returns the number of steps that had been run, None if no rank was given anything.
         """
-        momenta = self._site.ranks.gather("whose momentum was exchanged", momenta_in(given))
+        momenta = SavedMomenta.told(given, self._site.ranks)
+        if any(each.is_thawed for each in momenta) and self.plans[-1].moves_exchange:
+            self.thaw("load_state_dict")
         plans = {plan.digest for plan in self.plans}
         steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, momenta))
         if steps is not None:
-            everyone = self._site.ranks.gather("the calendar", _saved_calendar(given))
-            self.calendar.resume(steps, next((saved for saved in everyone if saved is not None), None))
+            self.calendar.resume(steps, _saved_calendar(given, self._site.ranks))
             self._follower.now.follow_scale(1.0)  # gradients come unscaled
             self.runtime.gradients.owed = self.state.owed
         return steps
 
-    def _start_over(self, steps: int, momenta: Sequence[tuple[list[str], bool] | None]) -> None:
+    def _start_over(self, steps: int, momenta: Sequence[SavedMomenta]) -> None:
         if self._follower.racing:
             self._go_on()
         self.enter_stage_of(steps, runs=False)
-        self._freeze.resume(steps)
+        self.momenta.resume(steps)
         check_momenta(momenta, self.plans[self.calendar.stage_at(steps - 1)], self.plan, steps)
 
     # Making
@@ -277,5 +283,6 @@ class PlanInForce:
         self.programs.adopt(self._capture.kind, number, self._key, program)
 
 
-def _saved_calendar(given: Given) -> Any:
-    return next((state[CALENDAR] for state in states_given(given) if CALENDAR in state), None)
+def _saved_calendar(given: Given, ranks: Ranks) -> Any:
+    own = next((state[CALENDAR] for state in states_given(given) if CALENDAR in state), None)
+    return next((saved for saved in ranks.gather("the calendar", own) if saved is not None), None)

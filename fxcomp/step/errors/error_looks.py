@@ -99,7 +99,7 @@ class ErrorLooks(Observer):
         """Take looks from the step of this number on."""
         self._force, self._site, self._monitor, self._note = force, site, monitor, note
         self._calendar = force.calendar
-        self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.trained_sizes}
+        self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
         self._families = families(STANDARD)
         self.looks = 0
         """The number of looks that were measured."""
@@ -148,7 +148,7 @@ class ErrorLooks(Observer):
             columns, residuals = self._families[self._next], self._force.state.residuals
             seen = ErrorLook(columns, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
         else:
-            seen = AppliedError(self._force.trained_sizes, self._site.device, step.number)
+            seen = AppliedError(self._force.plan.sizes, self._site.device, step.number)
             if not seen.work.lacks_room:
                 seen.owes(self._owed)
         self._under_way = seen

@@ -12,81 +12,49 @@ step should do. Source: docs/where_the_mean_stands.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from fxcomp.capture.optimizer import Owned
-from fxcomp.graph.info import info
-from fxcomp.graph.moments import updates_of
-from fxcomp.plan.plan import Plan
+from fxcomp.state.moved_state import MovedState, correction
 
 State = Mapping[str, Any]
 StepOwn = Callable[[Owned, State, Mapping[str, Tensor], Tensor], dict[str, Any]]
 """Lets the user's optimizer update a copy: of whom, its state, the tensors to begin with, a gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class MovedUpdate:
-    """The keys of a parameter's state whose mean is exchanged, and whose second moment is frozen."""
-
-    mean: str
-    magnitude: str | None
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether a plain formula says what the mean is divided by."""
-        return self.magnitude in (None, "exp_avg_sq")
-
-    def expected_mean(self, step_own: StepOwn, owner: Owned, before: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
-        """Return the mean that a rank makes of its own gradient."""
-        return step_own(owner, owner.state, before, gradient)[self.mean]
-
-    def divisor(self, owner: Owned, before: Mapping[str, Tensor]) -> Tensor | None:
-        """Return what the mean is divided by before it is sent: Adam's sqrt(v / (1 - beta2^t)) + eps."""
-        if self.magnitude is None:
-            return None
-        return (before[self.magnitude] / _correction(owner, before, 0)).sqrt() + owner.options["eps"]
-
-    def expected(self, step_own: StepOwn, owner: Owned, before: Mapping[str, Tensor], shared: Tensor) -> dict[str, Any]:
-        """Return a parameter, under the key "", and its state after an update that gets the shared mean."""
-        state, divisor = owner.state, self.divisor(owner, before)
-        target = shared if divisor is None else shared * divisor
-        nothing, ones = torch.zeros_like(shared), torch.ones_like(shared)
-        of_nothing = self.expected_mean(step_own, owner, before, nothing)
-        slope = self.expected_mean(step_own, owner, before, ones) - of_nothing
-        gradient = (target - of_nothing) / slope
-        if self.magnitude is None:
-            return step_own(owner, state, before, gradient)
-        frozen = before[self.magnitude] * (_correction(owner, before, 1) / _correction(owner, before, 0))
-        squares = step_own(owner, state, {**before, self.magnitude: nothing}, gradient)[self.magnitude]
-        kept = step_own(owner, state, {**before, self.magnitude: ones}, nothing)[self.magnitude]
-        found = step_own(owner, state, {**before, self.magnitude: (frozen - squares) / kept}, gradient)
-        return {**found, self.magnitude: frozen}
+def expected_mean(
+    moved: MovedState, step_own: StepOwn, owner: Owned, before: Mapping[str, Tensor], gradient: Tensor
+) -> Tensor:
+    """Return the mean that a rank makes of its own gradient."""
+    return step_own(owner, owner.state, before, gradient)[moved.mean]
 
 
-def moved_updates(graph: GraphModule, plan: Plan) -> dict[str, MovedUpdate]:
-    """Find the parameters of which ranks exchange the momentum by a plan."""
-    if not plan.moves_exchange:
-        return {}
-    found: dict[str, MovedUpdate] = {}
-    updates = updates_of(graph)
-    for name in plan.moved:
-        moment = updates[name].moment()
-        magnitude = moment.magnitude and _key(moment.magnitude.state)
-        found[name] = MovedUpdate(_key(moment.state), magnitude)
-    return found
+def expected_update(
+    moved: MovedState, step_own: StepOwn, owner: Owned, before: Mapping[str, Tensor], shared: Tensor
+) -> dict[str, Any]:
+    """Return a parameter, under the key "", and its state after an update that gets the shared mean.
+
+    In double precision: the squares of a gradient that jumps are far larger than the second moment that stays.
+    """
+    given, state, key = before, owner.state, moved.magnitude
+    before = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    shared = shared.double()
+    target = shared if key is None else shared * moved.divisor(owner, before[key])
+    nothing, ones = torch.zeros_like(shared), torch.ones_like(shared)
+    of_nothing = expected_mean(moved, step_own, owner, before, nothing)
+    slope = expected_mean(moved, step_own, owner, before, ones) - of_nothing
+    gradient = (target - of_nothing) / slope
+    if key is None:
+        return _like(given, step_own(owner, state, before, gradient))
+    frozen = before[key] * (correction(owner, 1) / correction(owner))
+    squares = step_own(owner, state, {**before, key: nothing}, gradient)[key]
+    kept = step_own(owner, state, {**before, key: ones}, gradient)[key] - squares
+    found = step_own(owner, state, {**before, key: (frozen - squares) / kept}, gradient)
+    return _like(given, {**found, key: frozen})
 
 
-def _key(state: torch.fx.Node) -> str:
-    source = info(state).source
-    assert source is not None, "a state is an input"
-    return source.key
-
-
-def _correction(owner: Owned, before: Mapping[str, Tensor], later: int) -> float:
-    """Return 1 - beta2^t, for the steps that an update has counted so far, and some."""
-    return 1 - owner.options["betas"][1] ** (float(before["step"]) + later)
+def _like(given: Mapping[str, Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to(given[name].dtype) if name in given else value for name, value in found.items()}

@@ -21,9 +21,10 @@ from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.training import Training
 from fxcomp.graph.work import is_sequence
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.state.moved_state import MovedState
 from fxcomp.step.verify.differences import FLOOR, HALF, difference, moved_otherwise
 from fxcomp.step.verify.eager import largest
-from fxcomp.step.verify.moved import MovedUpdate
+from fxcomp.step.verify.moved import expected_mean, expected_update
 
 COLUMNS = 128
 
@@ -110,7 +111,7 @@ class UpdateCheck:
         is_fresh: Callable[[Owned], bool],
         relative: float,
         written: Collection[str] = (),
-        moved: Mapping[str, MovedUpdate] | None = None,
+        moved: Mapping[str, MovedState] | None = None,
     ):
         self._training, self._is_fresh, self._relative = training, is_fresh, relative
         self._shadow_of = cache(shadow_of)
@@ -210,7 +211,7 @@ class UpdateCheck:
             if moved is None:
                 own = self.step_own(owner, state, before, gradient)
             else:
-                own = moved.expected(self.step_own, owner, before, gradient)
+                own = expected_update(moved, self.step_own, owner, before, gradient)
         except compat.OUT_OF_MEMORY:  # then this one goes unseen
             run()
             self._count(owner)
@@ -237,10 +238,10 @@ class UpdateCheck:
             return sent, sent
         owner = self._training.owners[name]
         tensors = {"": owner.parameter.detach(), **state_tensors(owner.state)}
-        divisor = moved.divisor(owner, tensors)
-        if divisor is not None:
+        if moved.magnitude is not None:
+            divisor = moved.divisor(owner, tensors[moved.magnitude])
             sent = sent * divisor.reshape(-1)[start : start + sent.numel()].view(sent.shape)
-        return sent, moved.expected_mean(self.step_own, owner, tensors, gradient)
+        return sent, expected_mean(moved, self.step_own, owner, tensors, gradient)
 
     def step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor

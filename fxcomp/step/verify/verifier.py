@@ -37,11 +37,11 @@ from fxcomp.graph.regions import regions
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.inputs import Sums
+from fxcomp.state.moved_state import moved_states
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.verify.differences import Differences
 from fxcomp.step.verify.eager import EagerResult, largest, rounding_of, run_eagerly
-from fxcomp.step.verify.moved import moved_updates
 from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck, square_sum
 
@@ -141,7 +141,7 @@ class Verification:
             verifier.is_fresh,
             self._differences.relative,
             written_parameters(step.program.captured.graph),
-            moved_updates(step.program.captured.graph, plan),
+            moved_states(step.program.captured.graph, plan),
         )
         self._eager = self._completed(self._run_eagerly(step.batch))
         self._updates.largest = max(map(largest, self._eager.gradients.values()), default=0.0) if self._eager else 0.0

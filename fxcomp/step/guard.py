@@ -1,0 +1,52 @@
+"""Watch whether frozen second moments still fit, and let ranks exchange gradients again where they do not.
+
+    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       at most 1 while v is a mean of squares
+    above LIMIT on any rank    from the next step on gradients in int8, second moments go on
+
+Every rank holds the same mean and second moment, so each looks for itself; one small all_reduce says what any found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fxcomp.ranks import Ranks
+from fxcomp.step.observer import Observer
+from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.verify.verifier import anywhere
+
+LOOK_EVERY = 10
+"""Steps. In ten steps with beta2 = 0.999 Adam's own second moment takes in a hundredth of what is new."""
+
+LIMIT = 4.0
+"""The mean square of an update without its learning rate, which is at most 1 while the second moment fits, with room
+for values whose second moment the floor holds up, and for means that align (docs/where_the_mean_stands.md)."""
+
+
+class Guard(Observer):
+    """Lets ranks exchange gradients again when a frozen second moment does not fit any more."""
+
+    def __init__(self, force: PlanInForce, ranks: Ranks, note: Callable[[str], None]):
+        self._force, self._ranks, self._note = force, ranks, note
+
+    def between(self, steps: int) -> None:
+        """Look, if that is due after so many steps; all ranks go on with the same plan."""
+        if steps % LOOK_EVERY or not self._force.plan.moves_exchange:
+            return
+        energies = self._force.momenta.energies(self._force.plan)
+        if not energies:
+            return
+        fits = all(energy <= LIMIT for energy in energies.values())
+        if not anywhere(self._force.inputs.training, self._force.runtime, not fits)[0]:
+            return
+        topic = "exchanging gradients again"
+        with self._ranks.together(topic):
+            energies = self._ranks.from_rank_0(f"{topic}: the energies", lambda: energies)
+            self._force.thaw(topic, energies)
+        name = max(energies, key=lambda each: math.inf if math.isnan(energies[each]) else energies[each])
+        self._note(
+            f"step {steps}: ranks exchange gradients again, in int8, and second moments go on: the frozen one of"
+            f" {name!r} fits no more (its updates have a mean square of {energies[name]:.3g} in units of it; at most 1"
+            f" while it fits, {LIMIT:g} is allowed)"
+        )

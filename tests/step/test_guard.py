@@ -1,0 +1,196 @@
+"""A frozen second moment that fits no more is noticed on all ranks, and gradients are exchanged again; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import JOBS, cross_entropy
+from helpers.plans import plan_in_turns
+from helpers.ranks import run_ranks, try_ranks
+from helpers.replicas import replica_fingerprint
+from torch import Tensor, nn
+
+import fxcomp
+from fxcomp.plan.strategy import Strategy
+from fxcomp.state.momenta import Momenta
+from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.guard import LOOK_EVERY
+
+JOB = JOBS["mlp"]
+WARM, JUMP, STEPS = 5, 23, 45
+TWO_SHOTS = Strategy.parse(
+    "compress(sign)@gpu > all_to_all@world > decompress@gpu > compress(sign)@gpu > all_gather@world > decompress@gpu"
+)
+
+ADAM: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.1),
+    "adam with decay": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.8, 0.99)),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-3),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9),
+}
+
+
+def started(optimizer: str = "adamw", strategy: Strategy = TWO_SHOTS, **warmup: int):
+    model = JOB.build()
+    made = ADAM[optimizer](model)
+    plan = plan_in_turns(model, [strategy], 2).at_momenta()
+    compress = fxcomp.Compress(plan=plan, warmup=fxcomp.Warmup(**(warmup or {"int8_steps": WARM})))
+    checks = fxcomp.Checks(verify=1)
+    step = fxcomp.compile_step(
+        model, cross_entropy, made, JOB.batch(0, dist.get_rank()), compress=compress, checks=checks
+    )
+    return model, made, step
+
+
+def batch(number: int, *, grows: bool = True) -> tuple[Tensor, Tensor]:
+    """A batch of this rank, of inputs thirty times as large from the jump on."""
+    inputs, target = JOB.batch(number, dist.get_rank())
+    return inputs * (30.0 if grows and number >= JUMP else 1.0), target
+
+
+def notes(step: CompiledStep) -> list[str]:
+    return [note for note in step.notes if "exchange gradients again" in note]
+
+
+def after_a_jump(optimizer: str, grows: bool) -> tuple[list[str], bool, str, bool]:
+    model, _, step = started(optimizer)
+    for number in range(STEPS):
+        loss = step(batch(number, grows=grows))
+    return notes(step), step.plan.moves_exchange, replica_fingerprint(model), bool(loss.isfinite())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam with decay", "nadam"])
+def test_a_jump_in_the_data_ends_the_exchange_of_momenta(optimizer):
+    results = run_ranks(2, after_a_jump, optimizer, True)
+    found, moves, _, is_finite = results[0]
+    assert len(found) == 1
+    noticed = math.ceil((JUMP + 1) / LOOK_EVERY) * LOOK_EVERY
+    assert found[0].startswith(f"step {noticed}: ")
+    assert not moves
+    assert is_finite
+    assert len({(tuple(notes), fingerprint) for notes, _, fingerprint, _ in results}) == 1
+
+
+@pytest.mark.parametrize(("optimizer", "grows"), [("adamw", False), ("sgd", True)])
+def test_what_fits_and_what_has_no_second_moment_is_left_alone(optimizer, grows):
+    for found, moves, _, _ in run_ranks(2, after_a_jump, optimizer, grows):
+        assert not found
+        assert moves
+
+
+def one_rank_alone(energy: float) -> tuple[int, str]:
+    own = Momenta.energies
+
+    def other(momenta: Momenta, plan: Any) -> dict[str, float]:
+        return {name: energy if dist.get_rank() == 1 else value for name, value in own(momenta, plan).items()}
+
+    with patch.object(Momenta, "energies", other):
+        model, _, step = started()
+        for number in range(STEPS):
+            step(batch(number, grows=False))
+    return len(notes(step)), replica_fingerprint(model)
+
+
+@pytest.mark.parametrize("energy", [100.0, math.inf, math.nan])
+def test_what_one_rank_finds_all_act_on(energy):
+    results = run_ranks(2, one_rank_alone, energy)
+    assert [count for count, _ in results] == [1, 1]
+    assert len({fingerprint for _, fingerprint in results}) == 1
+
+
+def owed_before_and_after(optimizer: str, strategy: str) -> list[tuple[float, float]]:
+    """Of each parameter the norm of what ranks owe the mean gradient before a thaw, by the formula, and how far it is off.
+
+    The formula is e d / (1 - beta1), summed over ranks and slots by their weights.
+    """
+    _, made, step = started(optimizer, Strategy.parse(strategy))
+    for number in range(WARM + 3):
+        step(batch(number, grows=False))
+    force, owners = step.in_force, step.training.owners
+    before: dict[str, Tensor] = {}
+    for name, pieces in force.state.residuals.slices.items():
+        options, kept = owners[name].options, owners[name].state
+        whole = torch.zeros(owners[name].parameter.numel())
+        for piece in pieces:
+            piece.add_to(whole)
+        d = 1.0
+        if "exp_avg_sq" in kept:
+            d = (kept["exp_avg_sq"] / (1 - options["betas"][1] ** float(kept["step"]))).sqrt() + options["eps"]
+        taken = 1 - options["betas"][0] if "betas" in options else 1.0
+        before[name] = whole * (d.flatten() if isinstance(d, Tensor) else d) / taken
+    force.thaw("a test")
+    found: list[tuple[float, float]] = []
+    for name, mine in before.items():
+        after = force.state.owed[name] / dist.get_world_size()
+        for each in (mine, after):
+            dist.all_reduce(each)
+        found.append((float(mine.norm()), float((after - mine).norm())))
+    step(batch(WARM + 3, grows=False))
+    assert not force.state.owed, "the next gradients have brought it"
+    return found
+
+
+ONE_SHOT = "compress(sign)@gpu > all_gather@world > decompress@gpu"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam with decay", "sgd"])
+@pytest.mark.parametrize("strategy", [ONE_SHOT, str(TWO_SHOTS)])
+def test_what_is_owed_is_carried_over_in_the_gradients_unit(optimizer, strategy, ranks):
+    for found in run_ranks(ranks, owed_before_and_after, optimizer, strategy):
+        assert found
+        for norm, off in found:
+            assert norm > 0
+            assert off < 1e-4 * norm
+
+
+def kept_by(*owned: Any) -> list[Any]:
+    return copy.deepcopy([each.state_dict() for each in owned])
+
+
+def taken_back(saved: list[Any], *owned: Any) -> None:
+    for each, state in zip(owned, saved, strict=True):
+        each.load_state_dict(state)
+
+
+def restarted_after_a_thaw(steps: int) -> tuple[str, str]:
+    job = started()
+    saved: list[Any] = []
+    for number in range(STEPS):
+        if number == steps:
+            saved = kept_by(*job)
+        job[2](batch(number))
+    other = started()
+    taken_back(saved, *other)
+    for number in range(steps, STEPS):
+        other[2](batch(number))
+    assert not other[2].plan.moves_exchange
+    return replica_fingerprint(job[0]), replica_fingerprint(other[0])
+
+
+@pytest.mark.parametrize("steps", [WARM + 1, JUMP + 1, 30, 31, STEPS - 1])
+def test_a_restart_before_and_after_a_thaw_goes_on_to_the_bit(steps):
+    results = run_ranks(2, restarted_after_a_thaw, steps)
+    assert len({fingerprint for pair in results for fingerprint in pair}) == 1
+
+
+def rolled_back_beyond_a_thaw() -> None:
+    job = started()
+    saved: list[Any] = []
+    for number in range(STEPS):
+        if number == JUMP:
+            saved = kept_by(*job)
+        job[2](batch(number))
+    taken_back(saved, *job)
+
+
+def test_a_state_of_momenta_is_refused_after_a_thaw():
+    outcomes = try_ranks(2, rolled_back_beyond_a_thaw)
+    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
