@@ -1,6 +1,6 @@
 """Watch whether frozen second moments still fit, and let ranks exchange gradients again where they do not.
 
-    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       at most 1 while v is a mean of squares
+    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       about 1 at most while v is a mean of squares
     above LIMIT on any rank    from the next step on gradients in int8, second moments go on
 
 Every rank holds the same mean and second moment, so each looks for itself; one small all_reduce says what any found.
@@ -19,9 +19,9 @@ from fxcomp.step.verify.verifier import anywhere
 LOOK_EVERY = 10
 """Steps. In ten steps with beta2 = 0.999 Adam's own second moment takes in a hundredth of what is new."""
 
-LIMIT = 4.0
-"""The mean square of an update without its learning rate, which is at most 1 while the second moment fits, with room
-for values whose second moment the floor holds up, and for means that align (docs/where_the_mean_stands.md)."""
+LIMIT = 10.0
+"""The mean square of an update without its learning rate: about 1 at most while the second moment fits. Runs that end
+at dense training's loss reached 2.4 (docs/where_the_mean_stands.md)."""
 
 
 class Guard(Observer):

@@ -1,4 +1,4 @@
-"""A frozen second moment that fits no more is noticed on all ranks, and gradients are exchanged again; nothing is lost."""
+"""A frozen second moment that fits no more is noticed on all ranks, which exchange gradients again; nothing is lost."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def started(optimizer: str = "adamw", strategy: Strategy = TWO_SHOTS, **warmup: 
 
 
 def batch(number: int, *, grows: bool = True) -> tuple[Tensor, Tensor]:
-    """A batch of this rank, of inputs thirty times as large from the jump on."""
+    """A batch of this rank, of inputs sixty times as large from the jump on."""
     inputs, target = JOB.batch(number, dist.get_rank())
-    return inputs * (30.0 if grows and number >= JUMP else 1.0), target
+    return inputs * (60.0 if grows and number >= JUMP else 1.0), target
 
 
 def notes(step: CompiledStep) -> list[str]:
@@ -106,11 +106,11 @@ def test_what_one_rank_finds_all_act_on(energy):
 
 
 def owed_before_and_after(optimizer: str, strategy: str) -> list[tuple[float, float]]:
-    """Of each parameter the norm of what ranks owe the mean gradient before a thaw, by the formula, and how far it is off.
+    """Of each parameter the norm of what ranks owe the mean gradient before a thaw, and how far it is off afterwards.
 
-    The formula is e d / (1 - beta1), summed over ranks and slots by their weights.
+    It is e d / (1 - beta1), summed over ranks and slots by their weights.
     """
-    _, made, step = started(optimizer, Strategy.parse(strategy))
+    _, _, step = started(optimizer, Strategy.parse(strategy))
     for number in range(WARM + 3):
         step(batch(number, grows=False))
     force, owners = step.in_force, step.training.owners
