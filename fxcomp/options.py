@@ -161,39 +161,44 @@ class StepOptions:
                 "the plan lets ranks exchange the optimizer's momentum, which this frontend does not see.\n"
                 "  Use fxcomp.compile_step, which compiles the whole step, or another plan."
             )
+        stay = 'Leave at="momentum" out' if self.compress.at == "momentum" else "Pass plan.at_gradients()"
         for bucket in plan.buckets:
             if bucket.at is not ExchangePoint.GRADIENT and bucket.element_type is not ElementType.F32:
                 raise BadPlan(
                     f"the plan lets ranks exchange the momentum of {bucket.names[0]!r}, whose gradient is"
-                    f' {bucket.element_type} here: momenta are exchanged in f32.\n  Leave at="momentum" out.'
+                    f" {bucket.element_type} here: momenta are exchanged in f32.\n  {stay}."
                 )
-        refused = {
-            "max_grad_norm": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
-            "max_grad_value": (self.max_grad_value is not None, "the mean gradient is not known then"),
-            "find_unused_parameters": (self.find_unused_parameters, "what stands still on all ranks is not known then"),
-        }
-        for name, (is_given, why) in refused.items():
-            if is_given:
-                raise BadOption(
-                    f"ranks exchange the optimizer's momentum by this plan, which does not go with {name}=: {why}.\n"
-                    f'  Leave at="momentum" out, or {name}=.'
-                )
-        for name in ("momentum", "scale_with_lr", "everywhere"):
-            if getattr(self.compress.feedback, name):
-                raise BadOption(
-                    "ranks exchange the optimizer's momentum by this plan, which does not go with"
-                    f" ErrorFeedback({name}=...): residuals would have another unit, or be scaled twice.\n"
-                    "  Leave one of them out."
-                )
-        warmup = self.compress.warmup
+        for what, why in self.against_moves.items():
+            raise BadOption(
+                f"ranks exchange the optimizer's momentum by this plan, which does not go with {what}: {why}.\n"
+                f"  {stay}, or leave out {what}."
+            )
+        warmup = self.compress.warmup_for(plan)
         divides = {UpdateKind.SECOND_MOMENT, UpdateKind.TRUST_RATIO}
         if not divides.isdisjoint(kinds) and not warmup.dense_steps + warmup.int8_steps:
             raise BadOption(
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"
                 "  Pass Compress(warmup=Warmup(int8_steps=N)), with N a tenth of the job's steps, and no fewer than the"
-                " learning rate's own warm-up."
+                " learning rate's own warm-up; or say how long the job is, steps=N (--steps N): a tenth of that."
             )
+
+    @property
+    def against_moves(self) -> dict[str, str]:
+        """The options that an exchange of momenta does not go with, each with the reason."""
+        feedback = self.compress.feedback
+        options = {
+            "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
+            "max_grad_value=": (self.max_grad_value is not None, "the mean gradient is not known then"),
+            "find_unused_parameters=": (
+                self.find_unused_parameters,
+                "what stands still on all ranks is not known then",
+            ),
+        }
+        for name in ("momentum", "scale_with_lr", "everywhere"):
+            why = "residuals would have another unit, or be scaled twice"
+            options[f"ErrorFeedback({name}=...)"] = (bool(getattr(feedback, name)), why)
+        return {name: why for name, (is_given, why) in options.items() if is_given}
 
     @property
     def why_not_replan(self) -> str:
@@ -202,6 +207,11 @@ class StepOptions:
             return (
                 "the plan was given, and fxcomp changes only what it chose.\n"
                 "  Let compress= name a mode, or compile another step."
+            )
+        if self.compress.chooses_point:
+            return (
+                'at="auto" has chosen for the whole job, and residuals of momenta and of gradients have other units.\n'
+                "  Compile another step, which goes on from the optimizer's state."
             )
         if self.compress.feedback.momentum:
             return (

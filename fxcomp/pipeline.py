@@ -8,7 +8,7 @@ compiles, `graph/run_passes.py` does one between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,8 +42,9 @@ from fxcomp.passes.thread_state import thread_state
 from fxcomp.passes.weigh_gradients import weigh_gradients
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.kinds import Stream
-from fxcomp.plan.plan import Plan
-from fxcomp.search.read_workload import graph_tasks, read_workload
+from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
+from fxcomp.plan.strategy import DENSE
+from fxcomp.search.read_workload import graph_tasks, read_momenta, read_workload
 from fxcomp.search.workload import Workload
 
 
@@ -74,12 +75,7 @@ class Compiler:
         """Make a captured graph follow a plan."""
         return (
             *self.labelling(),
-            (
-                partial(bucket_gradients, plan=plan),
-                partial(weigh_gradients, world_size=self.cluster.world_size),
-                partial(scale_gradients, micro_batches=self.micro_batches),
-                partial(move_exchange, plan=plan),
-            ),
+            *self._bucketing(plan),
             (partial(lower_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             (
                 partial(thread_state, surrounds=self.feedback.surrounds),
@@ -87,9 +83,23 @@ class Compiler:
                 partial(remove_dead_nodes),
                 partial(commit_if_finite, skip_nonfinite=self.skip_nonfinite),
             ),
-            (partial(annotate_costs, costs=costs, cluster=self.cluster),),
+            *self._annotating(costs),
             (partial(assign_streams, cluster=self.cluster), partial(order_for_overlap, plan=plan)),
         )
+
+    def _bucketing(self, plan: Plan) -> Passes:
+        """Gather what ranks exchange in the buckets of a plan."""
+        return (
+            (
+                partial(bucket_gradients, plan=plan),
+                partial(weigh_gradients, world_size=self.cluster.world_size),
+                partial(scale_gradients, micro_batches=self.micro_batches),
+                partial(move_exchange, plan=plan),
+            ),
+        )
+
+    def _annotating(self, costs: CostTable) -> Passes:
+        return ((partial(annotate_costs, costs=costs, cluster=self.cluster),),)
 
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
         """Make a captured graph add gradients to their sums, and send nothing."""
@@ -103,15 +113,22 @@ class Compiler:
         """Make a final graph follow another plan of the same lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
-            (partial(annotate_costs, costs=costs, cluster=self.cluster),),
+            *self._annotating(costs),
         )
 
     @gc_paused()
-    def analyze(self, graph: GraphModule, costs: CostTable) -> Workload:
-        """Read what there is to decide about."""
+    def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
+        """Read what there is to decide about, with what exchanging the momenta of some parameters adds.
+
+        Raises UnsupportedOptimizer where the exchange of one of these cannot move.
+        """
         note_work(graph)
-        gm = run(graph, (*self.labelling(), (partial(annotate_costs, costs=costs, cluster=self.cluster),)))
+        gm = run(graph, (*self.labelling(), *self._annotating(costs)))
         workload = replace(read_workload(gm, costs.feed_us), keeps_velocity=self.feedback.momentum > 0)
+        if moved:
+            bucketing = self._bucketing(_one_by_one(workload, moved))
+            after = run(graph, (*self.labelling(), *bucketing, *self._annotating(costs)))
+            workload = read_momenta(workload, gm, after)
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
             return workload
@@ -129,7 +146,7 @@ class Compiler:
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            return load_program(captured, gm, replay, self._predicted(gm, costs))
+            return load_program(captured, gm, replay, self._predicted(gm, captured.graph, plan, costs))
 
         return run_in_turns(captured.graph, self.passes(plan, costs), program_of)
 
@@ -154,7 +171,7 @@ class Compiler:
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            return program.retuned(gm, replay, self._predicted(gm, costs))
+            return program.retuned(gm, replay, self._predicted(gm, program.captured.graph, plan, costs))
 
         return run_in_turns(program.graph, self.retuning(plan, costs), program_of)
 
@@ -162,10 +179,24 @@ class Compiler:
         """Rewrite a graph again, and keep what each pass returns, by the pass's name."""
         return _after_each(graph, self.passes(plan, costs))
 
-    def _predicted(self, gm: GraphModule, costs: CostTable) -> Timeline:
-        """Simulate a final graph, after the other micro-batches of its group."""
+    def _predicted(self, gm: GraphModule, captured: GraphModule, plan: Plan, costs: CostTable) -> Timeline:
+        """Simulate a final graph, after the other micro-batches of its group, which send no momenta."""
         others = self.micro_batches - 1
-        return predicted(gm, costs, others * read_workload(gm, costs.feed_us).backward_us if others else 0.0)
+        if not others:
+            return predicted(gm, costs)
+        one = run(captured, (*self.labelling(), *self._annotating(costs))) if plan.moves_exchange else gm
+        return predicted(gm, costs, others * read_workload(one, costs.feed_us).backward_us)
+
+
+def _one_by_one(workload: Workload, moved: Collection[str]) -> Plan:
+    """Let each gradient travel alone, at the momentum where that is moved."""
+    point = {True: ExchangePoint.MOMENTUM, False: ExchangePoint.GRADIENT}
+    return Plan(
+        tuple(
+            Bucket((g.name,), (g.elements,), DENSE, element_type=g.element_type, at=point[g.name in moved])
+            for g in workload.gradients
+        )
+    )
 
 
 def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]:

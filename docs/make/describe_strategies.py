@@ -17,7 +17,7 @@ from strategy_shapes import CHAPTERS
 from fxcomp.cluster.cluster import Level
 from fxcomp.compressors import BF16, TopK
 from fxcomp.errors import BadStrategy
-from fxcomp.plan.modes import ENTRIES, Entry, Mode
+from fxcomp.plan.modes import AT_MOMENTA, ENTRIES, Entry, Mode
 from fxcomp.plan.space import Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import DENSE, Device, Strategy
 
@@ -163,7 +163,8 @@ MODES = """
 
 Every mode offers dense buckets, over all ranks or level by level. It also offers the compressors below, in one shot or
 in two, flat or by level, on either device. Two shots need three ranks or more. *Vectors* means buckets of biases and
-norms, *both* buckets that mix them with matrices.
+norms, *both* buckets that mix them with matrices. With `at="auto"`, `aggressive` offers what `balanced` does, and
+[momenta](where_the_mean_stands.md).
 
 | mode | first | second shot | for | why |
 |---|---|---|---|---|
@@ -247,6 +248,9 @@ def _modes() -> list[str]:
             buckets = ", ".join(["matrices", *["vectors"] * entry.vectors, *["both"] * entry.mixed])
             buckets = "all" if mode is Mode.AGGRESSIVE else buckets
             rows.append(f"| `{mode.value}` | `{entry.first}` | {second} | {buckets} | {entry.reason} |\n")
+    for entry in AT_MOMENTA:
+        second = f"`{entry.second}`" if entry.second else ""
+        rows.append(f"| `aggressive`, at auto | `{entry.first}` | {second} | matrices' momenta | {entry.reason} |\n")
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_ratio
@@ -45,6 +46,12 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         " for all (dense, bf16, int8), a strategy or a plan.json (default: what the job says, which is balanced)",
     )
     parser.add_argument(
+        "--at",
+        metavar="POINT",
+        help="where the mean stands: gradient, momentum, or auto with --compress aggressive and --steps",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="the number of steps of the whole job")
+    parser.add_argument(
         "--pin",
         action="append",
         default=[],
@@ -56,7 +63,9 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
     """Read how gradients are to travel: as the job says where the command line does not."""
     compress = Compress.of(job.compress) if arguments.compress is None else Compress.parse(arguments.compress)
-    return replace(compress, pins=parse_pins(arguments.pin)) if arguments.pin else compress
+    changes: dict[str, Any] = {"pins": parse_pins(arguments.pin), "at": arguments.at, "steps": arguments.steps}
+    given = {name: value for name, value in changes.items() if value not in (None, {})}
+    return replace(compress, **given) if given else compress
 
 
 def names_links(arguments: argparse.Namespace) -> bool:

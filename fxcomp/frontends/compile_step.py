@@ -24,7 +24,6 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import CHECKED, Checks, GivenCosts, StepOptions
 from fxcomp.plan.compress import Compress, GivenCompress
-from fxcomp.plan.error_feedback import burst_share
 from fxcomp.ranks import Ranks
 from fxcomp.state.inputs import Example, Inputs
 from fxcomp.state.rank_0s_state import share_optimizer_state
@@ -115,10 +114,11 @@ def compile_step(
         notes = share_optimizer_state(training, ranks)
         compiler = start.compiler(skip_nonfinite=options.skip_nonfinite, micro_batches=options.accumulate)
         kinds, inputs = update_kinds(first.graph), Inputs(training, options.accumulate)
-        planner = start.planner(compiler, first.graph, burst_share(kinds))
+        planner = start.planner(compiler, first.graph, kinds)
         example = Example(first, inputs, pytree.tree_leaves(example_batch), capture.guard)
         decision = start.decide(planner, example, kinds)
-        force = PlanInForce(decision, compiler, start.trained, capture, inputs, options.compress.warmup)
+        warmup = options.compress.warmup_for(decision.plan)
+        force = PlanInForce(decision, compiler, start.trained, capture, inputs, warmup)
         step = CompiledStep(force, planner, start.site, options)
         step.notes += notes
         return step

@@ -100,9 +100,10 @@ class Start:
         site = self.site
         return Compiler(site.cluster, site.rank, self.trained.feedback, skip_nonfinite, micro_batches)
 
-    def planner(self, compiler: Compiler, graph: GraphModule, bursts: float = BURSTS) -> Planner:
-        """Make what decides for a graph."""
-        return Planner(self.site, self.options, compiler, graph, bursts)
+    def planner(self, compiler: Compiler, graph: GraphModule, kinds: Collection[UpdateKind] | None = None) -> Planner:
+        """Make what decides for a graph. Where the optimizer is known, `kinds` are those of all updates."""
+        bursts = BURSTS if kinds is None else burst_share(kinds)
+        return Planner(self.site, self.options, compiler, graph, bursts, kinds or ())
 
     def decide(
         self,
@@ -115,6 +116,7 @@ class Start:
         site = self.site
         decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), example))
         self.options.check_moves(decision.plan, kinds)
+        decision = planner.with_momenta(decision)
         check_plan(self.trained.feedback, decision.plan, self.trained.shapes, site.cluster, kinds)
         site.make_groups_for(decision.plan)
         return decision

@@ -8,8 +8,9 @@ names a device: then a preset's roofline prices them, nothing is run, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import unknowns
+from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import BALANCED, Compress
 from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
-from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
+from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
+from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
@@ -97,6 +100,7 @@ class WhatIf:
         compress = self.compress
         offered = compress.mode if compress.mode is Mode.AGGRESSIVE else Mode.BALANCED
         candidates = compressors_of(offered) if compress.budget is None else LADDER_COMPRESSORS
+        candidates = (*candidates, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
         return (*candidates, *_compressors_of(compress.plan), *compress.pinned.compressors)
 
     @property
@@ -115,7 +119,7 @@ def what_if(
 
     Compute is measured here, unless a device is named or the costs are another machine's: then it follows from
     operations and a roofline. The job's model and optimizer are as before, but for fresh optimizer state. Raises
-    BadOption.
+    BadOption, and as compile_step does where the optimizer's momenta cannot be exchanged.
     """
     question.check()
     compress = _with_plan_read(question.compress)
@@ -137,18 +141,30 @@ def what_if(
         costs = _costs_here(question, training.device, tell)
         tell("measuring the step on this machine")
         costs, workload = measured_here(training, captured, job.batch, costs, compiler)
+    factor = 1.0
     if question.step_ms is not None:
-        workload = scaled(workload, 1e3 * question.step_ms / workload.free_us)
+        factor = 1e3 * question.step_ms / workload.free_us
+        workload = scaled(workload, factor)
         costs = replace(costs, compute_error=min(costs.compute_error, ERROR_OF_TOLD_STEP))
     tell("choosing")
-    terms = replace(question.terms, bursts=burst_share(update_kinds(captured.graph)))
-    choice = choose(workload, costs, cluster, terms)
+    kinds = update_kinds(captured.graph)
+    terms = replace(question.terms, bursts=burst_share(kinds))
+
+    def with_momenta(moved: Collection[str]) -> Workload:
+        return scaled(compiler.analyze(captured.graph, costs, moved), factor)
+
+    at_gradients = choose(workload, costs, cluster, terms)
+    chooser = PointChooser(options_of(job, compress), kinds, costs, cluster, terms)
+    choice, workload, said = chooser.choose(at_gradients, workload, with_momenta)
     wanted = (
         choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster, compress.point)
     )
     if wanted.buckets:
         wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
+    if compress.plan is not None and wanted.moves_exchange and cluster.world_size > 1:
+        chooser.options.check_moves(wanted, kinds)
+        workload = with_momenta(wanted.moved)
     return Explanation(
         plan=wanted,
         choice=choice,
@@ -157,17 +173,25 @@ def what_if(
         costs=costs,
         cluster=cluster,
         mode=compress.mode.value,
-        flip_gbit=_flip_gbit(workload, costs, cluster, terms, choice),
+        flip_gbit=_flip_gbit(workload, costs, cluster, terms, at_gradients),
         notes=(
             *search_notes(),
             *terms.notes(workload, cluster),
+            *said,
             *foreign,
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
+        stages=compress.warmup_for(wanted).stages(wanted) if wanted.moves_exchange else {},
+        steps=compress.steps,
         micro_batches=question.accumulate,
         budget=terms.budget,
     )
+
+
+def options_of(job: Job, compress: Compress) -> StepOptions:
+    """Return the options that a job is compiled with, as far as it says them. Raises BadOption."""
+    return StepOptions(compress=compress, max_grad_norm=job.max_grad_norm, max_grad_value=job.max_grad_value)
 
 
 def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
@@ -206,8 +230,12 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None) -> P
         wanted = Plan(())
     elif compress.plan is not None:
         wanted = plan_as_given(compress.plan, workload, costs, cluster, compress.point)
+        options_of(job, compress).check_moves(wanted, update_kinds(captured.graph))
     else:
-        wanted = choose(workload, costs, cluster, Terms.of(compress)).plan
+        terms = Terms.of(compress)
+        chooser = PointChooser(options_of(job, compress), update_kinds(captured.graph), costs, cluster, terms)
+        at_gradients = choose(workload, costs, cluster, terms)
+        wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
     return compiler.emit(captured, wanted, costs)
 
 
@@ -259,7 +287,13 @@ def scaled(workload: Workload, factor: float) -> Workload:
     return replace(
         workload,
         gradients=tuple(
-            replace(gradient, ready_us=gradient.ready_us * factor, update_us=gradient.update_us * factor)
+            replace(
+                gradient,
+                ready_us=gradient.ready_us * factor,
+                update_us=gradient.update_us * factor,
+                own_us=gradient.own_us * factor,
+                moved_us=gradient.moved_us * factor,
+            )
             for gradient in workload.gradients
         ),
         backward_us=workload.backward_us * factor,

@@ -74,7 +74,7 @@ class _Move:
     def _refused(self, why: str) -> UnsupportedOptimizer:
         return UnsupportedOptimizer(
             f"the mean over ranks cannot stand at the momentum: in the update of {self._name!r} {why}.\n"
-            '  Leave at="momentum" out: gradients are exchanged then.'
+            '  Leave at="momentum" out, or pass plan.at_gradients() where a plan says so: gradients are exchanged then.'
         )
 
     def run(self) -> None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxcomp.compressors import Compressor, Int8
+from fxcomp.compressors import CastCompressor, Compressor, Int8
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
@@ -26,6 +26,13 @@ from fxcomp.plan.modes import MODES, Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Propose, Strategy
+
+AUTO = "auto"
+"""Of `at=`: fxcomp chooses where the mean stands."""
+
+WARM_SHARE, LEAST_WARM = 10, 20
+"""Before momenta are exchanged, one in so many steps of a job sends gradients in int8, and so many at least: what was
+measured (docs/where_the_mean_stands.md)."""
 
 FIRST_DENSITY = 0.25
 """The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
@@ -37,7 +44,8 @@ class Warmup:
 
     `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
 
-    `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor.
+    `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor
+    but bf16 and f16.
 
     `density_steps`: over so many steps, after those, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
@@ -95,7 +103,10 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _in_int8(plan: Plan) -> Plan:
-    """Return the same buckets over the same levels, by int8, which needs no error feedback. Raises BadOption."""
+    """Return the same buckets over the same levels, by int8, which needs no error feedback; casts stay.
+
+    Raises BadOption.
+    """
 
     def in_int8(strategy: Strategy) -> Strategy:
         if any(isinstance(step, Propose) for step in strategy.steps):
@@ -103,10 +114,15 @@ def _in_int8(plan: Plan) -> Plan:
                 f"Warmup.int8_steps puts int8 in the place of each compressor, and {strategy} agrees on something first"
                 " that int8 does not know.\n  Use dense_steps, or another strategy."
             )
-        steps = tuple(replace(s, compressor=Int8()) if hasattr(s, "compressor") else s for s in strategy.steps)
-        return replace(strategy, steps=steps)
+        return replace(strategy, steps=tuple(map(_step_in_int8, strategy.steps)))
 
     return plan.with_strategies([in_int8(bucket.strategy) for bucket in plan.buckets]).at_gradients()
+
+
+def _step_in_int8(step: Any) -> Any:
+    compressor = getattr(step, "compressor", None)
+    is_exact_enough = compressor is None or isinstance(compressor, CastCompressor)  # and the network adds casts up
+    return step if is_exact_enough else replace(step, compressor=Int8())
 
 
 def _densities(plan: Plan) -> tuple[float, ...]:
@@ -159,9 +175,13 @@ class Compress:
     `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`; the last one that matches decides, and the rest is planned
     around it.
 
-    `at` is where the mean over ranks stands: at the gradient, or at the momentum that the optimizer keeps, with its
-    second moment frozen (docs/where_the_mean_stands.md). It takes a given plan, and a warm-up at the gradient where
-    there is a second moment.
+    `at` is where the mean over ranks stands: at the `gradient`, or at the `momentum` that the optimizer keeps, with its
+    second moment frozen (docs/where_the_mean_stands.md). `momentum` takes a given plan, and a warm-up at the gradient
+    where there is a second moment. `auto` goes with `within="aggressive"`: momenta are exchanged where the optimizer
+    allows that and a job of so many `steps` is over sooner by it.
+
+    `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
+    tenth of them is one, in int8, and reports tell bytes and time of the job.
 
     `warmup` has the first steps of a job, `feedback` the variants of error feedback.
     """
@@ -171,6 +191,7 @@ class Compress:
     measured: bool = False
     pins: Mapping[str, str | Strategy] = field(default_factory=dict[str, str | Strategy])
     at: str = "gradient"
+    steps: int | None = None
     warmup: Warmup = NO_WARMUP
     feedback: ErrorFeedback = CLASSIC
 
@@ -178,6 +199,9 @@ class Compress:
         check_is_feedback(self.feedback)
         check_is_plan(self.plan)
         _check_simple(self.measured, self.at, self.warmup)
+        _check_steps(self.steps)
+        if self.chooses_point:
+            self._check_can_choose_point()
         if self.point is not ExchangePoint.GRADIENT:
             self._check_goes_with_momentum()
         if self.plan is not None:
@@ -198,11 +222,30 @@ class Compress:
                 "  To let parameters follow the gradients, leave plan= out."
             )
 
+    def _check_can_choose_point(self) -> None:
+        if self.steps is None:
+            raise BadOption(
+                'at="auto" compares whole jobs, with their warm-up: say how long this one is.\n'
+                "  Pass steps=N, the number of its steps (on the command line --steps N)."
+            )
+        if self.plan is not None:
+            raise BadOption(
+                'at="auto" lets fxcomp choose where the mean stands and how gradients travel, and plan= says how: keep'
+                ' one.\n  With plan= write at="momentum" or at="gradient".'
+            )
+        if self.within != Mode.AGGRESSIVE.value or self.measured:
+            told = "measured=True" if self.measured else f"within={self.within!r}"
+            raise BadOption(
+                f'at="auto" is offered by within="aggressive" alone, and this has {told}: where momenta are exchanged'
+                " the optimizer is another one, and errors of gradients do not bound what that costs.\n"
+                '  Pass within="aggressive", or leave at= out.'
+            )
+
     def _check_goes_with_momentum(self) -> None:
         if self.plan is None:
             raise BadOption(
-                'at="momentum" takes a plan that is given: fxcomp does not choose one by itself yet.\n'
-                '  Name one, such as plan="sign", or leave at= out.'
+                'at="momentum" takes a plan that is given.\n'
+                '  Name one, such as plan="cmax(16)", or let fxcomp choose: within="aggressive", at="auto", steps=N.'
             )
         for name in ("momentum", "scale_with_lr"):
             if getattr(self.feedback, name):
@@ -248,14 +291,21 @@ class Compress:
                 raise _needs_whole_steps(f"ErrorFeedback.{name} needs the optimizer", whose)
         if self.warmup:
             raise _needs_whole_steps("warmup= counts the steps of the optimizer", whose)
-        if self.point is not ExchangePoint.GRADIENT or (isinstance(self.plan, Plan) and self.plan.moves_exchange):
+        if self.at != ExchangePoint.GRADIENT.value or (isinstance(self.plan, Plan) and self.plan.moves_exchange):
             raise _needs_whole_steps("exchanging momenta needs the optimizer", whose)
         if self.measured:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
     def following(self, plan: Plan) -> Compress:
         """The same, with a plan in the place of any other choice."""
-        return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={})
+        at = ExchangePoint.GRADIENT.value if self.chooses_point else self.at
+        return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={}, at=at)
+
+    def warmup_for(self, plan: Plan) -> Warmup:
+        """Return the first steps of a job under a plan: as asked for, else what an exchange of momenta begins with."""
+        if self.warmup or self.steps is None or not plan.moves_exchange:
+            return self.warmup
+        return Warmup(int8_steps=max(LEAST_WARM, math.ceil(self.steps / WARM_SHARE)))
 
     @cached_property
     def mode(self) -> Mode:
@@ -264,8 +314,13 @@ class Compress:
 
     @property
     def point(self) -> ExchangePoint:
-        """The place where the mean over ranks stands."""
-        return ExchangePoint(self.at)
+        """The place where the mean over ranks stands under a plan that is given, or chosen for gradients."""
+        return ExchangePoint.GRADIENT if self.chooses_point else ExchangePoint(self.at)
+
+    @property
+    def chooses_point(self) -> bool:
+        """The place where the mean stands is part of the choice."""
+        return self.at == AUTO
 
     @cached_property
     def budget(self) -> ErrorBudget | None:
@@ -286,6 +341,7 @@ class Compress:
             "measured": self.measured,
             "pins": self.pinned.facts(),
             "at": self.at,
+            "steps": self.steps,
             "warmup": str(self.warmup),
             "feedback": str(self.feedback),
         }
@@ -298,11 +354,16 @@ GivenCompress = Compress | Plan | str | Path
 def _check_simple(measured: object, at: object, warmup: object) -> None:
     if not isinstance(measured, bool):
         raise BadOption(f"measured is True or False; it is {measured!r}")
-    points = [point.value for point in ExchangePoint]
+    points = [*(point.value for point in ExchangePoint), AUTO]
     if at not in points:
         raise BadOption(f"at= is where the mean over ranks stands: {' or '.join(map(repr, points))}; it is {at!r}")
     if not isinstance(warmup, Warmup):
         raise BadOption(f"warmup is a fxcomp.Warmup; it is a {type(warmup).__name__}: write Warmup(dense_steps=100)")
+
+
+def _check_steps(steps: object) -> None:
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise BadOption(f"steps= is the number of steps of the whole job, 1 or more; it is {steps!r}")
 
 
 def _needs_whole_steps(what: str, whose: str) -> BadOption:

@@ -82,6 +82,21 @@ ENTRIES: dict[Mode, tuple[Entry, ...]] = {
 }
 """The candidates of each mode, beside the dense strategies. docs/strategies.md shows them."""
 
+
+def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
+    names = dict.fromkeys(name for entry in entries for name in (entry.first, entry.second) if name is not None)
+    return tuple(map(parse_compressor, names))
+
+
+AT_MOMENTA = (
+    Entry("cmax(16)", "cmax(16)", "a hundredth at dense's loss, once the second moment is frozen"),
+    Entry("cmax(16)", None, "the same between two ranks"),
+)
+"""The candidates of matrices where ranks exchange momenta (docs/where_the_mean_stands.md has the measurements)."""
+
+MOMENTUM_COMPRESSORS = _compressors(AT_MOMENTA)
+"""Compressors of momenta."""
+
 _DENSITIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 _RANKS = (1, 2, 4, 8, 16)
 _LADDER = (
@@ -118,11 +133,6 @@ def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
     return _compressors(ENTRIES[mode])
 
 
-def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
-    names = dict.fromkeys(name for entry in entries for name in (entry.first, entry.second) if name is not None)
-    return tuple(map(parse_compressor, names))
-
-
 LADDER_COMPRESSORS = _compressors(_LADDER)
 """Compressors that an error budget may choose."""
 
@@ -148,6 +158,11 @@ def strategies_within(
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
     return _ways_of(tuple(entries), cluster, offload=offload)
+
+
+def strategies_at_momenta(cluster: Cluster, content: Content, *, offload: bool = True) -> tuple[Strategy, ...]:
+    """Return every strategy of a bucket whose momentum ranks exchange, dense ones first; vectors stay dense."""
+    return _ways_of(AT_MOMENTA if content is Content.MATRICES else (), cluster, offload=offload)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -170,9 +170,13 @@ class Plan:
         """Ranks exchange the momentum of some parameters."""
         return bool(self.moved)
 
-    def at_momenta(self) -> Plan:
-        """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel."""
-        moved = {*self.moved, *(n for b in self.buckets if not b.strategy.is_dense for n in b.names)}
+    def at_momenta(self, staying: Collection[str] = ()) -> Plan:
+        """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel.
+
+        Parameters that stay at the gradient share no bucket with others.
+        """
+        compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
+        moved = {*self.moved, *(compressed - set(staying))}
         while more := {n for b in self.buckets if not moved.isdisjoint(b.names) for n in b.names} - moved:
             moved |= more
         points = [ExchangePoint.GRADIENT if moved.isdisjoint(b.names) else ExchangePoint.MOMENTUM for b in self.buckets]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
-from fxcomp.plan.modes import LADDER_COMPRESSORS
+from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
+from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step
@@ -110,6 +113,8 @@ class Planner:
     graph: GraphModule
     bursts: float = 1.0
     """The part of all elements that may come in bursts."""
+    kinds: Collection[UpdateKind] = ()
+    """Those of all updates, if they are known."""
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
     """Remembers what this step costs, for the next job."""
 
@@ -126,6 +131,7 @@ class Planner:
         self.check_pins()
         if costs is None:
             offered = () if compress.budget is None else LADDER_COMPRESSORS
+            offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
             costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
             if example is not None:
                 costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
@@ -142,6 +148,15 @@ class Planner:
     def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
         """Make the plan that the user named. Raises BadPlan."""
         return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
+
+    def with_momenta(self, decision: Decision) -> Decision:
+        """Add what exchanging momenta costs, where a given plan does that. Raises UnsupportedOptimizer."""
+        moved, costs = decision.plan.moved, decision.costs
+        if not moved or decision.choice is not None:
+            return decision
+        topic = "reading what momenta cost"
+        workload = self.site.ranks.attempt(topic, lambda: self.compiler.analyze(self.graph, costs, moved))
+        return replace(decision, workload=workload)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Decide by other costs, and by errors of this job's gradients; ranks meet for a topic of its own."""
@@ -164,7 +179,9 @@ class Planner:
 
         def decide() -> dict[str, Any]:
             chosen, notes = self.choose(workload, costs, terms)
-            chosen_by = {"costs": costs.to_json(), "workload": workload.to_json(), "notes": list(notes)}
+            chooser = PointChooser(self.options, self.kinds, costs, cluster, terms)
+            chosen, known, more = chooser.choose(chosen, workload, partial(self.compiler.analyze, self.graph, costs))
+            chosen_by = {"costs": costs.to_json(), "workload": known.to_json(), "notes": [*notes, *more]}
             return {"choice": chosen.to_json(), **chosen_by}
 
         beside = self.site.beside

@@ -8,9 +8,11 @@ from typing import Any
 
 from fxcomp.cost.timeline import critical_path
 from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.by_layer import Layer, LayerPart, layers_of
 from fxcomp.report.explanation import Explanation, Variation, exposed_by_bucket, moves_json, variation
+from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
 
@@ -52,11 +54,13 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
                     **({"type": bucket.element_type} if bucket.element_type is not ElementType.F32 else {}),
                     "wire_bytes": round(explanation.sent_bytes(bucket)),
                     "strategy": str(bucket.strategy),
+                    **({"at": bucket.at.value} if bucket.at is not ExchangePoint.GRADIENT else {}),
                     "exposed_ms": waits.get(k, 0.0) / 1e3,
                 }
                 for k, bucket in enumerate(plan.buckets)
             ],
         },
+        **moved_json(explanation),
         "pinned": _pinned(explanation),
         "flip_gbit": explanation.flip_gbit,
         "mode": explanation.mode,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -172,6 +172,10 @@ class Explanation:
     """The number of micro-batches whose gradients a step sums up."""
     moves: Sequence[PlanMove] = ()
     """Changes of the plan since, by the gradients."""
+    stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
+    """The plans of the job's warm-up and the one that stays, by the first step of each; empty if there is one plan."""
+    steps: int | None = None
+    """The length of the job, if that is known."""
     batch: str = ""
     """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
 
@@ -236,7 +240,7 @@ class Explanation:
     @property
     def bound_us(self) -> float | None:
         """A time that no plan of the mode is predicted to be faster than; None if the plan was not chosen by one."""
-        if not self.is_chosen or self.mode not in _MODES or self.budget is not None:
+        if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from fxcomp.errors import BadPlan
 from fxcomp.plan.kinds import ElementType
-from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.report.document import Block, Column, Section, Table, count, mb, short
 
@@ -71,7 +71,8 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
         names.append(part[1] if part else label)
         starts.append(int(part[2]) if part else 0)
     sizes, kind = tuple(map(int, data["sizes"])), ElementType(data.get("type", "f32"))
-    return Bucket(tuple(names), sizes, Strategy.parse(data["strategy"]), tuple(starts), kind)
+    at = ExchangePoint(data.get("at", "gradient"))
+    return Bucket(tuple(names), sizes, Strategy.parse(data["strategy"]), tuple(starts), kind, at)
 
 
 _Part = tuple[range, int]
@@ -98,7 +99,7 @@ class ChangedGradients:
     elements: int
     dense_bytes: int
     kinds: tuple[str, ...] = ()
-    """Of a change of strategy: compressors, levels, device."""
+    """Of a change of strategy: compressors, levels, device, exchange point."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -208,28 +209,43 @@ def _partners(pieces: Sequence[ComparedPiece]) -> dict[int, int]:
     return found
 
 
+_Way = tuple[Strategy, ExchangePoint]
+"""The way that a piece travels."""
+
+
 def _strategies(pieces: Sequence[ComparedPiece], old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
-    groups: dict[tuple[Strategy, Strategy], list[ComparedPiece]] = {}
+    groups: dict[tuple[_Way, _Way], list[ComparedPiece]] = {}
     for piece in pieces:
-        pair = old.buckets[piece.before].strategy, new.buckets[piece.after].strategy
-        if pair[0] != pair[1]:
-            groups.setdefault(pair, []).append(piece)
+        before, after = _way(old.buckets[piece.before]), _way(new.buckets[piece.after])
+        if before != after:
+            groups.setdefault((before, after), []).append(piece)
     found = [_change(_words(*pair), members, _kinds(*pair)) for pair, members in groups.items()]
     return tuple(sorted(found, key=lambda change: -change.elements))
 
 
-def _words(old: Strategy, new: Strategy) -> str:
-    pair = [short(old), short(new)]
-    return " -> ".join(pair if pair[0] != pair[1] else [str(old), str(new)])
+def _way(bucket: Bucket) -> _Way:
+    return bucket.strategy, bucket.at
 
 
-def _kinds(old: Strategy, new: Strategy) -> tuple[str, ...]:
-    """Name what of a strategy differs."""
-    levels = [[step.level for step in strategy.collectives] for strategy in (old, new)]
+def _words(old: _Way, new: _Way) -> str:
+    (before, point), (after, other) = old, new
+    pair = [short(before), short(after)] if short(before) != short(after) else [str(before), str(after)]
+    if before == after:
+        return f"{short(before)}: at the {point.value} -> at the {other.value}"
+    if point is other:
+        return " -> ".join(pair)
+    return f"{pair[0]} at the {point.value} -> {pair[1]} at the {other.value}"
+
+
+def _kinds(old: _Way, new: _Way) -> tuple[str, ...]:
+    """Name what of a way differs."""
+    (before, point), (after, other) = old, new
+    levels = [[step.level for step in strategy.collectives] for strategy in (before, after)]
     differ = {
-        "compressors": old.compressors != new.compressors,
+        "compressors": before.compressors != after.compressors,
         "levels": set(levels[0]) != set(levels[1]),
-        "device": bool(old.devices and new.devices) and old.devices != new.devices,
+        "device": bool(before.devices and after.devices) and before.devices != after.devices,
+        "exchange point": point is not other,
     }
     return tuple(name for name, is_other in differ.items() if is_other) or ("steps",)
 

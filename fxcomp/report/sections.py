@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fxcomp.cluster.link import format_gbit
+from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated, accumulation_blocks
 from fxcomp.report.document import (
     Block,
@@ -34,6 +35,7 @@ from fxcomp.report.explanation import (
     sources_of,
     variation,
 )
+from fxcomp.report.whole_job import lasting_plan, momenta_section
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.decision import JUDGED_STEPS, Raced
@@ -71,6 +73,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Worth trying", [_worth_trying(choice, digits)]))
     if plan.buckets:
         sections += [Section("Plan", [_plan(explanation, digits)]), Section("", [_strategies(explanation)])]
+    if lasting_plan(explanation).moves_exchange:
+        sections.append(momenta_section(explanation))
     if explanation.budget is not None and plan.buckets:
         sections += error_sections(explanation, explanation.budget)
     if explanation.moves:
@@ -261,6 +265,9 @@ def _worth_trying(choice: Choice, digits: int) -> Table:
 # The plan
 
 
+_POINTS = {ExchangePoint.GRADIENT: "", ExchangePoint.MOMENTUM: ", at the momentum"}
+
+
 def _plan(explanation: Explanation, digits: int) -> Table:
     waits = exposed_by_bucket(explanation.timeline)
     columns = (
@@ -278,7 +285,7 @@ def _plan(explanation: Explanation, digits: int) -> Table:
             (
                 str(k),
                 mb(bucket.dense_bytes),
-                explanation.short(bucket.strategy),
+                f"{explanation.short(bucket.strategy)}{_POINTS[bucket.at]}",
                 sent,
                 exposed,
                 members(explanation.plan.labels(bucket)),

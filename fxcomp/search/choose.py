@@ -21,6 +21,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch, searches_of
 from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.exchanged import Exchanged
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
 from fxcomp.search.plan_tasks import plan_tasks
@@ -77,6 +78,8 @@ class Choice:
     """The plans that a running job may try, the shortest predicted step first."""
     pins: Pins = NO_PINS
     """Strategies pinned by hand: all plans of the choice have it, the dense one and bf16 too."""
+    exchanged: Exchanged | None = None
+    """The comparison of gradients and momenta; None where gradients alone were considered."""
 
     @property
     def stays_dense(self) -> bool:
@@ -95,6 +98,8 @@ class Choice:
 
     @property
     def reason(self) -> str:
+        if self.exchanged is not None and self.plan.moves_exchange:
+            return self.exchanged.reason
         if self.pins.leaves_dense(self.fastest):
             return "no compressed plan is predicted to be faster than the best dense one"
         verdict = "stays dense" if self.stays_dense else "leaves dense"
@@ -109,7 +114,9 @@ class Choice:
         plans = {name: value.to_json() for name, value in facts.items() if isinstance(value, Plan)}
         others = [[[str(each.strategy), each.step_us] for each in bucket] for bucket in self.alternatives]
         runners = [each.to_json() for each in self.runners]
-        return {**facts, **plans, "alternatives": others, "runners": runners, "pins": self.pins.to_json()}
+        exchanged = None if self.exchanged is None else self.exchanged.to_json()
+        more = {"alternatives": others, "runners": runners, "pins": self.pins.to_json(), "exchanged": exchanged}
+        return {**facts, **plans, **more}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Choice:
@@ -120,7 +127,9 @@ class Choice:
         )
         runners = tuple(map(Runner.from_json, data["runners"]))
         pins = Pins.from_json(data["pins"])
-        values: dict[str, Any] = {**data, **plans, "alternatives": others, "runners": runners, "pins": pins}
+        exchanged = None if data["exchanged"] is None else Exchanged.from_json(data["exchanged"])
+        more = {"alternatives": others, "runners": runners, "pins": pins, "exchanged": exchanged}
+        values: dict[str, Any] = {**data, **plans, **more}
         return cls(**values)
 
     def __str__(self) -> str:
@@ -148,8 +157,8 @@ def choose(
     terms = terms if isinstance(terms, Terms) else Terms(terms)
     traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
     searches = searches_of(workload, traced, terms)
-    dense = _fastest(searches, exact, dense_only=True)
-    least = min(dense, _fastest(searches, exact, dense_only=False), key=lambda best: best.step_us)
+    dense = fastest_of(searches, exact, dense_only=True)
+    least = min(dense, fastest_of(searches, exact, dense_only=False), key=lambda best: best.step_us)
     bf16 = bf16_everywhere(workload, costs, cluster, terms.pins)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
@@ -185,7 +194,7 @@ def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, f
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
+class Best:
     """The best plan of a kind, priced exactly, and the search that found it."""
 
     plan: Plan
@@ -194,7 +203,7 @@ class _Best:
     search: PlanSearch
 
 
-def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: bool) -> _Best:
+def fastest_of(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: bool) -> Best:
     """Find the fastest plan of several searches: no uniform plan is faster. The best few are priced exactly."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
@@ -215,12 +224,12 @@ def _fastest(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: b
     return best
 
 
-def _priced(found: Found, search: PlanSearch, exact: ExactPlans) -> _Best:
+def _priced(found: Found, search: PlanSearch, exact: ExactPlans) -> Best:
     plan = search.plan(found)
-    return _Best(plan, exact.step_us(plan), found, search)
+    return Best(plan, exact.step_us(plan), found, search)
 
 
-def _step_of(best: _Best) -> float:
+def _step_of(best: Best) -> float:
     return best.step_us
 
 
@@ -228,7 +237,7 @@ def _value_of(found: tuple[Found, PlanSearch]) -> Value:
     return found[0].value
 
 
-def _alternatives(best: _Best) -> tuple[tuple[Alternative, ...], ...]:
+def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
     """Give one bucket at a time its best other strategies, all else the same. The search's prices tell the change."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us

@@ -43,6 +43,7 @@ class BucketTasks:
 
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
     """Write down the emitted step of a plan."""
+    workload = workload.moved(plan.moved)
     buckets = [
         price_bucket(k, members, bucket.strategy, workload, costs, cluster)
         for k, (bucket, members) in enumerate(zip(plan.buckets, members_of(plan, workload, costs), strict=True))

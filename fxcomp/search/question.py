@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,8 +10,9 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.budget import Budget
 from fxcomp.plan.compress import Compress
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies, strategies_within
+from fxcomp.plan.modes import Content, Mode, error_limit, strategies, strategies_at_momenta, strategies_within
 from fxcomp.plan.pins import NO_PINS, Pins
+from fxcomp.plan.plan import ExchangePoint
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, TracedPrices
@@ -37,12 +39,17 @@ class Terms:
     """In the place of the mode's limit and compressors."""
     share: float = 1.0
     """Of the limit: what may be spent."""
+    at: ExchangePoint = ExchangePoint.GRADIENT
+    """Momenta are free of limits: what is left out comes a step later into a mean."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Read what a user asked for, by errors of Gaussian values unless others are known."""
-        asked = compress.budget
-        return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
+        """Read what a user asked for, by errors of Gaussian values unless others are known.
+
+        Where the exchange point is chosen, gradients travel as they do at dense's loss: so do momenta.
+        """
+        asked, mode = compress.budget, Mode.BALANCED if compress.chooses_point else compress.mode
+        return cls(mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
     @property
     def table(self) -> ErrorTable:
@@ -55,6 +62,8 @@ class Terms:
 
     def limit(self, workload: Workload, cluster: Cluster) -> float:
         """Return the relative squared error that a plan may have."""
+        if self.at is ExchangePoint.MOMENTUM:
+            return math.inf
         limit = error_limit(self.mode) if self.budget is None else self.budget.limit(workload.shapes, cluster)
         return self.share * limit
 
@@ -65,6 +74,8 @@ class Terms:
         self, limit: float, losses: Losses, cluster: Cluster, content: Content, *, offload: bool = True
     ) -> tuple[Strategy, ...]:
         """Return every strategy that a bucket of this content may have, with the limit of the whole plan."""
+        if self.at is ExchangePoint.MOMENTUM:
+            return strategies_at_momenta(cluster, content, offload=offload)
         if self.budget is None:
             mode = self.mode if limit > 0 else Mode.LOSSLESS
             return strategies(mode, cluster, content, offload=offload)
@@ -120,7 +131,8 @@ def questions_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list
     left = 0.0 if pinned.exceeds(lossable) else limit
     has_both = len({gradient.is_vector for gradient in workload.gradients}) == 2
     has_parts = len(atoms_of(workload, cluster.world_size)) > len(workload.gradients)
-    groupings = [(Content.MATRICES, Content.VECTORS), *([(Content.MIXED,)] if has_both else [])]
+    is_mixed = has_both and terms.at is ExchangePoint.GRADIENT
+    groupings = [(Content.MATRICES, Content.VECTORS), *([(Content.MIXED,)] if is_mixed else [])]
     return [
         Question(
             workload,

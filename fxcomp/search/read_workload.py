@@ -99,11 +99,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
             clock += info(node).cost_us or 0.0
         ready[node] = clock
     broadcasts = [node for node in gm.graph.nodes if node.target is BROADCAST and is_collective(node)]
-    updates: dict[str | None, float] = {}
-    for node in gm.graph.nodes:
-        if info(node).role is Role.UPDATE:
-            name = info(node).parameter
-            updates[name] = updates.get(name, 0.0) + (info(node).cost_us or 0.0)
+    updates = _by_parameter(gm, (Role.UPDATE,))
     return Workload(
         gradients=tuple(
             Gradient(
@@ -124,8 +120,32 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     )
 
 
+def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) -> Workload:
+    """Add what exchanging momenta costs: what graphs with costs hold for a parameter where its exchange has moved."""
+    moved_us = _by_parameter(after, (Role.UPDATE,))
+    own, gradient = (_by_parameter(gm, (Role.COMPUTE, Role.GRADIENT)) for gm in (after, before))
+    gradients = [
+        replace(
+            each,
+            own_us=max(0.0, own.get(each.name, 0.0) - gradient.get(each.name, 0.0)),
+            moved_us=moved_us.get(each.name, 0.0),
+        )
+        for each in workload.gradients
+    ]
+    return replace(workload, gradients=tuple(gradients))
+
+
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
 """Compute; it stands still for an exchange."""
+
+
+def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:
+    found: dict[str | None, float] = {}
+    for node in gm.graph.nodes:
+        if info(node).role in roles:
+            name = info(node).parameter
+            found[name] = found.get(name, 0.0) + (info(node).cost_us or 0.0)
+    return found
 
 
 def _total(gm: GraphModule, role: Role) -> float:

@@ -48,11 +48,12 @@ class ExactPlans:
 
     def tasks(self, plan: Plan) -> list[Task]:
         """Write down the emitted step, as `plan_tasks` does."""
-        members = members_of(plan, self.workload, self.costs)
+        workload = self.workload.moved(plan.moved)
+        members = members_of(plan, workload, self.costs)
         buckets = [
             self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(zip(plan.buckets, members, strict=True))
         ]
-        return assemble(self.workload, region_tasks(ready_times(self.workload, plan)), buckets, self._broadcast)
+        return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self._broadcast)
 
     def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
         # Where a gradient is cut, the plan's other buckets say with which of its parts it is updated.

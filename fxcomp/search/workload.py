@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ class Gradient:
     update_us: float
     """The optimizer's time for this parameter."""
     element_type: ElementType = ElementType.F32
+    own_us: float = 0.0
+    """Where ranks exchange the momentum: the time of making this rank's own, after the gradient is ready."""
+    moved_us: float = 0.0
+    """The optimizer's time for this parameter there."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -104,6 +108,26 @@ class Workload:
             gradients=tuple(replace(each, ready_us=later(each.ready_us)) for each in self.gradients),
             backward_us=last_us,
             broadcast_ready_us=later(self.broadcast_ready_us),
+        )
+
+    def moved(self, names: Collection[str]) -> Workload:
+        """Return the same step where ranks exchange the momenta of some parameters."""
+        if not names:
+            return self
+        more_us, broadcast_ready_us = 0.0, self.broadcast_ready_us
+        gradients: list[Gradient] = []
+        for each in self.gradients:
+            if each.name in names:
+                if each.ready_us < self.broadcast_ready_us:
+                    broadcast_ready_us += each.own_us
+                more_us += each.own_us
+            update_us = each.moved_us if each.name in names else each.update_us
+            gradients.append(replace(each, ready_us=each.ready_us + more_us, update_us=update_us))
+        return replace(
+            self,
+            gradients=tuple(gradients),
+            backward_us=self.backward_us + more_us,
+            broadcast_ready_us=broadcast_ready_us,
         )
 
     @property

@@ -39,18 +39,34 @@ class Momenta:
         self._graph, self._owners = graph, owners
         self._first = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self._is_frozen = False
+        self._goes_on = False
         self.is_thawed = False
         """Ranks have exchanged momenta, and will do so no more."""
 
     def resume(self, steps: int) -> None:
         """Go on after so many steps, forwards or back."""
-        self._is_frozen = self._first is not None and steps > self._first
+        self._goes_on = self._is_frozen = self._first is not None and steps > self._first
 
     def before_step(self, step: int, plan: Plan) -> None:
         """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
         if step == self._first and not self._is_frozen:
             freeze_magnitudes(self._graph, plan, self._owners)
             self._is_frozen = True
+        elif self._goes_on:
+            self._goes_on = False
+            self._check_is_loaded(plan, step)
+
+    def _check_is_loaded(self, plan: Plan, step: int) -> None:
+        """Raise BadState where nothing is known of second moments after the freeze."""
+        moved = moved_states(self._graph, plan).items()
+        found = [self._owners[name].state.get(each.magnitude) for name, each in moved if each.magnitude is not None]
+        if found and not any(value is not None and bool(value.any()) for value in found):
+            raise BadState(
+                f"the job goes on at step {step}, where ranks exchange momenta in units of a frozen second moment, and"
+                " the optimizer has none: it has not taken a step, and no state of it was loaded.\n"
+                "  Load what optimizer.state_dict() returned when the step's state was saved, before the step is"
+                " called."
+            )
 
     def energies(self, plan: Plan) -> dict[str, float]:
         """Return the mean square of each shared mean in units of its frozen root, where there is one.

@@ -92,6 +92,8 @@ class Explainer:
             budget=self._budget(errors),
             micro_batches=self._options.accumulate,
             moves=tuple(moves),
+            stages=dict(zip(force.calendar.warm_from, force.plans, strict=True)),
+            steps=self._options.compress.steps,
         )
 
     def _budget(self, errors: ErrorTable) -> Budget | None:

@@ -15,7 +15,7 @@ from fxcomp.compressors import BadCompressor
 from fxcomp.compressors.examples import examples
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.errors import BadOption, BadPlan
+from fxcomp.errors import BadOption, BadPlan, UnsupportedOptimizer
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, graph_after, rewritten, scaled, what_if
@@ -251,3 +251,34 @@ def test_a_step_may_sum_up_micro_batches(job: Job):
     assert four.micro_batches == 4
     with pytest.raises(BadOption, match="number of micro-batches"):
         what_if(job, cluster("2x1", "1mbit"), WhatIf(accumulate=0))
+
+
+AT_MOMENTUM = Compress(plan="cmax(16)", at="momentum", steps=1000)
+
+
+def test_the_work_around_a_moved_exchange_is_priced(job: Job):
+    where, job = cluster("4x1", "100mbit"), replace(job, optimizer=torch.optim.AdamW(job.model.parameters()))
+    answer = what_if(job, where, WhatIf(device="h100", compress=AT_MOMENTUM, step_ms=100.0))
+    moved = [each for each in answer.workload.gradients if each.name in answer.plan.moved]
+    assert moved
+    assert all(each.own_us > 0 and each.moved_us > 0 for each in moved)
+    free = replace(answer.workload, gradients=tuple(replace(g, own_us=0.0) for g in answer.workload.gradients))
+    without = simulate(plan_tasks(free, answer.plan, answer.costs, where), answer.costs.processors)
+    assert answer.step_us > without.step_time_us
+    assert ", at the momentum" in to_text(answer)
+    assert {bucket.get("at") for bucket in to_json(answer)["plan"]["buckets"]} == {"momentum", None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "compress", "refused", "what"),
+    [
+        ({"make": torch.optim.RMSprop}, AT_MOMENTUM, UnsupportedOptimizer, "it keeps no mean of gradients"),
+        ({"max_grad_norm": 1.0}, AT_MOMENTUM, BadOption, "does not go with max_grad_norm="),
+        ({}, replace(AT_MOMENTUM, steps=None), BadOption, "there is no warm-up"),
+    ],
+)
+def test_momenta_that_compile_step_refuses_are_not_predicted(job: Job, changes, compress, refused, what):
+    make = changes.pop("make", torch.optim.AdamW)
+    job = replace(job, optimizer=make(job.model.parameters()), **changes)
+    with pytest.raises(refused, match=what):
+        what_if(job, cluster("4x1", "100mbit"), WhatIf(device="h100", compress=compress))

@@ -1,17 +1,20 @@
 """Values of `compress=`, and those that cannot go together."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fxcomp.compressors import Sign
 from fxcomp.errors import BadOption, BadPlan, FxcompError
 from fxcomp.plan.budget import ErrorBudget, like
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.plan import Plan
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Strategy
 
 STRATEGY = "compress(int4)@gpu > all_gather@world > decompress@gpu"
 
@@ -87,11 +90,18 @@ def test_what_says_nothing_is_refused_with_what_does(given: Any, what: str):
         ({"plan": "int8", "pins": {"*": "dense"}}, "pins= what some do: keep one"),
         ({"measured": 1}, "measured is True or False; it is 1"),
         ({"at": "momentum"}, "takes a plan that is given"),
-        ({"at": "update", "plan": "int8"}, "'gradient' or 'momentum'; it is 'update'"),
+        ({"at": "update", "plan": "int8"}, "'gradient' or 'momentum' or 'auto'; it is 'update'"),
         (
             {"at": "momentum", "plan": "int8", "feedback": ErrorFeedback(momentum=0.9)},
             r"does not go with ErrorFeedback\(momentum=",
         ),
+        ({"at": "auto", "within": "aggressive"}, "say how long this one is"),
+        ({"at": "auto", "steps": 100}, "offered by within=\"aggressive\" alone, and this has within='balanced'"),
+        ({"at": "auto", "steps": 100, "within": 0.05}, "alone, and this has within=0.05"),
+        ({"at": "auto", "steps": 100, "within": "aggressive", "measured": True}, "this has measured=True"),
+        ({"at": "auto", "steps": 100, "plan": "int8"}, "and plan= says how: keep one"),
+        ({"steps": 0}, "number of steps of the whole job, 1 or more; it is 0"),
+        ({"steps": "10"}, "it is '10'"),
         ({"warmup": 100}, r"warmup is a fxcomp.Warmup; it is a int: write Warmup\(dense_steps=100\)"),
         ({"feedback": {"off": True}}, "feedback is an ErrorFeedback, not a dict"),
         ({"feedback": ErrorFeedback(off=True)}, "for experiments with a given plan"),
@@ -111,3 +121,19 @@ def test_another_plan_takes_the_place_of_a_choice_and_keeps_the_rest():
     feedback = ErrorFeedback(everywhere=True)
     compress = Compress(within=0.05, measured=True, pins={"*": "int8"}, feedback=feedback)
     assert compress.following(Plan(())) == Compress(plan=Plan(()), feedback=feedback)
+
+
+def test_a_chosen_exchange_point_is_a_fact_that_ranks_compare():
+    asked = Compress(within="aggressive", at="auto", steps=300)
+    assert (asked.facts()["at"], asked.facts()["steps"]) == ("auto", 300)
+    assert asked.following(Plan(())) == Compress(plan=Plan(()), steps=300)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(30, 20), (200, 20), (201, 21), (3000, 300)])
+def test_momenta_begin_after_a_tenth_of_the_job(steps: int, first: int):
+    asked = Compress(within="aggressive", at="auto", steps=steps)
+    gradients = Plan((Bucket(("a",), (8,), Strategy.flat(Sign())),))
+    assert list(asked.warmup_for(gradients.at_momenta()).stages(gradients.at_momenta())) == [0, first]
+    assert not asked.warmup_for(gradients)
+    own = replace(asked, warmup=Warmup(dense_steps=3))
+    assert own.warmup_for(gradients.at_momenta()) == Warmup(dense_steps=3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.compressors import SharedInt8, Sign
+from fxcomp.compressors import BF16, SharedInt8, Sign
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.compress import Warmup
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
@@ -75,6 +75,12 @@ def test_warm_up_stages_exchange_gradients():
 def test_dense_momenta_begin_at_the_gradient_too():
     dense = Plan((replace(PLAN.buckets[1], at=ExchangePoint.MOMENTUM),))
     assert [points(plan) for plan in Warmup(dense_steps=1).stages(dense).values()] == [["gradient"], ["momentum"]]
+
+
+def test_a_cast_stays_as_it_is_in_a_warm_up():
+    plan = Plan((Bucket(("a",), (8,), Strategy.flat(BF16())), Bucket(("b",), (8,), SIGN)))
+    warm = Warmup(int8_steps=2).stages(plan)[0]
+    assert [str(bucket.strategy.compressor) for bucket in warm.buckets] == ["bf16", "int8"]
 
 
 def test_int8_cannot_take_the_place_of_what_ranks_agree_on():

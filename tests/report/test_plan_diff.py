@@ -195,3 +195,21 @@ def test_a_file_without_a_plan_is_an_error(
         path.write_text(content)
     assert main(["diff", str(path), str(path)]) == 2
     assert text.format(path=path) in capsys.readouterr().err
+
+
+def test_another_exchange_point_is_told_and_nothing_else():
+    before = plan(("ab", INT8), ("c", DENSE))
+    found = diff(before, before.at_momenta())
+    assert rows(found) == [("2", "0.008", "int8: at the gradient -> at the momentum", "a, b")]
+    assert found.strategies[0].kinds == ("exchange point",)
+    assert not found.is_reordered
+    assert found.moved is None
+    other = diff(before, plan(("ab", POWERSGD), ("c", DENSE)).at_momenta())
+    assert rows(other)[0][2] == "int8 at the gradient -> powersgd(4) at the momentum"
+
+
+def test_the_exchange_point_is_read_from_a_report():
+    moved = plan(("ab", INT8)).at_momenta()
+    bucket = {"names": ["a", "b"], "sizes": [1000, 1000], "strategy": str(INT8), "at": "momentum", "wire_bytes": 1}
+    found = PlanFile.from_json({"plan": {"buckets": [bucket]}, "step_ms": {"chosen": 1.0}})
+    assert diff_plans(found, PlanFile(moved)).is_empty

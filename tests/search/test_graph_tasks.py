@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +151,7 @@ def assert_agree(
     compiler: Compiler, captured: Captured, plan: Plan, costs: CostTable = COSTS
 ) -> tuple[Workload, Timeline, Timeline]:
     """Compare the predicted steps; return the workload, the search's timeline and the graph's."""
-    workload = compiler.analyze(captured.graph, costs)
+    workload = compiler.analyze(captured.graph, costs, plan.moved)
     searched = simulate(plan_tasks(workload, plan, costs, compiler.cluster), costs.processors)
     emitted = compiler.emit(captured, plan, costs).timeline
     assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
@@ -232,6 +234,34 @@ def test_search_and_graph_agree_where_each_rank_keeps_its_own_momentum(
     cluster, strategies, per_bucket = PLANS[name]
     plan = in_ready_order(plan_in_turns(JOBS[job].build(), strategies, per_bucket), captured)
     assert_agree(Compiler(cluster, feedback=ErrorFeedback(momentum=0.9), skip_nonfinite=skip), captured, plan)
+
+
+ADAMS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"micro_batches": 3}], ids=str)
+@pytest.mark.parametrize("name", ADAMS)
+def test_search_and_graph_agree_where_momenta_are_exchanged(name: str, options: dict[str, Any]):
+    model = JOBS["transformer"].build()
+    batch = JOBS["transformer"].batch(0)
+    captured = capture(Training.of(model, cross_entropy, ADAMS[name](model.parameters())), batch)
+    cluster, strategies, per_bucket = PLANS["two shots"]
+    plan = in_ready_order(plan_in_turns(model, [strategies[0], Strategy.flat(None)], per_bucket), captured)
+    gradients, momenta = (
+        assert_agree(Compiler(cluster, **options), captured, each) for each in (plan, plan.at_momenta())
+    )
+    workload = momenta[0]
+    moved = [each for each in workload.gradients if each.name in plan.at_momenta().moved]
+    assert all(each.own_us > 0 for each in moved)
+    assert 0 < len(moved) < len(workload.gradients)
+    work_us = sum(each.own_us + each.moved_us - each.update_us for each in moved)
+    more_us = momenta[1].step_time_us - gradients[1].step_time_us
+    assert 0 < more_us <= work_us * 1.01
 
 
 ON_ONE_PROCESSOR = replace(

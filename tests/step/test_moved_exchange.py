@@ -339,6 +339,23 @@ def test_a_warm_up_of_steps_that_were_left_out_is_told():
     assert all("all of the warm-up's were left out" in outcome.text for outcome in try_ranks(2, left_out))
 
 
+def without_the_optimizers_state() -> None:
+    """Go on after the freeze with the step's state alone."""
+    reference = FormulaA(1, None)
+    model, other = JOB.build(), JOB.build()
+    step = compiled(model, reference.optimizer(model), DENSE, warmup={"dense_steps": WARM})
+    for i in range(WARM + 2):
+        step(JOB.batch(i, dist.get_rank()))
+    resumed = compiled(other, reference.optimizer(other), DENSE, warmup={"dense_steps": WARM})
+    resumed.load_state_dict(step.state_dict())
+    resumed(JOB.batch(0, dist.get_rank()))
+
+
+def test_going_on_after_the_freeze_without_the_optimizers_state_is_refused():
+    outcomes = try_ranks(2, without_the_optimizers_state)
+    assert all("the optimizer has none" in outcome.text for outcome in outcomes), outcomes
+
+
 def gradients_at_the_freeze() -> None:
     """Load residuals of gradients exactly where momenta begin to be exchanged."""
     reference = FormulaA(1, None)
@@ -434,6 +451,22 @@ def with_options(make: str, **options: Any) -> None:
 )
 def test_what_is_not_built_is_refused_by_name(make, options, what):
     outcomes = try_ranks(2, partial(with_options, make, **options))
+    assert all(what in outcome.text for outcome in outcomes), outcomes
+
+
+def from_a_plan(named: bool) -> None:
+    model = JOB.build()
+    plan = plan_in_turns(model, [Strategy.flat(parse_compressor("sign"))])
+    compress = fxcomp.Compress(plan=plan, at="momentum") if named else fxcomp.Compress(plan=plan.at_momenta())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fxcomp.compile_step(
+        model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), compress=compress, max_grad_norm=1.0
+    )
+
+
+@pytest.mark.parametrize(("named", "what"), [(True, 'Leave at="momentum" out'), (False, "Pass plan.at_gradients()")])
+def test_a_refusal_says_what_to_do_about_what_was_passed(named, what):
+    outcomes = try_ranks(2, partial(from_a_plan, named))
     assert all(what in outcome.text for outcome in outcomes), outcomes
 
 

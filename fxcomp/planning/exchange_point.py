@@ -1,0 +1,122 @@
+"""Choose where the mean over ranks stands: at gradients, or at momenta where the whole job is over sooner by it.
+
+choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► two jobs, warm-up included
+                                no: the reason is noted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer
+from fxcomp.options import StepOptions
+from fxcomp.plan.compress import Compress, Warmup
+from fxcomp.plan.error_feedback import UpdateKind, check_plan
+from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.pins import Pins
+from fxcomp.plan.plan import ExchangePoint, Plan
+from fxcomp.search.choose import Choice, fastest_of
+from fxcomp.search.descent.plan_search import searches_of
+from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, stretches
+from fxcomp.search.question import Terms
+from fxcomp.search.shared_draws import ExactPlans
+from fxcomp.search.workload import Workload
+
+Analyze = Callable[[Collection[str]], Workload]
+"""Reads the workload where the momenta of some parameters are exchanged; raises UnsupportedOptimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointChooser:
+    """Chooses the exchange point of one job."""
+
+    options: StepOptions
+    kinds: Collection[UpdateKind]
+    """Those of all updates."""
+    costs: CostTable
+    cluster: Cluster
+    terms: Terms
+
+    def choose(self, choice: Choice, workload: Workload, analyze: Analyze) -> tuple[Choice, Workload, tuple[str, ...]]:
+        """Return the choice, with momenta where these are faster, its workload, and what a report must say."""
+        if not self.options.compress.chooses_point or self.cluster.world_size == 1:
+            return choice, workload, ()
+        try:
+            moved = self._movable(workload)
+            known = analyze(moved)
+            plan = fastest_at_momenta(known, moved, self.costs, self.cluster, self.terms)
+            self._check(plan, workload)
+            found = self._compare(choice.fastest, plan, known)
+        except (BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer) as error:
+            why = str(error).partition("\n")[0].rstrip(".")
+            return choice, workload, (f'at="auto": ranks exchange gradients, because {why}.',)
+        choice = replace(choice, exchanged=found)
+        if not found.pays:
+            return choice, workload, (f'at="auto": ranks exchange gradients, because {found.reason}.',)
+        step_us = ExactPlans(known, self.costs, self.cluster).step_us(plan)
+        taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us)
+        return replace(taken, alternatives=(), runners=()), known, ()  # plans of other units cannot take turns
+
+    def _movable(self, workload: Workload) -> list[str]:
+        """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
+        for what, why in self.options.against_moves.items():
+            raise BadOption(f"exchanging momenta does not go with {what}: {why}")
+        moved = movable(workload, self.terms.pins)
+        if not moved:
+            raise BadOption("there is no matrix that is not pinned: vectors stay dense")
+        types = {each.name: each.element_type for each in workload.gradients}
+        for name in moved:
+            if types[name] is not ElementType.F32:
+                raise BadOption(f"the gradient of {name!r} is {types[name]}, and momenta are exchanged in f32")
+        return moved
+
+    def _check(self, plan: Plan, workload: Workload) -> None:
+        """Refuse what compile_step would refuse. Raises BadOption, BadPlan and DivergingCombination."""
+        if not plan.moves_exchange:
+            raise BadOption("no compressed plan at momenta is predicted to be faster than a dense one")
+        self.options.check_moves(plan, self.kinds)
+        check_plan(self.options.compress.feedback, plan, workload.shapes, self.cluster, self.kinds)
+
+    def _compare(self, gradients: Plan, momenta: Plan, workload: Workload) -> Exchanged:
+        """Predict the job by both. Raises BadOption where the warm-up takes all of it, or cannot be made."""
+        compress, exact = self.options.compress, ExactPlans(workload, self.costs, self.cluster)
+        assert compress.steps is not None, "where the point is chosen, the job has a length"
+        prices: dict[str, float] = {}
+
+        def price(plan: Plan) -> float:
+            if plan.digest not in prices:
+                prices[plan.digest] = exact.step_us(plan)
+            return prices[plan.digest]
+
+        def job(plan: Plan, steps: int) -> float:
+            return job_us(stretches(_warmup(compress, plan, steps).stages(plan), steps, price))
+
+        first = list(_warmup(compress, momenta, compress.steps).stages(momenta))[-1]
+        if compress.steps <= first:
+            raise BadOption(f"the job ends within its warm-up, which has {first} of its {compress.steps} steps")
+        times = [job(plan, compress.steps) for plan in (gradients, momenta)]
+        since = first_that_pays(lambda steps: job(momenta, steps) < job(gradients, steps))
+        return Exchanged(compress.steps, gradients, times[0], momenta, times[1], since)
+
+
+def _warmup(compress: Compress, plan: Plan, steps: int) -> Warmup:
+    return replace(compress, steps=steps).warmup_for(plan)
+
+
+def movable(workload: Workload, pins: Pins) -> list[str]:
+    """List the matrices that nobody has pinned."""
+    return [each.name for each in workload.gradients if not each.is_vector and pins.rule_for(each.name) is None]
+
+
+def fastest_at_momenta(
+    workload: Workload, moved: Collection[str], costs: CostTable, cluster: Cluster, terms: Terms
+) -> Plan:
+    """Find the fastest plan that exchanges momenta where it compresses."""
+    there, at_momenta = workload.moved(moved), replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
+    searches = searches_of(there, TracedPrices(costs, cluster), at_momenta)
+    found = fastest_of(searches, ExactPlans(there, costs, cluster), dense_only=False)
+    return found.plan.at_momenta(staying=[name for name in workload.sizes if name not in moved])

@@ -1,0 +1,194 @@
+"""Say what exchanging momenta means for a whole job: the algorithm, memory, and time and bytes with the warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxcomp.plan.lines import FP32
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.route import route_of
+from fxcomp.plan.strategy import DENSE
+from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb, ms
+from fxcomp.report.explanation import Explanation
+from fxcomp.search.choose import predict_us
+from fxcomp.search.exchanged import Stretch, job_us, long, stretches
+
+
+@dataclass(frozen=True, slots=True)
+class WholeJob:
+    """All steps of a job, and what they would be dense."""
+
+    stretches: Sequence[Stretch]
+    sent_bytes: Sequence[float]
+    """The bytes that a rank sends in a step of each stretch."""
+    dense_step_us: float
+    dense_step_bytes: float
+    gradients_us: float | None
+    """The job by the best plan that exchanges gradients, if there was a comparison."""
+    pays_from: int | None
+    """The number of steps from which momenta are faster than that; None if they never are, or nothing was compared."""
+
+    @property
+    def steps(self) -> int:
+        return sum(each.steps for each in self.stretches)
+
+    @property
+    def us(self) -> float:
+        return job_us(self.stretches)
+
+    @property
+    def bytes(self) -> float:
+        return sum(each.steps * size for each, size in zip(self.stretches, self.sent_bytes, strict=True))
+
+    @property
+    def dense_us(self) -> float:
+        return self.steps * self.dense_step_us
+
+    @property
+    def dense_bytes(self) -> float:
+        return self.steps * self.dense_step_bytes
+
+    @property
+    def warm(self) -> Sequence[Stretch]:
+        """The stretches that exchange gradients."""
+        return [each for each in self.stretches if not each.plan.moves_exchange]
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the numbers, with times in ms."""
+        return {
+            "steps": self.steps,
+            "warm_steps": sum(each.steps for each in self.warm),
+            "stretches": [
+                {"steps": each.steps, "step_ms": each.step_us / 1e3, "wire_bytes": round(size)}
+                for each, size in zip(self.stretches, self.sent_bytes, strict=True)
+            ],
+            "ms": self.us / 1e3,
+            "wire_bytes": round(self.bytes),
+            "dense_ms": self.dense_us / 1e3,
+            "dense_wire_bytes": round(self.dense_bytes),
+            "gradients_ms": None if self.gradients_us is None else self.gradients_us / 1e3,
+            "pays_from": self.pays_from,
+        }
+
+
+def whole_job(explanation: Explanation) -> WholeJob | None:
+    """Predict the whole job; None where its length is not known, or no momenta are exchanged."""
+    plan, steps = lasting_plan(explanation), explanation.steps
+    if steps is None or not plan.moves_exchange:
+        return None
+    costs, cluster, workload = explanation.costs, explanation.cluster, explanation.workload
+
+    def price(of: Plan) -> float:
+        return predict_us(workload, of, costs, cluster)
+
+    found = stretches(explanation.stages or {0: plan}, steps, price)
+    choice, dense = explanation.choice, plan.with_strategies([DENSE] * len(plan.buckets)).at_gradients()
+    gradients_us, pays_from = None, None
+    if choice is not None and choice.exchanged is not None:
+        gradients_us, pays_from = choice.exchanged.gradients_us, choice.exchanged.pays_from
+    elif choice is not None and not choice.fastest.moves_exchange:
+        gradients_us, pays_from = steps * choice.fastest_us, _pays_from(found, choice.fastest_us)
+    return WholeJob(
+        found,
+        [_sent(explanation, each.plan) for each in found],
+        price(dense) if choice is None else choice.dense_us,
+        _sent(explanation, dense),
+        gradients_us,
+        pays_from,
+    )
+
+
+def lasting_plan(explanation: Explanation) -> Plan:
+    """Return the plan that stays once a job has warmed up."""
+    return [explanation.plan, *explanation.stages.values()][-1]
+
+
+def residual_bytes(explanation: Explanation) -> int:
+    """Count the memory of what the first rank keeps of momenta that were not sent."""
+    shapes, found = explanation.workload.shapes, 0
+    for bucket in lasting_plan(explanation).buckets:
+        route = route_of(bucket.strategy, bucket.shapes(shapes), explanation.cluster)
+        kept = (leg for leg in route.slots if leg.compressor.needs_error_feedback)
+        found += FP32 * sum(len(piece) for leg in kept for piece in leg.pieces)
+    return found
+
+
+def _sent(explanation: Explanation, plan: Plan) -> float:
+    return sum(explanation.sent_bytes(bucket) for bucket in plan.buckets)
+
+
+def _pays_from(found: Sequence[Stretch], gradients_us: float) -> int | None:
+    """With this warm-up, find the number of steps from which gradients take longer."""
+    *warm, last = found
+    saved_us = gradients_us - last.step_us
+    if not last.plan.moves_exchange or saved_us <= 0:
+        return None
+    return max(0, math.floor(sum(each.us - each.steps * last.step_us for each in warm) / saved_us)) + 1
+
+
+def moved_json(explanation: Explanation) -> dict[str, Any]:
+    """Give what a report says of momenta; nothing where none are exchanged."""
+    plan = lasting_plan(explanation)
+    if not plan.moves_exchange:
+        return {}
+    job = whole_job(explanation)
+    about = {"parameters": list(plan.moved), "residual_bytes": residual_bytes(explanation)}
+    return {"momenta": {**about, "job": None if job is None else job.to_json()}}
+
+
+def momenta_section(explanation: Explanation) -> Section:
+    """Write it for people."""
+    plan, sizes = lasting_plan(explanation), explanation.workload.sizes
+    moved, values = len(plan.moved), max(1, sum(sizes.values()))
+    first, kept = list(explanation.stages or {0: plan})[-1], residual_bytes(explanation)
+    share = sum(sizes[name] for name in plan.moved) / values
+    blocks: list[Block] = [
+        f"Ranks exchange the momentum of {count(moved, 'parameter')} ({share:.1%} of the values). From step {first} on"
+        " the optimizer's second moment, where it has one, stays frozen: Adam is another algorithm then.",
+        f"Residuals keep {kept / values:.2f} bytes of memory a value, {mb(kept)} MB on a rank.",
+    ]
+    job = whole_job(explanation)
+    if job is None:
+        blocks.append("With the length of the job (steps=, --steps) this says what all of it takes and sends.")
+    else:
+        blocks += [_table(job), *_sentences(job)]
+    return Section("Momenta", blocks)
+
+
+def _table(job: WholeJob) -> Table:
+    columns = (
+        Column("", is_text=True),
+        Column("steps"),
+        Column("a step"),
+        Column("MB sent a step", is_optional=True),
+        Column("time"),
+        Column("MB sent"),
+    )
+    digits = decimals(job.us / job.steps)
+    rows: list[Sequence[str]] = []
+    for each, size in zip(job.stretches, job.sent_bytes, strict=True):
+        what = "momenta" if each.plan.moves_exchange else "warm-up"
+        step = f"{ms(each.step_us, digits)} ms"
+        rows.append((what, f"{each.steps:,}", step, mb(size), long(each.us), mb(each.steps * size)))
+    rows.append(("whole job", f"{job.steps:,}", "", "", long(job.us), mb(job.bytes)))
+    dense = f"{ms(job.dense_step_us, digits)} ms", mb(job.dense_step_bytes), long(job.dense_us), mb(job.dense_bytes)
+    rows.append(("dense", f"{job.steps:,}", *dense))
+    return Table(columns, rows)
+
+
+def _sentences(job: WholeJob) -> list[str]:
+    steps, us = (sum(getattr(each, name) for each in job.warm) for name in ("steps", "us"))
+    pairs = zip(job.stretches, job.sent_bytes, strict=True)
+    sent = sum(each.steps * size for each, size in pairs if not each.plan.moves_exchange)
+    found = [
+        f"The job takes 1/{job.dense_us / job.us:.1f} of the time of the best dense plan, and sends"
+        f" 1/{job.dense_bytes / job.bytes:.1f} of its bytes. The warm-up is {steps / job.steps:.0%} of its steps,"
+        f" {us / job.us:.0%} of its time and {sent / job.bytes:.0%} of its bytes."
+    ]
+    if job.gradients_us is not None:
+        since = "is always shorter" if job.pays_from is None else f"is longer from {job.pays_from:,} steps on"
+        found.append(f"By the best plan at gradients it takes {long(job.gradients_us)}; such a job {since}.")
+    return found

@@ -1,0 +1,206 @@
+"""Left to the compiler, the mean stands where the whole job is over sooner, and else the reason is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
+from fxcomp.frontends.job import Job, load_job
+from fxcomp.frontends.what_if import WhatIf, rewritten, what_if
+from fxcomp.plan.compress import Compress, Warmup
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.plan import ExchangePoint
+from fxcomp.report.explanation import Explanation
+from fxcomp.search.choose import Choice, predict_us
+from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, long, stretches
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "mlp.py")
+AUTO = Compress(within="aggressive", at="auto", steps=3000)
+
+
+def job(make: Any = torch.optim.AdamW, **changes: Any) -> Job:
+    known = load_job(EXAMPLE)
+    return replace(known, optimizer=make(known.model.parameters(), lr=0.01), **changes)
+
+
+def asked(of: Job, compress: Compress = AUTO, text: str = "8x1", inter: str = "10mbit") -> Explanation:
+    where = Cluster.parse(text, intra=Link(5.0, 12.0), inter=Link.parse(inter))
+    return what_if(of, where, WhatIf(device="h100", compress=compress, step_ms=10.0))
+
+
+def exchanged(found: Explanation) -> Exchanged:
+    assert found.choice is not None
+    assert found.choice.exchanged is not None
+    return found.choice.exchanged
+
+
+def moved(found: Explanation) -> set[str]:
+    return set(found.plan.moved)
+
+
+def why(found: Explanation) -> str:
+    """Find the note on gradients that are exchanged."""
+    assert not found.plan.moves_exchange
+    (note,) = (note for note in found.notes if note.startswith('at="auto": ranks exchange gradients, because'))
+    return note
+
+
+@pytest.fixture(scope="module")
+def slow() -> Explanation:
+    return asked(job())
+
+
+def test_on_a_slow_link_matrices_go_by_cmax_at_the_momentum_and_vectors_are_dense(slow: Explanation):
+    for bucket in slow.plan.buckets:
+        if bucket.at is ExchangePoint.MOMENTUM:
+            assert {str(each) for each in bucket.strategy.compressors} == {"cmax"}
+            assert all(name.endswith("weight") for name in bucket.names)
+        else:
+            assert bucket.strategy.is_dense
+    assert {"0.weight", "2.weight"} <= moved(slow)
+    assert slow.is_chosen
+    assert exchanged(slow).pays
+
+
+def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation):
+    def price(plan: Any) -> float:
+        return predict_us(slow.workload, plan, slow.costs, slow.cluster)
+
+    found, warmup = exchanged(slow), Warmup(int8_steps=300)
+    warm, then = stretches(warmup.stages(slow.plan), 3000, price)
+    assert (warm.steps, then.steps) == (300, 2700)
+    assert {str(c) for b in warm.plan.buckets for c in b.strategy.compressors} == {"int8"}
+    assert not warm.plan.moves_exchange
+    assert then.step_us == pytest.approx(slow.step_us)
+    assert found.momenta_us == pytest.approx(job_us([warm, then]))
+    assert found.gradients_us == pytest.approx(3000 * price(found.gradients))
+    assert found.momenta_us < found.gradients_us
+
+
+def test_gradients_compete_by_what_keeps_denses_loss(slow: Explanation):
+    known = {str(each) for bucket in exchanged(slow).gradients.buckets for each in bucket.strategy.compressors}
+    assert known <= {"bf16", "int8", "int4"}
+
+
+def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow: Explanation):
+    since = exchanged(slow).pays_from
+    assert since is not None
+    assert since > 21
+    shorter = asked(job(), replace(AUTO, steps=since - 1))
+    assert f"it pays from {since} steps on" in why(shorter)
+    assert asked(job(), replace(AUTO, steps=since)).plan == slow.plan
+    assert "ends within its warm-up, which has 20 of its 20 steps" in why(asked(job(), replace(AUTO, steps=20)))
+
+
+def test_a_warm_up_that_is_given_counts(slow: Explanation):
+    found = asked(job(), replace(AUTO, warmup=Warmup(dense_steps=50)))
+    dense = found.plan.with_strategies([bucket.strategy.uncompressed for bucket in found.plan.buckets]).at_gradients()
+    dense_us = predict_us(slow.workload, dense, found.costs, found.cluster)
+    assert exchanged(found).momenta_us == pytest.approx(50 * dense_us + 2950 * found.step_us)
+
+
+class InHalf(nn.Module):
+    """Matrices of numbers of 16 bits."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.bfloat16()).float()
+
+
+def in_half() -> Job:
+    known = job()
+    model = InHalf(known.model)
+    return replace(known, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def of_vectors() -> Job:
+    model = nn.LayerNorm(64)
+    return replace(
+        job(), model=model, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=lambda m, batch: m(batch[0]).sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: job(torch.optim.RMSprop), "it keeps no mean of gradients"),
+        (lambda: job(torch.optim.SGD), "it keeps no mean of gradients"),
+        (lambda: job(lambda p, lr: torch.optim.Adam(p, lr=lr, amsgrad=True)), "several magnitudes"),
+        (lambda: job(max_grad_norm=1.0), "does not go with max_grad_norm=: the norm of the mean"),
+        (lambda: job(max_grad_value=1.0), "does not go with max_grad_value="),
+        (in_half, "is bf16, and momenta are exchanged in f32"),
+        (of_vectors, "there is no matrix"),
+    ],
+)
+def test_where_momenta_cannot_be_exchanged_gradients_are_and_the_reason_is_said(make: Any, what: str):
+    assert what in why(asked(make()))
+
+
+def test_error_feedback_with_a_momentum_of_its_own_keeps_gradients():
+    own = replace(AUTO, feedback=ErrorFeedback(momentum=0.9))
+    found = asked(job(torch.optim.SGD), own)
+    assert "does not go with ErrorFeedback(momentum=...)" in why(found)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)])
+def test_other_optimizers_with_a_momentum_may(make: Any):
+    assert "2.weight" in moved(asked(job(make)))
+
+
+def test_on_a_fast_network_nothing_changes():
+    found = asked(job(), inter="400gbit")
+    assert found.plan.is_dense
+    assert why(found)
+
+
+def test_one_rank_exchanges_nothing():
+    found = asked(job(), text="1x1")
+    assert not found.plan.moves_exchange
+    assert not any("auto" in note for note in found.notes)
+
+
+def test_two_ranks_and_levels_have_ways_too():
+    for text in ("2x1", "3x2"):
+        found = asked(job(), text=text)
+        assert "2.weight" in moved(found)
+        found.plan.check_fits(found.cluster)
+
+
+def test_what_is_pinned_stays_where_it_is():
+    found = asked(job(), replace(AUTO, pins={"0.weight": "int8"}))
+    assert moved(found) >= {"2.weight"}
+    assert "0.weight" not in moved(found)
+    (bucket,) = (bucket for bucket in found.plan.buckets if "0.weight" in bucket.names)
+    assert str(bucket.strategy.compressor) == "int8"
+
+
+def test_the_choice_is_data(slow: Explanation):
+    assert slow.choice is not None
+    assert Choice.from_json(slow.choice.to_json()) == slow.choice
+
+
+def test_dump_shows_the_same_choice():
+    where = Cluster.parse("8x1", intra=Link(5.0, 12.0), inter=Link.parse("10mbit"))
+    assert "cmax" in rewritten(job(), where, AUTO).source
+
+
+def test_the_first_job_that_pays_is_found():
+    assert first_that_pays(lambda steps: steps >= 37) == 37
+    assert first_that_pays(lambda steps: steps >= 1) == 1
+    assert first_that_pays(lambda steps: steps >= 64) == 64
+    assert first_that_pays(lambda _: False) is None
+
+
+@pytest.mark.parametrize(("us", "text"), [(1.5e6, "1.5 s"), (90e6, "1.5 min"), (7200e6, "2 h")])
+def test_times_of_jobs_are_written_in_their_unit(us: float, text: str):
+    assert long(us) == text
