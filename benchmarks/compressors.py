@@ -66,8 +66,9 @@ class Record:
 class Bench:
     """The tensors for one size on one device, and what torch took there."""
 
-    def __init__(self, n: int, device: str) -> None:
+    def __init__(self, n: int, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
         random = torch.Generator().manual_seed(0)
+        self.clock = clock
         self.n, self.device = n, torch.device(device)
         self.bucket = (0.8 * torch.randn(n, generator=random)).to(self.device)
         self.kept = (0.6 * torch.randn(n, generator=random)).to(self.device)  # together of unit variance
@@ -83,10 +84,10 @@ class Bench:
 
     def seconds(self, work: Callable[[], object]) -> float:
         self.wait()
-        start = time.perf_counter()
+        start = self.clock()
         work()
         self.wait()
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -309,7 +310,8 @@ def main() -> None:
         if arguments.device == "cpu":
             print(kernels.describe())
         found, kept = [], Records(arguments.json)
-        for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, arguments.device):
+        clock = time.thread_time if arguments.thread_time else time.perf_counter
+        for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, arguments.device, clock):
             found.append(record)
             kept.add(record)
     text = report(found)
@@ -319,14 +321,18 @@ def main() -> None:
 
 
 def measurements(
-    compressors: Sequence[Compressor], sizes: Sequence[int], threads: Sequence[int], device: str
+    compressors: Sequence[Compressor],
+    sizes: Sequence[int],
+    threads: Sequence[int],
+    device: str,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Record]:
     """Each compressor at each size, from small to large; one that takes too long is left out of larger ones."""
     for count in threads:
         with threads_of_torch(count):
             left_out: set[Compressor] = set()
             for n in sorted(sizes):
-                bench = Bench(n, device)
+                bench = Bench(n, device, clock)
                 for compressor in compressors:
                     if compressor in left_out:
                         continue
@@ -354,6 +360,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", help="values, as 2^24 or 1000000, separated by commas (default 2^10 to 2^26)")
     parser.add_argument("--threads", help="numbers of threads, separated by commas (default 1 and all)")
     parser.add_argument("--device", choices=JUDGED_SIZE, default="cpu")
+    parser.add_argument("--thread-time", action="store_true", help="processor time of one thread: others may be busy")
     parser.add_argument("--quick", action="store_true", help="the judged size on one thread alone")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write verdicts and tables here, as Markdown")
     parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing, take the records of this file")
@@ -362,8 +369,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments.compressors = [parse_compressor(text) for text in given.split(";")] if given else examples()
     default_sizes = (JUDGED_SIZE[arguments.device],) if arguments.quick else SIZES
     arguments.sizes = [read_size(text) for text in arguments.sizes.split(",")] if arguments.sizes else default_sizes
-    default_threads = [1] if arguments.quick or arguments.device == "cuda" else sorted({1, every})
+    alone = arguments.quick or arguments.thread_time or arguments.device == "cuda"
+    default_threads = [1] if alone else sorted({1, every})
     arguments.threads = list(map(int, arguments.threads.split(","))) if arguments.threads else default_threads
+    if arguments.thread_time and (arguments.device == "cuda" or arguments.threads != [1]):
+        parser.error("--thread-time counts one thread on the processor: leave --threads and --device out")
     return arguments
 
 

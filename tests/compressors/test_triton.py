@@ -23,7 +23,7 @@ from helpers.devices import round_on
 from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
-from fxcomp.plan.modes import LADDER_COMPRESSORS, Mode, compressors_of
+from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.testing import SAMPLES
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 
@@ -55,8 +55,11 @@ def test_every_file_can_be_imported_without_triton() -> None:
 
 
 def test_what_a_mode_or_a_budget_offers_has_kernels() -> None:
-    offered = {type(compressor) for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS)}
-    assert offered | {CMax} == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
+    offered = {
+        type(compressor)
+        for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS)
+    }
+    assert offered == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
 
 
 def test_every_file_with_kernels_is_named_as_a_compressor() -> None:
