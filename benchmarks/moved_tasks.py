@@ -122,7 +122,7 @@ class Cell:
 def train(arguments: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     """Train once; returns the record."""
     task = make_task(cell.task, cell.seed, dist.get_world_size())
-    steps = min(arguments.steps or task.steps, task.steps)
+    steps = arguments.steps or task.steps
     batch_at = cast(Callable[[int, int], Batch], task.batch_at)
     rank, model = dist.get_rank(), Shaped(task)
     update = OPTIMIZERS[cell.optimizer](model.parameters(), lr=cell.rate)
@@ -138,7 +138,7 @@ def train(arguments: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     )
     sent, watched = 0.0, list[dict[str, Any]]()
     for i in range(steps):
-        loss = step(batch_at(i, rank))
+        loss = step(batch_at(i % task.steps, rank))
         falling.step()
         sent += sent_bytes(dict(step.payload_bytes), dist.get_world_size())
         after = i + 1 - steps // 10
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--names", default="dense,cmax16,cmax8,sign")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--rates", help="learning rates to try (default: the best known)")
-    parser.add_argument("--steps", type=int, help="fewer than the task has")
+    parser.add_argument("--steps", type=int, help="fewer or more than the task has, whose batches then come again")
     parser.add_argument("--short", action="store_true", help=f"{SHORT_RUNS} runs of {SHORT_STEPS} steps")
     parser.add_argument("--watch", type=int, default=0, metavar="N", help="of AdamW: watch m / d every N steps")
     parser.add_argument("--ranks", type=int, default=4)

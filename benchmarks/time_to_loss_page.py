@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -185,6 +184,8 @@ COLORS = ("#444444", "#aaaaaa", "#1f77b4", "#17becf", "#9467bd", "#8c564b", "#2c
 """By contender."""
 PANEL, LEFT, TOP, HEIGHT = 420, 52, 44, 300
 TICKS = (1, 2, 5)
+HIGHEST = 1.8
+"""The loss at the top, over DDP's final one."""
 
 
 def draw(runs: Sequence[Run]) -> str:
@@ -211,8 +212,7 @@ def _panel(left: float, title: str, runs: Sequence[Run]) -> list[str]:
     base = next(run for run in runs if run.label == BASE)
     first = min(_first_time(run) for run in runs)
     last = max(run.job_s for run in runs)
-    low = min(run.loss for run in runs) * 0.99
-    high = base.loss + 4 * (statistics.median(run.loss for run in runs) * 1.15 - base.loss)
+    low, high = 0.95 * min(run.loss for run in runs), HIGHEST * base.loss
 
     def x_of(seconds: float) -> float:
         return left + PANEL * math.log(max(seconds, first) / first) / math.log(last / first)
