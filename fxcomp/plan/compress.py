@@ -245,7 +245,7 @@ class Compress:
         if self.plan is None:
             raise BadOption(
                 'at="momentum" takes a plan that is given.\n'
-                '  Name one, such as plan="cmax(16)", or let fxcomp choose: within="aggressive", at="auto", steps=N.'
+                '  Name one, such as plan="cmax(8)", or let fxcomp choose: within="aggressive", at="auto", steps=N.'
             )
         for name in ("momentum", "scale_with_lr"):
             if getattr(self.feedback, name):

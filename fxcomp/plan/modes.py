@@ -89,8 +89,8 @@ def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
 
 
 AT_MOMENTA = (
-    Entry("cmax(16)", "cmax(16)", "a hundredth at dense's loss, once the second moment is frozen"),
-    Entry("cmax(16)", None, "the same between two ranks"),
+    Entry("cmax(8)", "cmax(8)", "a sixtieth, once the second moment is frozen"),
+    Entry("cmax(8)", None, "the same between two ranks"),
 )
 """The candidates of matrices where ranks exchange momenta (docs/where_the_mean_stands.md has the measurements)."""
 

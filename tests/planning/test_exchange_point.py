@@ -17,6 +17,7 @@ from fxcomp.frontends.what_if import WhatIf, rewritten, what_if
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import ExchangePoint
+from fxcomp.planning import exchange_point
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import Choice, predict_us
 from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, long, stretches
@@ -60,7 +61,7 @@ def slow() -> Explanation:
 def test_on_a_slow_link_matrices_go_by_cmax_at_the_momentum_and_vectors_are_dense(slow: Explanation):
     for bucket in slow.plan.buckets:
         if bucket.at is ExchangePoint.MOMENTUM:
-            assert {str(each) for each in bucket.strategy.compressors} == {"cmax"}
+            assert {str(each) for each in bucket.strategy.compressors} == {"cmax(chunk=8)"}
             assert all(name.endswith("weight") for name in bucket.names)
         else:
             assert bucket.strategy.is_dense
@@ -89,7 +90,15 @@ def test_gradients_compete_by_what_keeps_denses_loss(slow: Explanation):
     assert known <= {"bf16", "int8", "int4"}
 
 
-def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow: Explanation):
+@pytest.mark.parametrize("steps", [1, 2999])
+def test_a_job_that_is_shorter_than_what_was_measured_exchanges_gradients(steps: int):
+    assert f"fewer than 3,000 steps has kept dense's loss by momenta, and this has {steps:,}" in why(
+        asked(job(), replace(AUTO, steps=steps))
+    )
+
+
+def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow: Explanation, monkeypatch: Any):
+    monkeypatch.setattr(exchange_point, "LEAST_STEPS", 1)
     since = exchanged(slow).pays_from
     assert since is not None
     assert since > 21
@@ -152,9 +161,13 @@ def test_error_feedback_with_a_momentum_of_its_own_keeps_gradients():
     assert "does not go with ErrorFeedback(momentum=...)" in why(found)
 
 
-@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)])
-def test_other_optimizers_with_a_momentum_may(make: Any):
-    assert "2.weight" in moved(asked(job(make)))
+def test_other_optimizers_of_adams_kind_may():
+    assert "2.weight" in moved(asked(job(torch.optim.NAdam)))
+
+
+def test_what_was_not_measured_at_denses_loss_exchanges_gradients():
+    found = asked(job(lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)))
+    assert "only under Adam's kind of update" in why(found)
 
 
 def test_on_a_fast_network_nothing_changes():

@@ -111,16 +111,28 @@ def test_the_chosen_job_is_the_compared_one():
     assert found.bound_us is None, "the bound is of plans that exchange gradients"
 
 
-AUTO = ["explain", EXAMPLE, "--inter", "1mbit", "--cluster", "8x1", "--device", "h100", "--compress", "aggressive"]
+AUTO = ["--inter", "1mbit", "--cluster", "8x1", "--device", "h100", "--compress", "aggressive"]
+
+UNDER_ADAM = f"""
+from dataclasses import replace
+import torch
+from fxcomp.frontends.job import load_job
+
+def job():
+    known = load_job({EXAMPLE!r})
+    return replace(known, optimizer=torch.optim.AdamW(known.model.parameters()))
+"""
 
 
-def test_the_command_line_leaves_the_point_to_the_compiler(capsys: pytest.CaptureFixture[str]):
-    assert main([*AUTO, "--at", "auto", "--steps", "5000", "--json"]) == 0
+def test_the_command_line_leaves_the_point_to_the_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "under_adam.py"
+    file.write_text(UNDER_ADAM)
+    assert main(["explain", str(file), *AUTO, "--at", "auto", "--steps", "5000", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["momenta"]["job"]["steps"] == 5000
     assert data["momenta"]["job"]["warm_steps"] == 500
 
 
 def test_the_command_line_asks_for_the_length(capsys: pytest.CaptureFixture[str]):
-    assert main([*AUTO, "--at", "auto"]) != 0
+    assert main(["explain", EXAMPLE, *AUTO, "--at", "auto"]) != 0
     assert "say how long this one is" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def said(make: Any, **options: Any) -> tuple[str, tuple[str, ...]]:
         (partial(torch.optim.Adam, amsgrad=True), {}, "several magnitudes"),
         (torch.optim.AdamW, {"max_grad_norm": 1.0}, "max_grad_norm="),
         (torch.optim.AdamW, {"find_unused_parameters": True}, "find_unused_parameters="),
-        (torch.optim.AdamW, {"steps": 5}, "ends within its warm-up"),
+        (torch.optim.AdamW, {"steps": 5}, "fewer than 3,000 steps"),
     ],
 )
 def test_where_it_may_not_or_does_not_pay_ranks_exchange_gradients_and_say_why(make, options, what):
