@@ -75,7 +75,8 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        acting = Guard(force, site.ranks, self.notes.append), self._steering, self._steering.referee
+        guard = Guard(force, site.ranks, self.monitor.follow, self.notes.append)
+        acting = guard, self._steering, self._steering.referee
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
@@ -285,7 +286,7 @@ class CompiledStep:
             steps = self.in_force.load(states)
             if steps is not None:
                 self.steps = steps
-                self.monitor.forget(steps)
+                self.monitor.follow(steps, "load_state_dict: the costs")
                 for each in self._observers:
                     each.resume(steps, states)
                 note = note_on_another_plan(saved_plan(states), self.plan)

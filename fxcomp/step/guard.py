@@ -27,8 +27,14 @@ at dense training's loss reached 2.4 (docs/where_the_mean_stands.md)."""
 class Guard(Observer):
     """Lets ranks exchange gradients again when a frozen second moment does not fit any more."""
 
-    def __init__(self, force: PlanInForce, ranks: Ranks, note: Callable[[str], None]):
-        self._force, self._ranks, self._note = force, ranks, note
+    def __init__(
+        self,
+        force: PlanInForce,
+        ranks: Ranks,
+        follow: Callable[[int, str], None],
+        note: Callable[[str], None],
+    ):
+        self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
 
     def between(self, steps: int) -> None:
         """Look, if that is due after so many steps; all ranks go on with the same plan."""
@@ -44,6 +50,7 @@ class Guard(Observer):
         with self._ranks.together(topic):
             energies = self._ranks.from_rank_0(f"{topic}: the energies", lambda: energies)
             self._force.thaw(topic, energies)
+            self._follow(steps, topic)
         name = max(energies, key=lambda each: math.inf if math.isnan(energies[each]) else energies[each])
         self._note(
             f"step {steps}: ranks exchange gradients again, in int8, and second moments go on: the frozen one of"
