@@ -115,7 +115,10 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Read the plan that was followed when this was saved; None if nothing says it. Raises BadState."""
+    """Read the plan that was followed, or warmed up for, when this was saved; None if nothing says it.
+
+    Raises BadState.
+    """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
         raise BadState(

@@ -262,10 +262,10 @@ class CompiledStep:
     def checkpoint(self) -> dict[str, Tensor]:
         """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.
 
-        The plan and the states of the default random generators are there, too. `load_state_dict` takes it back: the
-        rank of this number, of as many, goes on with the same random numbers.
+        The plan, in a warm-up the one that it leads to, and the states of the default random generators are there, too.
+        `load_state_dict` takes it back: the rank of this number, of as many, goes on with the same random numbers.
         """
-        about = {PLAN: self.plan.to_json(), GENERATORS: generators(self._site.device)}
+        about = {PLAN: self.in_force.plans[-1].to_json(), GENERATORS: generators(self._site.device)}
         return to_tensors({**self.state_dict(), **about})
 
     def load_state_dict(self, state: Given) -> None:
@@ -289,7 +289,7 @@ class CompiledStep:
                 self.monitor.follow(steps, "load_state_dict: the costs")
                 for each in self._observers:
                     each.resume(steps, states)
-                note = note_on_another_plan(saved_plan(states), self.plan)
+                note = note_on_another_plan(saved_plan(states), self.in_force.plans[-1])
                 self.notes += [note] if note else []
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
             restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)

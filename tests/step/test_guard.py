@@ -18,6 +18,7 @@ from helpers.replicas import replica_fingerprint
 from torch import Tensor, nn
 
 import fxcomp
+from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.state.momenta import Momenta
 from fxcomp.step.compiled_step import CompiledStep
@@ -37,10 +38,10 @@ ADAM: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def started(optimizer: str = "adamw", strategy: Strategy = TWO_SHOTS, **warmup: int):
+def started(optimizer: str = "adamw", strategy: Strategy = TWO_SHOTS, plan: Plan | None = None, **warmup: int):
     model = JOB.build()
     made = ADAM[optimizer](model)
-    plan = plan_in_turns(model, [strategy], 2).at_momenta()
+    plan = plan or plan_in_turns(model, [strategy], 2).at_momenta()
     compress = fxcomp.Compress(plan=plan, warmup=fxcomp.Warmup(**(warmup or {"int8_steps": WARM})))
     checks = fxcomp.Checks(verify=1)
     step = fxcomp.compile_step(
@@ -202,3 +203,25 @@ def rolled_back_beyond_a_thaw() -> None:
 def test_a_state_of_momenta_is_refused_after_a_thaw():
     outcomes = try_ranks(2, rolled_back_beyond_a_thaw)
     assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
+
+
+def restarted_by_the_saved_plan(steps: int) -> tuple[str, str, bool]:
+    job = started()
+    saved: list[Any] = []
+    for number in range(WARM + 3):
+        if number == steps:
+            saved = copy.deepcopy([job[0].state_dict(), job[1].state_dict(), job[2].checkpoint()])
+        job[2](batch(number))
+    other = started(plan=fxcomp.saved_plan(saved[2]))
+    taken_back(saved, *other)
+    for number in range(steps, WARM + 3):
+        other[2](batch(number))
+    assert not [note for note in other[2].notes if "another plan" in note]
+    return replica_fingerprint(job[0]), replica_fingerprint(other[0]), other[2].plan.moves_exchange
+
+
+@pytest.mark.parametrize("steps", [WARM - 2, WARM, WARM + 1])
+def test_the_plan_that_is_saved_in_a_warm_up_is_the_one_that_it_leads_to(steps):
+    results = run_ranks(2, restarted_by_the_saved_plan, steps)
+    assert all(moves for _, _, moves in results)
+    assert len({fingerprint for *pair, _ in results for fingerprint in pair}) == 1
