@@ -68,8 +68,8 @@ class PointChooser:
         """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
         steps = self.options.compress.steps
         if steps is not None and steps < LEAST_STEPS:
-            shorter = f"no job of fewer than {LEAST_STEPS:,} steps has kept dense's loss by momenta"
-            raise BadOption(f"{shorter}, and this has {steps:,}")
+            why = f"jobs of fewer than {LEAST_STEPS:,} steps have ended above dense's loss by momenta"
+            raise BadOption(f"{why}, and this has {steps:,}")
         for what, why in self.options.against_moves.items():
             raise BadOption(f"exchanging momenta does not go with {what}: {why}")
         moved = movable(workload, self.terms.pins)

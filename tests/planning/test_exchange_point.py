@@ -92,7 +92,7 @@ def test_gradients_compete_by_what_keeps_denses_loss(slow: Explanation):
 
 @pytest.mark.parametrize("steps", [1, 2999])
 def test_a_job_that_is_shorter_than_what_was_measured_exchanges_gradients(steps: int):
-    assert f"fewer than 3,000 steps has kept dense's loss by momenta, and this has {steps:,}" in why(
+    assert f"fewer than 3,000 steps have ended above dense's loss by momenta, and this has {steps:,}" in why(
         asked(job(), replace(AUTO, steps=steps))
     )
 
