@@ -174,6 +174,12 @@ class StepOptions:
                 f"  {stay}, or leave out {what}."
             )
         warmup = self.compress.warmup_for(plan)
+        steps, first = self.compress.steps, list(warmup.stages(plan))[-1]
+        if steps is not None and steps <= first:
+            raise BadOption(
+                f"ranks would exchange the optimizer's momentum after a warm-up of {first} steps, and the job has"
+                f" {steps} (steps=).\n  {stay}, or pass a shorter warm-up: Compress(warmup=Warmup(int8_steps=N))."
+            )
         divides = {UpdateKind.SECOND_MOMENT, UpdateKind.TRUST_RATIO}
         if not divides.isdisjoint(kinds) and not warmup.dense_steps + warmup.int8_steps:
             raise BadOption(

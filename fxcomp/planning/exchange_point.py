@@ -91,7 +91,7 @@ class PointChooser:
         check_plan(self.options.compress.feedback, plan, workload.shapes, self.cluster, self.kinds)
 
     def _compare(self, gradients: Plan, momenta: Plan, workload: Workload) -> Exchanged:
-        """Predict the job by both. Raises BadOption where the warm-up takes all of it, or cannot be made."""
+        """Predict the job by both. Raises BadOption where the warm-up cannot be made."""
         compress, exact = self.options.compress, ExactPlans(workload, self.costs, self.cluster)
         assert compress.steps is not None, "where the point is chosen, the job has a length"
         prices: dict[str, float] = {}
@@ -104,11 +104,9 @@ class PointChooser:
         def job(plan: Plan, steps: int) -> float:
             return job_us(stretches(_warmup(compress, plan, steps).stages(plan), steps, price))
 
-        first = list(_warmup(compress, momenta, compress.steps).stages(momenta))[-1]
-        if compress.steps <= first:
-            raise BadOption(f"the job ends within its warm-up, which has {first} of its {compress.steps} steps")
         times = [job(plan, compress.steps) for plan in (gradients, momenta)]
         since = first_that_pays(lambda steps: job(momenta, steps) < job(gradients, steps))
+        since = since and max(since, LEAST_STEPS)
         return Exchanged(compress.steps, gradients, times[0], momenta, times[1], since)
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 from fxcomp.ranks import Ranks
+from fxcomp.state.saved_state import Given
 from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.verify.verifier import anywhere
@@ -57,3 +58,11 @@ class Guard(Observer):
             f" {name!r} fits no more (its updates have a mean square of {energies[name]:.3g} in units of it; at most 1"
             f" while it fits, {LIMIT:g} is allowed)"
         )
+
+    def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
+        """Say it where a job goes on after a thaw: in a new process, or back in time."""
+        if self._force.momenta.is_thawed:
+            self._note(
+                f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"
+                " in this job.\n  To exchange momenta again, compile another step, and load a state that was saved before"
+            )

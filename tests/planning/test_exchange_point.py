@@ -105,7 +105,7 @@ def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow
     shorter = asked(job(), replace(AUTO, steps=since - 1))
     assert f"it pays from {since} steps on" in why(shorter)
     assert asked(job(), replace(AUTO, steps=since)).plan == slow.plan
-    assert "ends within its warm-up, which has 20 of its 20 steps" in why(asked(job(), replace(AUTO, steps=20)))
+    assert "after a warm-up of 20 steps, and the job has 20" in why(asked(job(), replace(AUTO, steps=20)))
 
 
 def test_a_warm_up_that_is_given_counts(slow: Explanation):

@@ -181,6 +181,8 @@ def restarted_after_a_thaw(steps: int) -> tuple[str, str]:
     for number in range(steps, STEPS):
         other[2](batch(number))
     assert not other[2].plan.moves_exchange
+    told = [note for note in other[2].notes if "a frozen second moment has stopped fitting" in note]
+    assert len(told) == (steps >= 30), "the job that goes on says that it has thawed before"
     return replica_fingerprint(job[0]), replica_fingerprint(other[0])
 
 

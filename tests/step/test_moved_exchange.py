@@ -61,7 +61,7 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strat
         cross_entropy,
         optimizer,
         JOB.batch(0, dist.get_rank()),
-        compress=fxcomp.Compress(plan=plan, warmup=warmup),
+        compress=fxcomp.Compress(plan=plan, warmup=warmup, steps=options.pop("steps", None)),
         checks=fxcomp.Checks(verify=2),
         **options,
     )
@@ -447,6 +447,8 @@ def with_options(make: str, **options: Any) -> None:
         ("adamw", {}, "there is no warm-up"),
         ("plain", {}, "it keeps no mean of gradients"),
         ("amsgrad", {"warmup": {"dense_steps": 1}}, "several magnitudes of gradients"),
+        ("adamw", {"steps": 20}, "after a warm-up of 20 steps, and the job has 20"),
+        ("adamw", {"steps": 4, "warmup": {"dense_steps": 5}}, "after a warm-up of 5 steps, and the job has 4"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(make, options, what):
