@@ -177,8 +177,9 @@ class Compress:
 
     `at` is where the mean over ranks stands: at the `gradient`, or at the `momentum` that the optimizer keeps, with its
     second moment frozen (docs/where_the_mean_stands.md). `momentum` takes a given plan, and a warm-up at the gradient
-    where there is a second moment; a saved plan may also say it by itself, bucket by bucket. `auto` goes with `within="aggressive"`: momenta are exchanged where the optimizer
-    allows that and a job of so many `steps` is over sooner by it.
+    where there is a second moment; a saved plan may say it by itself, bucket by bucket. `auto` goes with
+    `within="aggressive"`: momenta are exchanged where the optimizer allows that and a job of so many `steps` is over
+    sooner by it.
 
     `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
     tenth of them is one, in int8, and reports tell bytes and time of the job.

@@ -64,5 +64,5 @@ class Guard(Observer):
         if self._force.momenta.is_thawed:
             self._note(
                 f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"
-                " in this job.\n  To exchange momenta again, compile another step, and load a state that was saved before"
+                " in this job.\n  To exchange momenta again, compile another step, and load a state from before that"
             )
