@@ -98,8 +98,9 @@ def test_a_job_that_is_shorter_than_what_was_measured_exchanges_gradients(steps:
 
 
 def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow: Explanation, monkeypatch: Any):
+    assert exchanged(slow).pays_from == 3000, "no report says that a shorter job pays than is offered"
     monkeypatch.setattr(exchange_point, "LEAST_STEPS", 1)
-    since = exchanged(slow).pays_from
+    since = exchanged(asked(job())).pays_from
     assert since is not None
     assert since > 21
     shorter = asked(job(), replace(AUTO, steps=since - 1))
