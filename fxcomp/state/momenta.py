@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from fxcomp.capture.optimizer import Owned
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
-from fxcomp.state.moved_state import moved_states
+from fxcomp.state.moved_state import MovedState, moved_states
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
@@ -36,7 +37,9 @@ class Momenta:
     """The second moments of a job: frozen before the first step whose plan exchanges momenta, until a thaw."""
 
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
-        self._graph, self._owners = graph, owners
+        self._owners = owners
+        self._states_by = lru_cache(2)(partial(moved_states, graph))
+        """Those of the parameters that a plan moves: the guard asks again and again."""
         self._first = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self._is_frozen = False
         self._goes_on = False
@@ -50,7 +53,7 @@ class Momenta:
     def before_step(self, step: int, plan: Plan) -> None:
         """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
         if step == self._first and not self._is_frozen:
-            freeze_magnitudes(self._graph, plan, self._owners)
+            freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
         elif self._goes_on:
             self._goes_on = False
@@ -58,7 +61,7 @@ class Momenta:
 
     def _check_is_loaded(self, plan: Plan, step: int) -> None:
         """Raise BadState where nothing is known of second moments after the freeze."""
-        moved = moved_states(self._graph, plan).items()
+        moved = self._states_by(plan).items()
         found = [self._owners[name].state.get(each.magnitude) for name, each in moved if each.magnitude is not None]
         if found and not any(value is not None and bool(value.any()) for value in found):
             raise BadState(
@@ -74,7 +77,7 @@ class Momenta:
         It is about that of the update without the learning rate. While a second moment fits, the mean of squares that
         it is, no mean's square exceeds it: at most 1.
         """
-        moved = {n: m for n, m in moved_states(self._graph, plan).items() if m.magnitude is not None}
+        moved = {n: m for n, m in self._states_by(plan).items() if m.magnitude is not None}
         sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
         sums = [each.energy(self._owners[name]) for name, each in moved.items()]
         found = torch.stack(sums).cpu() if sums else ()  # one wait for the device
@@ -84,7 +87,7 @@ class Momenta:
         """Return what residuals under a plan are multiplied by, flat, to have the unit of another: gradients' again."""
         leave = set(before.moved) - set(after.moved)
         assert set(after.moved) <= set(before.moved), "momenta are exchanged from a freeze on"
-        moved = moved_states(self._graph, before)
+        moved = self._states_by(before)
         return {name: each.to_gradients(self._owners[name]) for name, each in moved.items() if name in leave}
 
     def saved(self, plan: Plan) -> dict[str, Any]:
@@ -95,19 +98,18 @@ class Momenta:
     def thaw(self, plan: Plan, energies: Mapping[str, float]) -> None:
         """Let second moments go on, larger where means have grown beyond them."""
         self.is_thawed = True
-        for name, each in moved_states(self._graph, plan).items():
+        for name, each in self._states_by(plan).items():
             if each.magnitude is not None and 1 < energies.get(name, 1) < math.inf:
                 self._owners[name].state[each.magnitude].mul_(energies[name])
 
 
-def freeze_magnitudes(graph: GraphModule, plan: Plan, owners: Mapping[str, Owned]) -> None:
-    """Make second moments fit to be divided by for the rest of a job, where a plan exchanges momenta.
+def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
+    """Make second moments fit to be divided by for the rest of a job, where ranks exchange momenta.
 
     A value that never had a gradient has a second moment of 0, and its first gradient would be divided by almost
     nothing. None stays below a part of its tensor's mean; where that is 0, of the mean of the others' means. The same
     on all ranks, as what it reads is. What is not finite stays.
     """
-    moved = moved_states(graph, plan)
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
     known = [mean for mean in means if 0 < mean < math.inf]
