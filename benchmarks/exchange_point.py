@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -107,15 +108,8 @@ def on_rank(arguments: argparse.Namespace) -> None:
             tell.send(train(name, arguments, seed))
 
 
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--names", default="dense,int4,sign of gradients,exact momentum,sign")
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rate", type=float, help="the learning rate (default: the model's)")
-    parser.add_argument("--ranks", type=int, default=4)
-    arguments = parser.parse_args()
+def train_on_ranks(file: str, arguments: argparse.Namespace, on_rank: Callable[[argparse.Namespace], None]) -> None:
+    """Train as a rank, or start the ranks of this script, and print and keep their records."""
     if is_rank():
         on_rank(arguments)
         return
@@ -125,7 +119,19 @@ def main() -> None:
         kept.add(record)
         print(json.dumps(record), flush=True)
 
-    run([__file__, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+    run([file, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--names", default="dense,int4,sign of gradients,exact momentum,sign")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rate", type=float, help="the learning rate (default: the model's)")
+    parser.add_argument("--ranks", type=int, default=4)
+    arguments = parser.parse_args()
+    train_on_ranks(__file__, arguments, on_rank)
 
 
 if __name__ == "__main__":

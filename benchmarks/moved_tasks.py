@@ -15,7 +15,6 @@ says.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -25,10 +24,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from exchange_point import sent_bytes
+from exchange_point import sent_bytes, train_on_ranks
 from fixed_plans import at_momentum
-from records import Records, options
-from shaped import Teller, ends_well, is_rank, join, run
+from records import options
+from shaped import Teller, ends_well, join
 from tasks import TASKS, Batch, Task, make_task
 from torch import Tensor, nn
 
@@ -193,16 +192,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.short:
         arguments.steps = SHORT_STEPS
-    if is_rank():
-        on_rank(arguments)
-        return
-    kept = Records(arguments.json, ranks=arguments.ranks)
-
-    def hear(record: dict[str, Any]) -> None:
-        kept.add(record)
-        print(json.dumps(record), flush=True)
-
-    run([__file__, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+    train_on_ranks(__file__, arguments, on_rank)
 
 
 if __name__ == "__main__":

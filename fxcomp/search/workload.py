@@ -27,9 +27,9 @@ class Gradient:
     """The optimizer's time for this parameter."""
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
-    """Where ranks exchange the momentum: the time of making this rank's own, after the gradient is ready."""
+    """The time to make this rank's own momentum of its gradient; counts where ranks exchange momenta."""
     moved_us: float = 0.0
-    """The optimizer's time for this parameter there."""
+    """The optimizer's time for this parameter, in the place of `update_us`, where ranks exchange momenta."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
