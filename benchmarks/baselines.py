@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fixed_plans import AT_ONCE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -15,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.commands.demo.contest import with_bf16, with_powersgd
 from fxcomp.frontends.job import Job
+from fxcomp.plan.compress import GivenCompress
 from fxcomp.runtime.transport import NullTransport
 
 BASELINES = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd")
-HOOKS = {"fxcomp_hook": "balanced", "fxcomp_hook_aggressive": "aggressive"}
+HOOKS = {"fxcomp_hook": "balanced", "fxcomp_hook_lossy": "lossy"}
 FXCOMP = {
     "fxcomp": "balanced",
     "fxcomp_lossless": "lossless",
     "fxcomp_aggressive": "aggressive",
+    "fxcomp_lossy": "lossy",
     **HOOKS,
 }
 """Their modes. Hooks are of DDP, the others are compiled steps."""
@@ -117,6 +120,11 @@ def _hooked(name: str, job: Job, plan: Any) -> Contestant:
     return Contestant(name, job.model, _eager_step(job, parallel), hook=hook)
 
 
+def _asked(mode: str) -> GivenCompress:
+    """Ask for a mode: `aggressive` as in a job of 3,000 steps whose warm-up is over."""
+    return fxcomp.Compress(within=mode, steps=3000, warmup=AT_ONCE) if mode == "aggressive" else mode
+
+
 def _compiled(name: str, job: Job, plan: Any) -> Contestant:
     step = fxcomp.compile_step(
         job.model,
@@ -124,7 +132,7 @@ def _compiled(name: str, job: Job, plan: Any) -> Contestant:
         job.optimizer,
         job.batch,
         max_grad_norm=job.max_grad_norm,
-        compress=FXCOMP[name] if plan is None else plan,
+        compress=_asked(FXCOMP[name]) if plan is None else plan,
     )
     timeline = step.timeline
     return Contestant(

@@ -37,6 +37,7 @@ LIMIT_S = 5.0
 DECIDED = {314: 0.15, 3000: 1.5}
 """Numbers of gradients, and how many seconds a choice among their plans may take."""
 DECIDED_FOR = ("2x1", "8x8")
+MODES = (Mode.LOSSLESS, Mode.BALANCED, Mode.LOSSY)
 
 
 def explained(repeats: int) -> Iterator[dict[str, Any]]:
@@ -68,7 +69,9 @@ def gradients(count: int) -> tuple[Gradient, ...]:
 def decided(repeats: int) -> Iterator[dict[str, Any]]:
     """Time choices between 1 Gbit/s links, in turns; the first of each kind includes what is kept for later ones."""
     tables = {"own": CostTable(), "shared": CostTable(processors=Processors(1.0, 1.0))}
-    for repeat, count, shape, mode, processors in itertools.product(range(repeats), DECIDED, DECIDED_FOR, Mode, tables):
+    for repeat, count, shape, mode, processors in itertools.product(
+        range(repeats), DECIDED, DECIDED_FOR, MODES, tables
+    ):
         workload = Workload(gradients(count), 80_000.0)
         where = Cluster.parse(f"{shape}, inter 1gbit@50us, intra 100gbit@5us")
         wall, cpu = time.perf_counter(), time.process_time()

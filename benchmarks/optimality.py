@@ -2,7 +2,7 @@
 
     python benchmarks/optimality.py                          600 drawn workloads of 5 to 8 tensors, then 20 larger ones
     python benchmarks/optimality.py --json optimality.json   the same, each record written as it is made
-    python benchmarks/optimality.py --only 13 --modes aggressive --plans
+    python benchmarks/optimality.py --only 13 --modes lossy --plans
                                                              workload 13 alone, in one mode, with both plans
 
 With `PYTHONPATH=tests`: the exact search is `helpers.optimum` there, and `helpers.drawn_cases` draws.
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from helpers.drawn_cases import COSTS, Case, drawn
 from helpers.optimum.oracle import TooLarge, bound_us, optimum
+from helpers.workloads import DISTINCT_MODES
 from records import Records, options, table
 
 from fxcomp.plan.modes import Mode
@@ -106,7 +107,7 @@ def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None
     for number in numbers:
         sizes = (5, MOST_TENSORS) if number < SMALL else LARGE_SIZES
         case = drawn(number, sizes, costs)
-        found = modes or [list(Mode)[number % len(Mode)]]
+        found = modes or [DISTINCT_MODES[number % len(DISTINCT_MODES)]]
         yield from ((case, mode) for mode in found)
 
 

@@ -41,7 +41,7 @@ from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.job import Job
 from fxcomp.step.race import LONGEST, WARM_STEPS
 
-PLANS = {"hsdp": ("dense", "balanced", "aggressive"), "fsdp": ("dense", "int8", "balanced", "aggressive")}
+PLANS = {"hsdp": ("dense", "balanced", "lossy"), "fsdp": ("dense", "int8", "balanced", "lossy")}
 RANKS_PER_HOST = {"hsdp": 2, "fsdp": 1}
 NATIVE, AGAIN, FREE = "native", "native_again", "free"
 WARM_UP, RACE = 6, WARM_STEPS + LONGEST
@@ -125,7 +125,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     all_of_them, sent = contestants(arguments), dict[str, float]()
     for name, each in all_of_them.items():
         tell(f"warming {name} up")
-        each.block(WARM_UP + (RACE if name in ("balanced", "aggressive") else 0))
+        each.block(WARM_UP + (RACE if name in ("balanced", "lossy") else 0))
         before = sent_by_this_host()
         each.block(3)
         sent[name] = (sent_by_this_host() - before) / 3

@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py --hosts 2 --inter 100mbit,300mbit,1gbit,10gbit --json step_time.json
     python benchmarks/step_time.py --hosts 8 --inter 100mbit,300mbit --model benchmarks/models.py:mlp
-    python benchmarks/step_time.py --names fxcomp,fxcomp_aggressive --against ../before --inter 100mbit
+    python benchmarks/step_time.py --names fxcomp,fxcomp_lossy --against ../before --inter 100mbit
 
 All contestants live in the same rank processes and take turns in short blocks, in another order each round, so that a
 machine that drifts drifts for all. A step takes as long as its slowest rank. Plain DDP takes two turns a round; how far

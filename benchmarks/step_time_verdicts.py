@@ -13,13 +13,12 @@ from records import spread, table
 
 TWICE = "ddp_fp32"  # measured against itself
 BEFORE = "_before"  # ends the names of another checkout's contestants
-BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "aggressive" else 1] for name, mode in FXCOMP.items()}
+BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "lossy" else 1] for name, mode in FXCOMP.items()}
 """The baselines of each fxcomp contestant, besides the best of all and itself before."""
 AS_PRECISE = {
-    name: {"lossless": BASELINES[:1], "balanced": BASELINES[:3], "aggressive": BASELINES}[mode]
-    for name, mode in FXCOMP.items()
+    name: {"lossless": BASELINES[:1], "lossy": BASELINES}.get(mode, BASELINES[:3]) for name, mode in FXCOMP.items()
 }
-"""The baselines that lose no more than each fxcomp contestant may: low rank is beyond the limit of `balanced`."""
+"""The baselines that lose no more than each fxcomp contestant may: low rank is for `lossy` alone."""
 ENOUGH_BLOCKS = 20
 MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
 LARGEST_SPREAD = 0.10  # no verdict above

@@ -1,7 +1,7 @@
 """Loss against wall time: DDP and its hooks, 1-bit Adam, DiLoCo, and fxcomp, over shaped links.
 
     python benchmarks/step_time.py --hosts 4 --inter 100mbit,1gbit --model benchmarks/time_to_loss.py:small \\
-        --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_aggressive,dense,int8,momentum_sign,momentum_cmax16,free \\
+        --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_lossy,dense,int8,momentum_sign,momentum_cmax16,free \\
         --json times.json
     python benchmarks/time_to_loss.py --model small --times times.json --json losses.json
     python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md --svg curves.svg
@@ -82,7 +82,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
             yield (name, None, *given[name])
         for measured in read(arguments.times) if name in FXCOMP else ():
             if measured["name"] == name and measured["plan"] is not None:
-                yield name, measured["inter"], name, Plan.from_json(measured["plan"])
+                yield name, measured["inter"], name, fxcomp.Compress(plan=Plan.from_json(measured["plan"]), steps=steps)
 
 
 def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompress | None) -> list[list[float]]:

@@ -57,7 +57,7 @@ CONTENDERS = (
     Contender("1-bit Adam", "one_bit_adam", warmed_up(ONE_BIT_WARMUP, "dense", "momentum_sign")),
     Contender("DiLoCo, H 25", "diloco", (Phase(1.0, ((FREE, 1.0), (SYNC, 1 / DILOCO_STEPS))),)),
     Contender("fxcomp balanced", "fxcomp", steady("fxcomp")),
-    Contender("fxcomp aggressive", "fxcomp_aggressive", steady("fxcomp_aggressive")),
+    Contender("fxcomp lossy", "fxcomp_lossy", steady("fxcomp_lossy")),
     Contender("fxcomp momenta, cmax(16)", "momentum_cmax16", warmed_up(WARMUP, "int8", "momentum_cmax16")),
 )
 BASE, FLOOR = CONTENDERS[0].label, CONTENDERS[1].label

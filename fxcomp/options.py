@@ -216,8 +216,8 @@ class StepOptions:
             )
         if self.compress.chooses_point:
             return (
-                'at="auto" has chosen for the whole job, and residuals of momenta and of gradients have other units.\n'
-                "  Compile another step, which goes on from the optimizer's state."
+                'within="aggressive" has chosen for the whole job, and residuals of momenta and of gradients have other'
+                ' units.\n  Compile another step, which goes on from the optimizer\'s state, or pass at="gradient".'
             )
         if self.compress.feedback.momentum:
             return (

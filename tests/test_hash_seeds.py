@@ -56,7 +56,7 @@ def plans() -> list[str]:
 def step() -> str:
     """Print everything that is decided and emitted for a real model."""
     captured = captured_step("transformer", 1.0)
-    choice = choose(Compiler(TWO_BY_TWO).analyze(captured.graph, COSTS), COSTS, TWO_BY_TWO, Mode.AGGRESSIVE)
+    choice = choose(Compiler(TWO_BY_TWO).analyze(captured.graph, COSTS), COSTS, TWO_BY_TWO, Mode.LOSSY)
     program = Compiler(TWO_BY_TWO, 1).emit(captured, choice.plan, COSTS)
     return f"{choice.plan}\n{program.source}\n{program.timeline}"
 

@@ -163,8 +163,8 @@ MODES = """
 
 Every mode offers dense buckets, over all ranks or level by level. It also offers the compressors below, in one shot or
 in two, flat or by level, on either device. Two shots need three ranks or more. *Vectors* means buckets of biases and
-norms, *both* buckets that mix them with matrices. With `at="auto"`, `aggressive` offers what `balanced` does, and
-[momenta](where_the_mean_stands.md).
+norms, *both* buckets that mix them with matrices. `aggressive` offers [momenta](where_the_mean_stands.md) too, where
+the length of the job is given.
 
 | mode | first | second shot | for | why |
 |---|---|---|---|---|
@@ -240,18 +240,22 @@ def _modes() -> list[str]:
         fresh = [entry for entry in entries if entry not in known]
         known.update(fresh)
         if len(fresh) < len(entries):
-            rows.append(f"| `{mode.value}` | all of these | | all | |\n")
+            buckets = "all" if mode is Mode.LOSSY else "as there"
+            rows.append(f"| `{mode.value}` | what `balanced` offers | | {buckets} | |\n")
         if not entries:
             rows.append(f"| `{mode.value}` | nothing: every bucket is dense | | | |\n")
         for entry in fresh:
-            second = f"`{entry.second}`" if entry.second else ""
             buckets = ", ".join(["matrices", *["vectors"] * entry.vectors, *["both"] * entry.mixed])
-            buckets = "all" if mode is Mode.AGGRESSIVE else buckets
-            rows.append(f"| `{mode.value}` | `{entry.first}` | {second} | {buckets} | {entry.reason} |\n")
-    for entry in AT_MOMENTA:
-        second = f"`{entry.second}`" if entry.second else ""
-        rows.append(f"| `aggressive`, at auto | `{entry.first}` | {second} | matrices' momenta | {entry.reason} |\n")
+            buckets = "all" if mode is Mode.LOSSY else buckets
+            rows.append(_row(mode, entry, buckets))
+        if mode is Mode.AGGRESSIVE:
+            rows += [_row(mode, entry, "matrices' momenta") for entry in AT_MOMENTA]
     return rows
+
+
+def _row(mode: Mode, entry: Entry, buckets: str) -> str:
+    second = f"`{entry.second}`" if entry.second else ""
+    return f"| `{mode.value}` | `{entry.first}` | {second} | {buckets} | {entry.reason} |\n"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fxcomp.compressors.examples import examples
 from fxcomp.cost.compare import diff, merge
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
-from fxcomp.plan.modes import Mode, compressors_of
+from fxcomp.plan.modes import MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.planning.measure_machine import device_here, hardware
 from fxcomp.planning.survey import survey
 from fxcomp.ranks import Ranks
@@ -175,7 +175,7 @@ def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[i
         raise BadOption(f"--threads are numbers of threads, 1 to {MOST_THREADS:,}")
     names = arguments.compressors
     if not names:
-        return list(compressors_of(Mode.AGGRESSIVE)), threads
+        return [*compressors_of(Mode.LOSSY), *MOMENTUM_COMPRESSORS], threads
     if names == ["all"]:
         return list(examples()), threads
     try:

@@ -29,7 +29,7 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
   fxcomp explain train.py --pin 'embed.*=dense'                 leave some gradients alone
   fxcomp explain train.py --compress 'like(topk(0.01))'         the same error, in any way that is faster
-  fxcomp explain train.py --compress aggressive --at auto --steps 3000    momenta, where the job is over sooner
+  fxcomp explain train.py --compress aggressive --steps 3000    momenta, where the job is over sooner
   fxcomp explain train.py --accumulate 4                        gradients of four batches, sent once
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
 """

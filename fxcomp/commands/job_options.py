@@ -42,15 +42,18 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress",
         metavar="HOW",
-        help="a mode (lossless, balanced, aggressive), how much may be lost (0.05, 'like(topk(0.01))'), one setting"
-        " for all (dense, bf16, int8), a strategy or a plan.json (default: what the job says, which is balanced)",
+        help="a mode (lossless, balanced, aggressive, lossy), how much may be lost (0.05, 'like(topk(0.01))'), one"
+        " setting for all (dense, bf16, int8), a strategy or a plan.json (default: what the job says, which is"
+        " balanced)",
     )
     parser.add_argument(
         "--at",
         metavar="POINT",
-        help="where the mean stands: gradient, momentum, or auto with --compress aggressive and --steps",
+        help="where the mean stands: gradient, momentum (of a plan), or auto: the mode decides (default: auto)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="the number of steps of the whole job")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="the number of steps of the whole job, which aggressive compares"
+    )
     parser.add_argument(
         "--pin",
         action="append",

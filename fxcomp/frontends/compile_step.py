@@ -58,10 +58,10 @@ def compile_step(
     Gradients are averaged over all ranks as DistributedDataParallel does it; parameters, buffers and the optimizer's
     state start as rank 0's.
 
-    `compress` says how gradients travel: a mode, which bounds what may be lost (`lossless`, `balanced`, `aggressive`),
-    a plan in place of a choice (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a strategy's text,
-    the path of a saved plan, a Plan), or a Compress, which has the rest: error budgets, pins by name, warm-up and error
-    feedback.
+    `compress` says how gradients travel: a mode, which bounds what may be lost (`lossless`, `balanced`, `aggressive`,
+    `lossy`), a plan in place of a choice (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a
+    strategy's text, the path of a saved plan, a Plan), or a Compress, which has the rest: error budgets, pins by name,
+    the job's length, warm-up and error feedback.
 
     `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
     `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `process_group`

@@ -269,6 +269,8 @@ def _start(
     compiler = start.compiler()
     decision = start.decide(start.planner(compiler, labelled))
     log.info("%s\n%s", start.site.cluster, decision.plan)
+    for note in decision.notes:
+        log.info("%s", note)
     return CompiledModel(
         Follower(start.trained, decision),
         start.site,

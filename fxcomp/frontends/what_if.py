@@ -98,7 +98,7 @@ class WhatIf:
     def compressors(self) -> tuple[Compressor, ...]:
         """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
         compress = self.compress
-        offered = compress.mode if compress.mode is Mode.AGGRESSIVE else Mode.BALANCED
+        offered = compress.mode if compress.mode is Mode.LOSSY else Mode.BALANCED
         candidates = compressors_of(offered) if compress.budget is None else LADDER_COMPRESSORS
         candidates = (*candidates, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
         return (*candidates, *_compressors_of(compress.plan), *compress.pinned.compressors)

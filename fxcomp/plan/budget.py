@@ -125,7 +125,12 @@ def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
 Shapes = Mapping[str, tuple[int, ...]]
 """Of gradients, by parameter."""
 
-_REFERENCES = {Mode.LOSSLESS: "dense", Mode.BALANCED: "int4 > int4", Mode.AGGRESSIVE: "topk(0.01) > int4"}
+_REFERENCES = {
+    Mode.LOSSLESS: "dense",
+    Mode.BALANCED: "int4 > int4",
+    Mode.AGGRESSIVE: "int4 > int4",
+    Mode.LOSSY: "topk(0.01) > int4",
+}
 """The settings whose losses set the modes' limits."""
 
 

@@ -28,7 +28,7 @@ from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Propose, Strategy
 
 AUTO = "auto"
-"""Of `at=`: fxcomp chooses where the mean stands."""
+"""Of `at=`: the mode decides."""
 
 WARM_SHARE, LEAST_WARM = 10, 20
 """Before momenta are exchanged, one in so many steps of a job sends gradients in int8, and so many at least: what was
@@ -161,9 +161,9 @@ def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
 class Compress:
     """The way that gradients travel: a choice within what may be lost, or a plan in its place.
 
-    `within` bounds what may be lost: a mode (`lossless`, `balanced`, `aggressive`), a relative squared error of the
-    whole gradient (`0.05`), or `like("topk(0.01)")`, as much as that setting would lose everywhere. A mode offers its
-    own compressors; a number and `like` offer every family.
+    `within` bounds what may be lost: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error
+    of the whole gradient (`0.05`), or `like("topk(0.01)")`, as much as that setting would lose everywhere. A mode
+    offers its own compressors; a number and `like` offer every family.
 
     `plan` replaces the choice: one setting for all matrices (`"int8"`; biases and norms then stay dense), a strategy's
     text, the path of a saved plan, or a `Plan`.
@@ -177,9 +177,9 @@ class Compress:
 
     `at` is where the mean over ranks stands: at the `gradient`, or at the `momentum` that the optimizer keeps, with its
     second moment frozen (docs/where_the_mean_stands.md). `momentum` takes a given plan, and a warm-up at the gradient
-    where there is a second moment; a saved plan may say it by itself, bucket by bucket. `auto` goes with
-    `within="aggressive"`: momenta are exchanged where the optimizer allows that and a job of so many `steps` is over
-    sooner by it.
+    where there is a second moment; a saved plan may say it by itself, bucket by bucket. By `auto` the mode decides:
+    `aggressive` exchanges momenta where the optimizer allows that and a job of so many `steps` is over sooner by it;
+    all others exchange gradients.
 
     `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
     tenth of them is one, in int8, and reports tell bytes and time of the job.
@@ -191,7 +191,7 @@ class Compress:
     plan: GivenPlan | None = None
     measured: bool = False
     pins: Mapping[str, str | Strategy] = field(default_factory=dict[str, str | Strategy])
-    at: str = "gradient"
+    at: str = AUTO
     steps: int | None = None
     warmup: Warmup = NO_WARMUP
     feedback: ErrorFeedback = CLASSIC
@@ -201,8 +201,6 @@ class Compress:
         check_is_plan(self.plan)
         _check_simple(self.measured, self.at, self.warmup)
         _check_steps(self.steps)
-        if self.chooses_point:
-            self._check_can_choose_point()
         if self.point is not ExchangePoint.GRADIENT:
             self._check_goes_with_momentum()
         if self.plan is not None:
@@ -223,30 +221,11 @@ class Compress:
                 "  To let parameters follow the gradients, leave plan= out."
             )
 
-    def _check_can_choose_point(self) -> None:
-        if self.steps is None:
-            raise BadOption(
-                'at="auto" compares whole jobs, with their warm-up: say how long this one is.\n'
-                "  Pass steps=N, the number of its steps (on the command line --steps N)."
-            )
-        if self.plan is not None:
-            raise BadOption(
-                'at="auto" lets fxcomp choose where the mean stands and how gradients travel, and plan= says how: keep'
-                ' one.\n  With plan= write at="momentum" or at="gradient".'
-            )
-        if self.within != Mode.AGGRESSIVE.value or self.measured:
-            told = "measured=True" if self.measured else f"within={self.within!r}"
-            raise BadOption(
-                f'at="auto" is offered by within="aggressive" alone, and this has {told}: where momenta are exchanged'
-                " the optimizer is another one, and errors of gradients do not bound what that costs.\n"
-                '  Pass within="aggressive", or leave at= out.'
-            )
-
     def _check_goes_with_momentum(self) -> None:
         if self.plan is None:
             raise BadOption(
                 'at="momentum" takes a plan that is given.\n'
-                '  Name one, such as plan="cmax(8)", or let fxcomp choose: within="aggressive", at="auto", steps=N.'
+                '  Name one, such as plan="cmax(8)", or let fxcomp choose: within="aggressive", steps=N.'
             )
         for name in ("momentum", "scale_with_lr"):
             if getattr(self.feedback, name):
@@ -292,15 +271,15 @@ class Compress:
                 raise _needs_whole_steps(f"ErrorFeedback.{name} needs the optimizer", whose)
         if self.warmup:
             raise _needs_whole_steps("warmup= counts the steps of the optimizer", whose)
-        if self.at != ExchangePoint.GRADIENT.value or (isinstance(self.plan, Plan) and self.plan.moves_exchange):
+        moves = isinstance(self.plan, Plan) and self.plan.moves_exchange
+        if moves or self.point is not ExchangePoint.GRADIENT:
             raise _needs_whole_steps("exchanging momenta needs the optimizer", whose)
         if self.measured:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
     def following(self, plan: Plan) -> Compress:
         """The same, with a plan in the place of any other choice."""
-        at = ExchangePoint.GRADIENT.value if self.chooses_point else self.at
-        return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={}, at=at)
+        return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={})
 
     def warmup_for(self, plan: Plan) -> Warmup:
         """Return the first steps of a job under a plan: as asked for, else what an exchange of momenta begins with."""
@@ -316,12 +295,18 @@ class Compress:
     @property
     def point(self) -> ExchangePoint:
         """The place where the mean over ranks stands under a plan that is given, or chosen for gradients."""
-        return ExchangePoint.GRADIENT if self.chooses_point else ExchangePoint(self.at)
+        return ExchangePoint.GRADIENT if self.at == AUTO else ExchangePoint(self.at)
+
+    @property
+    def may_move(self) -> bool:
+        """The mode lets ranks exchange momenta."""
+        is_aggressive = self.within == Mode.AGGRESSIVE.value and not self.measured
+        return is_aggressive and self.at == AUTO and self.plan is None
 
     @property
     def chooses_point(self) -> bool:
-        """The place where the mean stands is part of the choice."""
-        return self.at == AUTO
+        """The place where the mean stands is part of the choice: a job by gradients is compared with one by momenta."""
+        return self.may_move and self.steps is not None
 
     @cached_property
     def budget(self) -> ErrorBudget | None:

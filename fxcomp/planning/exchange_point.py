@@ -1,4 +1,4 @@
-"""Choose where the mean over ranks stands: at gradients, or at momenta where the whole job is over sooner by it.
+"""Choose where the mean stands in `aggressive`: at gradients, or at momenta where the whole job is over sooner by it.
 
 choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► two jobs, warm-up included
                                 no: the reason is noted
@@ -16,6 +16,7 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.search.choose import Choice, fastest_of
@@ -46,7 +47,7 @@ class PointChooser:
 
     def choose(self, choice: Choice, workload: Workload, analyze: Analyze) -> tuple[Choice, Workload, tuple[str, ...]]:
         """Return the choice, with momenta where these are faster, its workload, and what a report must say."""
-        if not self.options.compress.chooses_point or self.cluster.world_size == 1:
+        if not self.options.compress.may_move or self.cluster.world_size == 1:
             return choice, workload, ()
         try:
             moved = self._movable(workload)
@@ -55,11 +56,10 @@ class PointChooser:
             self._check(plan, workload)
             found = self._compare(choice.fastest, plan, known)
         except (BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer) as error:
-            why = str(error).partition("\n")[0].rstrip(".")
-            return choice, workload, (f'at="auto": ranks exchange gradients, because {why}.',)
+            return choice, workload, (_note(str(error).partition("\n")[0].rstrip(".")),)
         choice = replace(choice, exchanged=found)
         if not found.pays:
-            return choice, workload, (f'at="auto": ranks exchange gradients, because {found.reason}.',)
+            return choice, workload, (_note(found.reason),)
         step_us = ExactPlans(known, self.costs, self.cluster).step_us(plan)
         taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us)
         return replace(taken, alternatives=(), runners=()), known, ()  # plans of other units cannot take turns
@@ -67,7 +67,12 @@ class PointChooser:
     def _movable(self, workload: Workload) -> list[str]:
         """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
         steps = self.options.compress.steps
-        if steps is not None and steps < LEAST_STEPS:
+        if not self.kinds:
+            raise BadOption("this frontend does not see the optimizer, which fxcomp.compile_step does")
+        if steps is None:
+            how = 'pass Compress(within="aggressive", steps=N), on the command line --steps N'
+            raise BadOption(f"steps= is not given, and whole jobs are compared: {how}")
+        if steps < LEAST_STEPS:
             why = f"jobs of fewer than {LEAST_STEPS:,} steps have ended above dense's loss by momenta"
             raise BadOption(f"{why}, and this has {steps:,}")
         for what, why in self.options.against_moves.items():
@@ -108,6 +113,10 @@ class PointChooser:
         since = first_that_pays(lambda steps: job(momenta, steps) < job(gradients, steps))
         since = since and max(since, LEAST_STEPS)
         return Exchanged(compress.steps, gradients, times[0], momenta, times[1], since)
+
+
+def _note(why: str) -> str:
+    return f"{Mode.AGGRESSIVE.value}: ranks exchange gradients, because {why}."
 
 
 def _warmup(compress: Compress, plan: Plan, steps: int) -> Warmup:

@@ -107,7 +107,7 @@ def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
 
     A given cluster's links are not measured.
     """
-    return with_ranks(machine_costs((*compressors_of(Mode.AGGRESSIVE), *pinned), site.device), site)
+    return with_ranks(machine_costs((*compressors_of(Mode.LOSSY), *pinned), site.device), site)
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:

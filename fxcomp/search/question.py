@@ -44,12 +44,9 @@ class Terms:
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Read what a user asked for, by errors of Gaussian values unless others are known.
-
-        Where the exchange point is chosen, gradients travel as they do at dense's loss: so do momenta.
-        """
-        asked, mode = compress.budget, Mode.BALANCED if compress.chooses_point else compress.mode
-        return cls(mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
+        """Read what a user asked for, by errors of Gaussian values unless others are known."""
+        asked = compress.budget
+        return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
     @property
     def table(self) -> ErrorTable:

@@ -23,19 +23,19 @@ def turns_of(**medians: float) -> list[Turns]:
     ]
 
 
-def test_every_compiled_contestant_is_compared_with_the_bf16_hook_and_the_aggressive_one_with_powersgd_too():
+def test_every_compiled_contestant_is_compared_with_the_bf16_hook_and_the_lossy_one_with_powersgd_too():
     assert list(BASELINES_OF) == list(FXCOMP)
     assert all("ddp_bf16" in baselines for baselines in BASELINES_OF.values())
-    aggressive = ["fxcomp_aggressive", "fxcomp_hook_aggressive"]
-    assert [name for name, baselines in BASELINES_OF.items() if "ddp_powersgd" in baselines] == aggressive
+    lossy = ["fxcomp_lossy", "fxcomp_hook_lossy"]
+    assert [name for name, baselines in BASELINES_OF.items() if "ddp_powersgd" in baselines] == lossy
 
 
 def test_a_ratio_is_that_of_medians_within_its_interval():
-    found = list(ratios(turns_of(ddp_bf16=200, ddp_powersgd=100, fxcomp=90, fxcomp_aggressive=80, free=50)))
+    found = list(ratios(turns_of(ddp_bf16=200, ddp_powersgd=100, fxcomp=90, fxcomp_lossy=80, free=50)))
     assert [(r.name, r.to) for r in found] == [
         ("fxcomp", "ddp_bf16"),
-        ("fxcomp_aggressive", "ddp_bf16"),
-        ("fxcomp_aggressive", "ddp_powersgd"),
+        ("fxcomp_lossy", "ddp_bf16"),
+        ("fxcomp_lossy", "ddp_powersgd"),
     ]
     assert [r.ratio for r in found] == pytest.approx([0.45, 0.4, 0.8])
     assert all(r.low <= r.ratio <= r.high for r in found)
@@ -67,11 +67,11 @@ def test_the_final_loss_is_set_beside_that_of_dense_training():
 
 
 def test_a_contestant_is_judged_beside_what_loses_no_more_and_beside_the_best_of_all():
-    turns = turns_of(ddp_fp32=200, ddp_bf16=150, ddp_powersgd=80, fxcomp=100, fxcomp_aggressive=81)
+    turns = turns_of(ddp_fp32=200, ddp_bf16=150, ddp_powersgd=80, fxcomp=100, fxcomp_lossy=81)
     turns[0].again = turns[0].blocks
     text = analyse("1gbit", turns)
     assert "fxcomp / ddp_bf16 = 0.667, 95 % interval" in text
-    assert text.count("never slower: holds") == 2, "balanced beside bf16, aggressive beside PowerSGD"
+    assert text.count("never slower: holds") == 2, "balanced beside bf16, lossy beside PowerSGD"
     assert "fxcomp / ddp_powersgd = 1.250" in text
     assert text.count("SLOWER") == 1
 
@@ -84,7 +84,7 @@ def test_a_contestant_is_judged_beside_what_loses_no_more_and_beside_the_best_of
     ],
 )
 def test_the_table_counts_what_holds_and_names_what_is_slower_than_plain_ddp(ours: float, summary: str):
-    turns = turns_of(ddp_fp32=200, ddp_bf16=250, fxcomp=ours, fxcomp_aggressive=190)
+    turns = turns_of(ddp_fp32=200, ddp_bf16=250, fxcomp=ours, fxcomp_lossy=190)
     turns[0].again = turns[0].blocks
     found = page(records("mlp", 2, "1gbit", turns))
     assert summary in found

@@ -69,7 +69,7 @@ def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):
         (["explain", "nowhere.py"], "there is no file 'nowhere.py'"),
         (["explain", EXAMPLE, "--cluster", "8"], "cannot read the cluster '8'"),
         (["explain", EXAMPLE, "--inter", "fast"], "cannot read the bandwidth 'fast'"),
-        (["explain", EXAMPLE, "--compress", "brave"], "The modes are lossless, balanced, aggressive"),
+        (["explain", EXAMPLE, "--compress", "brave"], "The modes are lossless, balanced, aggressive, lossy"),
         (["explain", EXAMPLE, "--step-ms", "-1"], "step takes without a network, 1e-06 to 1e+09; it is -1"),
         (["explain", EXAMPLE, "--step-ms", "0"], "it is 0"),
         (["explain", EXAMPLE, "--step-ms", "inf"], "it is inf"),

@@ -182,7 +182,7 @@ def refusals() -> dict[str, str]:
     refused("momentum", sharded(), feedback=fxcomp.ErrorFeedback(momentum=0.9))
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     refused("no scaler", sharded(), scaler=optimizer)
-    refused("different options", sharded(), within="balanced" if dist.get_rank() else "aggressive")
+    refused("different options", sharded(), within="balanced" if dist.get_rank() else "lossy")
     twice = sharded()
     fxcomp.compress_reduce_scatter(twice, compress="int8")
     refused("twice", twice)

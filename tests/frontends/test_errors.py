@@ -169,7 +169,7 @@ def test_an_optimizer_whose_step_is_not_captured_is_refused(optimizer: Any, erro
         ({"max_grad_value": 1, "max_grad_norm": 1}, "max_grad_norm clips gradients by their norm.*keep one"),
         ({"verify": "sample"}, "verify must be .*it is .sample."),
         ({"verify": -1}, "verify must be 'sampled', 'never' or a number of steps, 0 for never; it is -1"),
-        ({"within": "fast"}, "lossless.*balanced.*aggressive"),
+        ({"within": "fast"}, "lossless.*balanced.*aggressive.*lossy"),
         ({"within": None}, "within= is a mode, a number or like.*it is a NoneType"),
         ({"max_grad_norm": "1"}, "max_grad_norm is a number, or None for no clipping; it is '1', a str"),
         ({"max_grad_value": True}, "max_grad_value is a number.*True, a bool"),

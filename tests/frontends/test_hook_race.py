@@ -45,9 +45,7 @@ class Job:
 
     def __init__(self, fastest: str, hook: fxcomp.DdpHook | None = None):
         self.fastest = fastest
-        self.hook = hook or fxcomp.ddp_hook(
-            cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="aggressive"
-        )
+        self.hook = hook or fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="lossy")
         self.model, self.other = JOBS["mlp"].build(), JOBS["mlp"].build()
         self.ddp = DistributedDataParallel(self.model)
         self.ddp.register_comm_hook(None, self.hook)
@@ -132,9 +130,7 @@ def chosen() -> dict[str, Any]:
         step += 1
         job.run(step)
     job.run(step + 1)
-    other = Job(
-        "bf16", fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="aggressive")
-    )
+    other = Job("bf16", fxcomp.ddp_hook(cluster=fxcomp.Cluster.parse(CLUSTER), costs=CostTable(), compress="lossy"))
     other.hook.load_state_dict(saved)
     for number in range(3):
         other.run(number)

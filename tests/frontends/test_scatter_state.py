@@ -36,7 +36,7 @@ def add_up(plan: str, wins: str) -> dict[str, Any]:
         return [1.0 if compresses(scatter) is (wins == "plan") else 1.2 for _ in passes]
 
     with patch.object(StepTimes, "of", times), patch.object(ModulePlanner, "choose", chosen_as(plan)):
-        model, scatter = compressed(None, within="aggressive")
+        model, scatter = compressed(None, within="lossy")
         return added_up(model, scatter)
 
 

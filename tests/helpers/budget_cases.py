@@ -85,7 +85,7 @@ def drawn(number: int, *, one_wire: bool = True, most: int = MOST_TENSORS) -> Bu
     cluster = Cluster(hosts, 1, intra=Link(5.0, 12.0), inter=Link.parse(f"{gbit:.3g}gbit"))
     asked = chance.choice(SETTINGS)
     budget = Budget(ErrorBudget.parse(asked), drawn_table(workload, chance))
-    terms = (OneCollective if one_wire else Terms)(Mode.AGGRESSIVE, budget=budget)
+    terms = (OneCollective if one_wire else Terms)(Mode.LOSSY, budget=budget)
     return BudgetCase(f"{number} {hosts}x1 {gbit:.3g}gbit {asked}", workload, cluster, costs, terms)
 
 

@@ -43,7 +43,7 @@ class Case:
 
 def on_device(name: str) -> CostTable:
     """Prices by a data sheet; nothing runs on the host."""
-    return exact(preset_named(name).costs(compressors_of(Mode.AGGRESSIVE)))
+    return exact(preset_named(name).costs(compressors_of(Mode.LOSSY)))
 
 
 def on_host(processors: float) -> CostTable:

@@ -7,6 +7,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.modes import Mode
 from fxcomp.search.workload import Gradient, Workload
 
 
@@ -26,6 +27,9 @@ COSTS = CostTable(
         f"{parse_compressor('sidco(0.01)')}@gpu": _points(0.6, 0.05),
     }
 )
+
+DISTINCT_MODES = (Mode.LOSSLESS, Mode.BALANCED, Mode.LOSSY)
+"""`aggressive` offers gradients what `balanced` does."""
 
 
 def cluster(hosts: int, ranks_per_host: int, inter: str) -> Cluster:

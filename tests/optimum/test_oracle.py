@@ -75,14 +75,14 @@ def test_the_optimum_is_what_brute_force_finds(seed: int):
 def test_the_optimum_is_what_brute_force_finds_with_a_pool(processors: float):
     workload, where = drawn(1, 2, vectors=False)
     costs = replace(EAGER, processors=Processors(processors, 1.0))
-    best = brute_force_us(workload, costs, where, Mode.AGGRESSIVE)
-    assert optimum(workload, costs, where, Mode.AGGRESSIVE).step_us == pytest.approx(best, rel=2 * EXACT)
+    best = brute_force_us(workload, costs, where, Mode.LOSSY)
+    assert optimum(workload, costs, where, Mode.LOSSY).step_us == pytest.approx(best, rel=2 * EXACT)
 
 
 @pytest.mark.parametrize("seed", range(10, 15))
 def test_bound_optimum_choice_and_any_other_plan_stand_in_this_order(seed: int):
     workload, where = drawn(seed, 4)
-    mode = (Mode.BALANCED, Mode.AGGRESSIVE)[seed % 2]
+    mode = (Mode.BALANCED, Mode.LOSSY)[seed % 2]
     choice = choose(workload, EAGER, where, mode)
     best = optimum(workload, EAGER, where, mode)
     bound = bound_us(workload, EAGER, where, mode)

@@ -13,7 +13,7 @@ from fxcomp.plan.budget import ErrorBudget, like
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 
 STRATEGY = "compress(int4)@gpu > all_gather@world > decompress@gpu"
@@ -69,7 +69,7 @@ def test_a_command_line_says_it_in_one_text(text: str, compress: Compress):
     ("given", "what"),
     [
         ("brave", "'brave' is neither the path of a saved plan nor a compressor: .*The modes are lossless, balanced"),
-        ("Balanced", "The modes are lossless, balanced, aggressive"),
+        ("Balanced", "The modes are lossless, balanced, aggressive, lossy"),
         (0.05, re.escape("write compress=fxcomp.Compress(within=0.05)")),
         (like("int4"), re.escape('write compress=fxcomp.Compress(within=fxcomp.like("int4"))')),
         (None, "compress= takes a mode .* it is a NoneType"),
@@ -95,11 +95,6 @@ def test_what_says_nothing_is_refused_with_what_does(given: Any, what: str):
             {"at": "momentum", "plan": "int8", "feedback": ErrorFeedback(momentum=0.9)},
             r"does not go with ErrorFeedback\(momentum=",
         ),
-        ({"at": "auto", "within": "aggressive"}, "say how long this one is"),
-        ({"at": "auto", "steps": 100}, "offered by within=\"aggressive\" alone, and this has within='balanced'"),
-        ({"at": "auto", "steps": 100, "within": 0.05}, "alone, and this has within=0.05"),
-        ({"at": "auto", "steps": 100, "within": "aggressive", "measured": True}, "this has measured=True"),
-        ({"at": "auto", "steps": 100, "plan": "int8"}, "and plan= says how: keep one"),
         ({"steps": 0}, "number of steps of the whole job, 1 or more; it is 0"),
         ({"steps": "10"}, "it is '10'"),
         ({"warmup": 100}, r"warmup is a fxcomp.Warmup; it is a int: write Warmup\(dense_steps=100\)"),
@@ -123,15 +118,38 @@ def test_another_plan_takes_the_place_of_a_choice_and_keeps_the_rest():
     assert compress.following(Plan(())) == Compress(plan=Plan(()), feedback=feedback)
 
 
+@pytest.mark.parametrize(
+    ("options", "may_move"),
+    [
+        ({"within": "aggressive"}, True),
+        ({"within": "aggressive", "at": "auto"}, True),
+        ({"within": "aggressive", "at": "gradient"}, False),
+        ({"within": "aggressive", "measured": True}, False),
+        *(({"within": within}, False) for within in ("lossless", "balanced", "lossy", 0.05, like("int4"))),
+        ({"plan": "int8"}, False),
+        ({"plan": "int8", "at": "auto"}, False),
+        ({"plan": "int8", "at": "momentum"}, False),
+    ],
+)
+def test_aggressive_alone_chooses_the_exchange_point_and_needs_the_length_of_the_job(
+    options: dict[str, Any], may_move: bool
+):
+    short, long = Compress(**options), Compress(**options, steps=3000)
+    assert (short.may_move, long.may_move) == (may_move, may_move)
+    assert (short.chooses_point, long.chooses_point) == (False, may_move)
+    point = ExchangePoint.MOMENTUM if options.get("at") == "momentum" else ExchangePoint.GRADIENT
+    assert (short.point, long.point) == (point, point)
+
+
 def test_a_chosen_exchange_point_is_a_fact_that_ranks_compare():
-    asked = Compress(within="aggressive", at="auto", steps=300)
+    asked = Compress(within="aggressive", steps=300)
     assert (asked.facts()["at"], asked.facts()["steps"]) == ("auto", 300)
     assert asked.following(Plan(())) == Compress(plan=Plan(()), steps=300)
 
 
 @pytest.mark.parametrize(("steps", "first"), [(30, 20), (200, 20), (201, 21), (3000, 300)])
 def test_momenta_begin_after_a_tenth_of_the_job(steps: int, first: int):
-    asked = Compress(within="aggressive", at="auto", steps=steps)
+    asked = Compress(within="aggressive", steps=steps)
     gradients = Plan((Bucket(("a",), (8,), Strategy.flat(Sign())),))
     assert list(asked.warmup_for(gradients.at_momenta()).stages(gradients.at_momenta())) == [0, first]
     assert not asked.warmup_for(gradients)

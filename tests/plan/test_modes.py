@@ -10,7 +10,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.error_tables import Columns, ErrorRow, legal
 from fxcomp.errors import BadOption
-from fxcomp.plan.budget import is_bursty, plan_error, strategy_error, strategy_errors
+from fxcomp.plan.budget import is_bursty, plan_error, strategy_error, strategy_errors, within_budget
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import ENTRIES, Content, Mode, compressors_of, error_limit, strategies
 from fxcomp.plan.plan import Bucket, Plan
@@ -62,11 +62,11 @@ def test_two_shots_are_offered_from_three_ranks_on(where: Cluster, levels: list[
     assert list(dict.fromkeys(dealt)) == levels
 
 
-def test_aggressive_offers_low_rank_and_a_bucket_of_both_is_as_careful_as_its_vectors_need():
+def test_lossy_offers_low_rank_and_a_bucket_of_both_is_as_careful_as_its_vectors_need():
     def named(mode: Mode, content: Content) -> set[str]:
         return {c.name for strategy in strategies(mode, FLAT, content) for c in strategy.compressors}
 
-    assert "powersgd" in named(Mode.AGGRESSIVE, Content.MATRICES)
+    assert "powersgd" in named(Mode.LOSSY, Content.MATRICES)
     assert named(Mode.BALANCED, Content.MATRICES) == {"bf16", "int8", "int4"}
     assert named(Mode.BALANCED, Content.MIXED) == {"bf16", "int8"}
     assert named(Mode.BALANCED, Content.VECTORS) == {"bf16"}
@@ -79,7 +79,16 @@ def test_what_a_mode_offers_is_said_with_its_reason():
             assert entry.reason
             assert parse_compressor(entry.first) in offered
             assert entry.second is None or parse_compressor(entry.second) in offered
-    assert set(ENTRIES[Mode.BALANCED]) <= set(ENTRIES[Mode.AGGRESSIVE])
+    assert set(ENTRIES[Mode.BALANCED]) <= set(ENTRIES[Mode.LOSSY])
+
+
+@pytest.mark.parametrize("where", [FLAT, LEVELS, ALONE])
+@pytest.mark.parametrize("content", Content)
+def test_aggressive_offers_gradients_what_balanced_does(where: Cluster, content: Content):
+    assert strategies(Mode.AGGRESSIVE, where, content) == strategies(Mode.BALANCED, where, content)
+    assert error_limit(Mode.AGGRESSIVE) == error_limit(Mode.BALANCED) < error_limit(Mode.LOSSY)
+    aggressive, balanced = (within_budget(name) for name in ("aggressive", "balanced"))
+    assert aggressive.strategies(where) == balanced.strategies(where), "what a measured limit is counted by"
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -88,10 +97,10 @@ def test_one_rank_has_nothing_to_choose(mode: Mode):
 
 
 @pytest.mark.parametrize("where", [FLAT, LEVELS])
-def test_vectors_are_dense_or_bf16_unless_aggressive(where):
+def test_vectors_are_dense_or_bf16_unless_lossy(where):
     names = {s.compressor.name for s in strategies(Mode.BALANCED, where, Content.VECTORS) if s.compressor}
     assert names == {"bf16"}
-    assert strategies(Mode.AGGRESSIVE, where, Content.VECTORS) == strategies(Mode.AGGRESSIVE, where)
+    assert strategies(Mode.LOSSY, where, Content.VECTORS) == strategies(Mode.LOSSY, where)
 
 
 @pytest.mark.parametrize("where", [FLAT, LEVELS])

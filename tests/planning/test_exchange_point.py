@@ -16,14 +16,15 @@ from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import WhatIf, rewritten, what_if
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
-from fxcomp.plan.plan import ExchangePoint
+from fxcomp.plan.modes import Mode
+from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning import exchange_point
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import Choice, predict_us
 from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, long, stretches
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "mlp.py")
-AUTO = Compress(within="aggressive", at="auto", steps=3000)
+AUTO = Compress(within="aggressive", steps=3000)
 
 
 def job(make: Any = torch.optim.AdamW, **changes: Any) -> Job:
@@ -49,7 +50,7 @@ def moved(found: Explanation) -> set[str]:
 def why(found: Explanation) -> str:
     """Find the note on gradients that are exchanged."""
     assert not found.plan.moves_exchange
-    (note,) = (note for note in found.notes if note.startswith('at="auto": ranks exchange gradients, because'))
+    (note,) = (note for note in found.notes if note.startswith("aggressive: ranks exchange gradients, because"))
     return note
 
 
@@ -83,6 +84,38 @@ def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation):
     assert found.momenta_us == pytest.approx(job_us([warm, then]))
     assert found.gradients_us == pytest.approx(3000 * price(found.gradients))
     assert found.momenta_us < found.gradients_us
+
+
+@pytest.fixture(scope="module")
+def balanced() -> Plan:
+    return asked(job(), Compress()).plan
+
+
+@pytest.mark.parametrize("steps", [None, 3000])
+@pytest.mark.parametrize("at", ["auto", "gradient"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_aggressive_alone_exchanges_momenta_and_balanceds_plan_without_them(
+    mode: Mode, at: str, steps: int | None, balanced: Plan
+):
+    found = asked(job(), Compress(within=mode.value, at=at, steps=steps))
+    compares = mode is Mode.AGGRESSIVE and at == "auto"
+    assert found.plan.moves_exchange is (compares and steps is not None)
+    assert found.mode == mode.value
+    assert any("ranks exchange gradients" in note for note in found.notes) is (compares and steps is None)
+    if mode is Mode.AGGRESSIVE and not found.plan.moves_exchange:
+        assert found.plan == balanced
+
+
+def test_what_is_measured_stays_at_the_gradient():
+    found = asked(job(), replace(AUTO, measured=True))
+    assert not found.plan.moves_exchange
+    assert not any("ranks exchange gradients" in note for note in found.notes)
+
+
+def test_without_the_jobs_length_the_note_says_how_to_give_it():
+    assert 'steps= is not given, and whole jobs are compared: pass Compress(within="aggressive", steps=N), on' in why(
+        asked(job(), replace(AUTO, steps=None))
+    )
 
 
 def test_gradients_compete_by_what_keeps_denses_loss(slow: Explanation):
@@ -180,7 +213,7 @@ def test_on_a_fast_network_nothing_changes():
 def test_one_rank_exchanges_nothing():
     found = asked(job(), text="1x1")
     assert not found.plan.moves_exchange
-    assert not any("auto" in note for note in found.notes)
+    assert not any("aggressive" in note for note in found.notes)
 
 
 def test_two_ranks_and_levels_have_ways_too():

@@ -135,7 +135,7 @@ def by_hand(**changes: object) -> Explanation:
         COSTS,
         where,
         choice,
-        "aggressive",
+        "lossy",
         9.5,
         notes=("With [brackets].",),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,14 +105,14 @@ def test_reports_of_gradients_say_nothing_of_momenta():
 
 
 def test_the_chosen_job_is_the_compared_one():
-    found = explained(Compress(within="aggressive", at="auto", steps=3000))
+    found = explained(Compress(within="aggressive", steps=3000))
     job, exchanged = whole_job(found), found.choice.exchanged
     assert job.us == pytest.approx(exchanged.momenta_us)
     assert (job.gradients_us, job.pays_from) == (exchanged.gradients_us, exchanged.pays_from)
     assert found.bound_us is None, "the bound is of plans that exchange gradients"
 
 
-AUTO = ["--inter", "1mbit", "--cluster", "8x1", "--device", "h100", "--compress", "aggressive"]
+AGGRESSIVE = ["--inter", "1mbit", "--cluster", "8x1", "--device", "h100", "--compress", "aggressive"]
 
 UNDER_ADAM = f"""
 from dataclasses import replace
@@ -124,15 +125,30 @@ def job():
 """
 
 
-def test_the_command_line_leaves_the_point_to_the_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.fixture
+def under_adam(tmp_path: Path) -> str:
     file = tmp_path / "under_adam.py"
     file.write_text(UNDER_ADAM)
-    assert main(["explain", str(file), *AUTO, "--at", "auto", "--steps", "5000", "--json"]) == 0
+    return str(file)
+
+
+@pytest.mark.parametrize("at", [[], ["--at", "auto"]], ids=["", "auto"])
+def test_the_command_line_leaves_the_point_to_the_compiler(under_adam: str, at: list[str], capsys: Any):
+    assert main(["explain", under_adam, *AGGRESSIVE, *at, "--steps", "5000", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["momenta"]["job"]["steps"] == 5000
     assert data["momenta"]["job"]["warm_steps"] == 500
 
 
+def test_the_command_line_keeps_gradients_where_that_is_said(under_adam: str, capsys: Any):
+    assert main(["explain", under_adam, *AGGRESSIVE, "--at", "gradient", "--steps", "5000", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert "momenta" not in data
+    assert not [note for note in data["notes"] if "aggressive" in note]
+
+
 def test_the_command_line_asks_for_the_length(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain", EXAMPLE, *AUTO, "--at", "auto"]) != 0
-    assert "say how long this one is" in capsys.readouterr().err
+    assert main(["explain", EXAMPLE, *AGGRESSIVE]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "aggressive: ranks exchange gradients, because steps= is not given, and whole jobs are compared" in said
+    assert "--steps N." in said

@@ -46,7 +46,7 @@ def chosen(inter: str, mode: Mode, *, overlaps: bool, hosts: int = 4, **terms: A
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("inter", ["100mbit", "1gbit", "10gbit", "100gbit"])
-@pytest.mark.parametrize(("mode", "bursts"), [(Mode.BALANCED, 1.0), (Mode.AGGRESSIVE, 0.4)])
+@pytest.mark.parametrize(("mode", "bursts"), [(Mode.BALANCED, 1.0), (Mode.LOSSY, 0.4)])
 def test_no_other_choice_of_all_is_shorter_by_a_thousandth(inter: str, mode: Mode, bursts: float, overlaps: bool):
     where, terms = cluster(4, 1, inter), Terms(mode, bursts)
     search = _Search(WORKLOAD, BUCKETS, COSTS, where, terms, overlaps=overlaps)
@@ -67,7 +67,7 @@ def test_no_other_choice_of_all_is_shorter_by_a_thousandth(inter: str, mode: Mod
 
 
 def test_what_compute_hides_stays_dense_and_what_it_does_not_is_compressed():
-    hidden = names(chosen("100gbit", Mode.AGGRESSIVE, overlaps=True))[:-1]  # nothing is left to hide the last one
+    hidden = names(chosen("100gbit", Mode.LOSSY, overlaps=True))[:-1]  # nothing is left to hide the last one
     assert set(hidden) == {"dense"}
     assert set(names(chosen("1gbit", Mode.BALANCED, overlaps=False))) == {"int8"}
     assert set(names(chosen("1gbit", Mode.LOSSLESS, overlaps=False))) == {"dense"}

@@ -59,7 +59,7 @@ def test_a_tie_goes_to_dense():
     free = {key: CompressorCost.of(CompressorPoint(1, 0.0, 0.0)) for key in COSTS.compressors}
     costs = replace(COSTS, compressors=free, error=0.0, launch_us=0.0)  # which the pool would take over
     where = Cluster(2, 1, Link(0.0, 1e15), Link(0.0, 1e15))
-    choice = choose(layers(10), costs, where, Mode.AGGRESSIVE)
+    choice = choose(layers(10), costs, where, Mode.LOSSY)
     assert choice.fastest.is_dense
     assert choice.reason == "no compressed plan is predicted to be faster than the best dense one"
 
@@ -99,7 +99,7 @@ def test_dense_and_bf16_may_always_race_and_others_differ(mode: Mode):
 
 
 def test_bursts_that_an_optimizer_cannot_take_do_not_race():
-    choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Terms(Mode.AGGRESSIVE, bursts=0.15))
+    choice = choose(layers(12), COSTS, cluster(2, 1, "10mbit"), Terms(Mode.LOSSY, bursts=0.15))
     assert all(polluting_share(each.plan, cluster(2, 1, "10mbit")) <= 0.15 for each in choice.runners)
 
 
@@ -139,7 +139,7 @@ def test_a_step_without_gradients_has_an_empty_plan():
 
 def test_a_gradient_without_elements_is_no_obstacle():
     gradients = (Gradient("empty", (0, 4), 100.0, 0.0), Gradient("w", (500, 4), 1_000.0, 1.0))
-    choice = choose(Workload(gradients, 1_000.0), COSTS, cluster(2, 1, "1gbit"), Mode.AGGRESSIVE)
+    choice = choose(Workload(gradients, 1_000.0), COSTS, cluster(2, 1, "1gbit"), Mode.LOSSY)
     assert sorted(choice.plan.names) == ["empty", "w"]
 
 

@@ -63,7 +63,7 @@ def test_a_large_matrix_travels_whole_where_its_factors_are_dearer_in_parts():
     )
     workload, where = Workload(gradients, 1800.0), cluster(2, 1, "100mbit")
     assert len(atoms_of(workload, 2)) > len(gradients)
-    assert above_optimum(workload, where, Mode.AGGRESSIVE) <= 1e-3
+    assert above_optimum(workload, where, Mode.LOSSY) <= 1e-3
 
 
 @pytest.mark.parametrize("hosts", [(2, 1), (2, 4)], ids=str)

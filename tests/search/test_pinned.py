@@ -29,7 +29,7 @@ def plans_of(choice: Choice) -> list[Plan]:
     return [choice.plan, choice.dense, choice.fastest, *(runner.plan for runner in choice.runners)]
 
 
-@pytest.mark.parametrize(("mode", "ranks_per_host"), [(Mode.BALANCED, 1), (Mode.AGGRESSIVE, 2), (Mode.LOSSLESS, 2)])
+@pytest.mark.parametrize(("mode", "ranks_per_host"), [(Mode.BALANCED, 1), (Mode.LOSSY, 2), (Mode.LOSSLESS, 2)])
 def test_every_plan_of_a_choice_has_what_is_pinned(mode: Mode, ranks_per_host: int):
     pins = Pins.read({"*": "int8", "layer[0-2].*": "dense", "layer4.weight": DEAL})
     some = Pins.read({"layer0.weight": "dense", "layer4.*": "int8"})
@@ -58,7 +58,7 @@ def test_the_dense_plan_and_bf16_are_so_wherever_nothing_is_pinned():
 
 def test_no_bucket_holds_gradients_of_two_pins_or_free_ones():
     pins = Pins.read({"layer[0-2].*": "bf16", "layer3.*": "int8", "*.bias": "bf16"})
-    for plan in plans_of(choose(WORKLOAD, COSTS, SLOW, Terms(Mode.AGGRESSIVE, pins=pins))):
+    for plan in plans_of(choose(WORKLOAD, COSTS, SLOW, Terms(Mode.LOSSY, pins=pins))):
         for bucket in plan.buckets:
             texts = {rule and rule.text for name in bucket.names if (rule := pins.rule_for(name)) or True}
             assert len(texts) == 1
@@ -80,13 +80,13 @@ def test_pinned_gradients_take_the_faster_of_the_ways_over_the_network():
 
 
 def test_what_pins_lose_is_spent():
-    free = choose(WORKLOAD, COSTS, SLOW, Mode.AGGRESSIVE).fastest
+    free = choose(WORKLOAD, COSTS, SLOW, Mode.LOSSY).fastest
     pins = Pins.read({"layer[0-3].weight": "topk(0.01)"})
-    choice = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.AGGRESSIVE, pins=pins))
-    assert plan_error(choice.fastest, SLOW) <= error_limit(Mode.AGGRESSIVE)
+    choice = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.LOSSY, pins=pins))
+    assert plan_error(choice.fastest, SLOW) <= error_limit(Mode.LOSSY)
     assert pinned_to(choice.fastest, "layer0.weight") == {"topk"}
-    assert Terms(Mode.AGGRESSIVE, pins=pins).notes(WORKLOAD, SLOW) == ()
-    assert plan_error(free, SLOW) <= error_limit(Mode.AGGRESSIVE)
+    assert Terms(Mode.LOSSY, pins=pins).notes(WORKLOAD, SLOW) == ()
+    assert plan_error(free, SLOW) <= error_limit(Mode.LOSSY)
 
 
 def test_pins_that_lose_more_than_the_mode_allows_leave_the_rest_dense_with_a_note():
@@ -103,7 +103,7 @@ def test_pins_that_lose_more_than_the_mode_allows_leave_the_rest_dense_with_a_no
 
 def test_pins_that_burst_more_than_the_optimizer_takes_still_give_a_plan():
     pins = Pins.read({"*.weight": "topk(0.01)"})
-    plan = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.AGGRESSIVE, bursts=0.15, pins=pins)).plan
+    plan = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.LOSSY, bursts=0.15, pins=pins)).plan
     assert pinned_to(plan, "layer3.weight") == {"topk"}
 
 

@@ -40,7 +40,7 @@ def random_plan(workload: Workload, where: Cluster, chance: random.Random) -> Pl
     gradients = list(workload.gradients)
     while gradients:
         taken = [gradients.pop(0) for _ in range(min(len(gradients), chance.randint(1, 4)))]
-        options = strategies(Mode.AGGRESSIVE, where)
+        options = strategies(Mode.LOSSY, where)
         sizes = tuple(gradient.elements for gradient in taken)
         buckets.append(Bucket(tuple(g.name for g in taken), sizes, chance.choice(options)))
     return Plan(tuple(buckets))

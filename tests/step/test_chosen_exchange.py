@@ -15,20 +15,21 @@ from helpers.replicas import replica_fingerprint
 import fxcomp
 from fxcomp.cluster.link import Link
 from fxcomp.errors import BadOption, CannotReplan
+from fxcomp.options import StepOptions
 
 JOB = JOBS["mlp"]
 SLOW = fxcomp.Cluster.parse("3x1", intra=Link(5.0, 12.0), inter=Link.parse("1mbit"))
 WARM, STEPS = 5, 9
 
 
-def compiled(make: Any, steps: int = 3000, **options: Any) -> tuple[torch.nn.Module, fxcomp.CompiledStep]:
+def compiled(make: Any, steps: int | None = 3000, **options: Any) -> tuple[torch.nn.Module, fxcomp.CompiledStep]:
     model = JOB.build()
     step = fxcomp.compile_step(
         model,
         cross_entropy,
         make(model.parameters(), lr=0.01),
         JOB.batch(0, dist.get_rank()),
-        compress=fxcomp.Compress(within="aggressive", at="auto", steps=steps, warmup=fxcomp.Warmup(int8_steps=WARM)),
+        compress=fxcomp.Compress(within="aggressive", steps=steps, warmup=fxcomp.Warmup(int8_steps=WARM)),
         cluster=SLOW,
         costs=fxcomp.CostTable(),
         **options,
@@ -82,12 +83,13 @@ def said(make: Any, **options: Any) -> tuple[str, tuple[str, ...]]:
         (torch.optim.AdamW, {"max_grad_norm": 1.0}, "max_grad_norm="),
         (torch.optim.AdamW, {"find_unused_parameters": True}, "find_unused_parameters="),
         (torch.optim.AdamW, {"steps": 5}, "fewer than 3,000 steps"),
+        (torch.optim.AdamW, {"steps": None, "checks": fxcomp.Checks(replan="auto")}, "steps= is not given"),
     ],
 )
 def test_where_it_may_not_or_does_not_pay_ranks_exchange_gradients_and_say_why(make, options, what):
     for notes, moved in run_ranks(3, partial(said, make, **options)):
         assert moved == ()
-        assert 'at="auto": ranks exchange gradients, because' in notes
+        assert "aggressive: ranks exchange gradients, because" in notes
         assert what in notes
 
 
@@ -99,9 +101,9 @@ def test_jobs_of_other_lengths_are_told_apart():
     assert all("steps" in outcome.text for outcome in try_ranks(3, of_other_lengths))
 
 
-def test_a_hook_cannot_choose():
-    with pytest.raises(BadOption, match="exchanging momenta needs the optimizer"):
-        fxcomp.ddp_hook(compress=fxcomp.Compress(within="aggressive", at="auto", steps=100))
+def test_a_choice_for_the_whole_job_is_not_made_again():
+    with pytest.raises(BadOption, match=r'(?s)has chosen for the whole job.*pass at="gradient"'):
+        StepOptions(compress=fxcomp.Compress(within="aggressive", steps=100), checks=fxcomp.Checks(replan="auto"))
 
 
 def alone() -> tuple[int, str]:
@@ -111,7 +113,7 @@ def alone() -> tuple[int, str]:
         cross_entropy,
         torch.optim.AdamW(model.parameters()),
         JOB.batch(0),
-        compress=fxcomp.Compress(within="aggressive", at="auto", steps=100),
+        compress=fxcomp.Compress(within="aggressive", steps=100),
     )
     step(JOB.batch(0))
     return len(step.plan.buckets), step.explain()

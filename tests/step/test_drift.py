@@ -211,7 +211,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
 @pytest.mark.parametrize("commits", [False, True], ids=["", "a step is left out"])
 @pytest.mark.parametrize(
     ("ranks", "mode", "gbit", "factor", "owes"),
-    [(2, "balanced", 0.2, 0.05, True), (3, "balanced", 0.2, 0.05, True), (2, "aggressive", 0.5, 8.0, False)],
+    [(2, "balanced", 0.2, 0.05, True), (3, "balanced", 0.2, 0.05, True), (2, "lossy", 0.5, 8.0, False)],
     ids=["two, to dense", "three, to dense", "two, to less"],
 )
 def test_over_a_change_of_plan_nothing_is_lost(

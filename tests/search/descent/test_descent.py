@@ -38,7 +38,7 @@ TABLES = {
 
 def every_option(workload: Workload, costs: CostTable, where: Cluster) -> PlanSearch:
     """A search among all strategies for all gradients."""
-    choices = {Content.MIXED: strategies(Mode.AGGRESSIVE, where)}
+    choices = {Content.MIXED: strategies(Mode.LOSSY, where)}
     return PlanSearch(Question(workload, choices), TracedPrices(costs, where))
 
 
