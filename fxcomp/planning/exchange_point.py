@@ -109,10 +109,9 @@ class PointChooser:
         def job(plan: Plan, steps: int) -> float:
             return job_us(stretches(_warmup(compress, plan, steps).stages(plan), steps, price))
 
-        times = [job(plan, compress.steps) for plan in (gradients, momenta)]
         since = first_that_pays(lambda steps: job(momenta, steps) < job(gradients, steps))
         since = since and max(since, LEAST_STEPS)
-        return Exchanged(compress.steps, gradients, times[0], momenta, times[1], since)
+        return Exchanged(compress.steps, job(gradients, compress.steps), job(momenta, compress.steps), since)
 
 
 def _note(why: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fxcomp.plan.lines import FP32
@@ -14,7 +14,7 @@ from fxcomp.plan.strategy import DENSE
 from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb, ms
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
-from fxcomp.search.exchanged import Stretch, job_us, long, stretches
+from fxcomp.search.exchanged import Stretch, first_that_pays, job_us, long, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,20 @@ def whole_job(explanation: Explanation) -> WholeJob | None:
         return None
     costs, cluster, workload = explanation.costs, explanation.cluster, explanation.workload
 
+    @cache
     def price(of: Plan) -> float:
         return predict_us(workload, of, costs, cluster)
 
-    found = stretches(explanation.stages or {0: plan}, steps, price)
+    stages = explanation.stages or {0: plan}
+    found = stretches(stages, steps, price)
     choice, dense = explanation.choice, plan.with_strategies([DENSE] * len(plan.buckets)).at_gradients()
     gradients_us, pays_from = None, None
     if choice is not None and choice.exchanged is not None:
         gradients_us, pays_from = choice.exchanged.gradients_us, choice.exchanged.pays_from
     elif choice is not None and not choice.fastest.moves_exchange:
-        gradients_us, pays_from = steps * choice.fastest_us, _pays_from(found, choice.fastest_us)
+        step_us = choice.fastest_us
+        gradients_us = steps * step_us
+        pays_from = first_that_pays(lambda count: job_us(stretches(stages, count, price)) < count * step_us)
     return WholeJob(
         found,
         [_sent(explanation, each.plan) for each in found],
@@ -118,15 +122,6 @@ def residual_bytes(explanation: Explanation) -> int:
 
 def _sent(explanation: Explanation, plan: Plan) -> float:
     return sum(explanation.sent_bytes(bucket) for bucket in plan.buckets)
-
-
-def _pays_from(found: Sequence[Stretch], gradients_us: float) -> int | None:
-    """With this warm-up, find the number of steps from which gradients take longer."""
-    *warm, last = found
-    saved_us = gradients_us - last.step_us
-    if not last.plan.moves_exchange or saved_us <= 0:
-        return None
-    return max(0, math.floor(sum(each.us - each.steps * last.step_us for each in warm) / saved_us)) + 1
 
 
 def moved_json(explanation: Explanation) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
@@ -114,7 +114,7 @@ class Choice:
         plans = {name: value.to_json() for name, value in facts.items() if isinstance(value, Plan)}
         others = [[[str(each.strategy), each.step_us] for each in bucket] for bucket in self.alternatives]
         runners = [each.to_json() for each in self.runners]
-        exchanged = None if self.exchanged is None else self.exchanged.to_json()
+        exchanged = None if self.exchanged is None else asdict(self.exchanged)
         more = {"alternatives": others, "runners": runners, "pins": self.pins.to_json(), "exchanged": exchanged}
         return {**facts, **plans, **more}
 
@@ -127,7 +127,7 @@ class Choice:
         )
         runners = tuple(map(Runner.from_json, data["runners"]))
         pins = Pins.from_json(data["pins"])
-        exchanged = None if data["exchanged"] is None else Exchanged.from_json(data["exchanged"])
+        exchanged = None if data["exchanged"] is None else Exchanged(**data["exchanged"])
         more = {"alternatives": others, "runners": runners, "pins": pins, "exchanged": exchanged}
         values: dict[str, Any] = {**data, **plans, **more}
         return cls(**values)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fxcomp.plan.plan import Plan
 
@@ -51,13 +50,10 @@ def long(us: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """A whole job, by the fastest plan that exchanges gradients and by the fastest that exchanges momenta."""
+    """The time of a job, by the fastest plan that exchanges gradients and by the fastest that exchanges momenta."""
 
     steps: int
-    gradients: Plan
     gradients_us: float
-    """The job's time."""
-    momenta: Plan
     momenta_us: float
     pays_from: int | None
     """The number of steps from which a job with momenta is the shorter one; None if none is."""
@@ -73,23 +69,6 @@ class Exchanged:
         both = f"{long(self.momenta_us)} by exchanging momenta and {long(self.gradients_us)} by gradients"
         since = "no job is shorter by it" if self.pays_from is None else f"it pays from {self.pays_from:,} steps on"
         return f"a job of {self.steps:,} steps is predicted to take {both}; {since}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "gradients": self.gradients.to_json(),
-            "gradients_us": self.gradients_us,
-            "momenta": self.momenta.to_json(),
-            "momenta_us": self.momenta_us,
-            "pays_from": self.pays_from,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Exchanged:
-        """Build one from `to_json`'s data."""
-        plans = {name: Plan.from_json(data[name]) for name in ("gradients", "momenta")}
-        values: dict[str, Any] = {**data, **plans}
-        return cls(**values)
 
 
 LONGEST = 10_000_000

@@ -17,7 +17,7 @@ from fxcomp.frontends.what_if import WhatIf, rewritten, what_if
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.modes import Mode
-from fxcomp.plan.plan import ExchangePoint, Plan
+from fxcomp.plan.plan import ExchangePoint
 from fxcomp.planning import exchange_point
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import Choice, predict_us
@@ -71,10 +71,11 @@ def test_on_a_slow_link_matrices_go_by_cmax_at_the_momentum_and_vectors_are_dens
     assert exchanged(slow).pays
 
 
-def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation):
+def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation, balanced: Explanation):
     def price(plan: Any) -> float:
         return predict_us(slow.workload, plan, slow.costs, slow.cluster)
 
+    assert balanced.choice is not None
     found, warmup = exchanged(slow), Warmup(int8_steps=300)
     warm, then = stretches(warmup.stages(slow.plan), 3000, price)
     assert (warm.steps, then.steps) == (300, 2700)
@@ -82,20 +83,20 @@ def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation):
     assert not warm.plan.moves_exchange
     assert then.step_us == pytest.approx(slow.step_us)
     assert found.momenta_us == pytest.approx(job_us([warm, then]))
-    assert found.gradients_us == pytest.approx(3000 * price(found.gradients))
+    assert found.gradients_us == pytest.approx(3000 * price(balanced.choice.fastest))
     assert found.momenta_us < found.gradients_us
 
 
 @pytest.fixture(scope="module")
-def balanced() -> Plan:
-    return asked(job(), Compress()).plan
+def balanced() -> Explanation:
+    return asked(job(), Compress())
 
 
 @pytest.mark.parametrize("steps", [None, 3000])
 @pytest.mark.parametrize("at", ["auto", "gradient"])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_aggressive_alone_exchanges_momenta_and_balanceds_plan_without_them(
-    mode: Mode, at: str, steps: int | None, balanced: Plan
+    mode: Mode, at: str, steps: int | None, balanced: Explanation
 ):
     found = asked(job(), Compress(within=mode.value, at=at, steps=steps))
     compares = mode is Mode.AGGRESSIVE and at == "auto"
@@ -103,7 +104,7 @@ def test_aggressive_alone_exchanges_momenta_and_balanceds_plan_without_them(
     assert found.mode == mode.value
     assert any("ranks exchange gradients" in note for note in found.notes) is (compares and steps is None)
     if mode is Mode.AGGRESSIVE and not found.plan.moves_exchange:
-        assert found.plan == balanced
+        assert found.plan == balanced.plan
 
 
 def test_what_is_measured_stays_at_the_gradient():
@@ -116,11 +117,6 @@ def test_without_the_jobs_length_the_note_says_how_to_give_it():
     assert 'steps= is not given, and whole jobs are compared: pass Compress(within="aggressive", steps=N), on' in why(
         asked(job(), replace(AUTO, steps=None))
     )
-
-
-def test_gradients_compete_by_what_keeps_denses_loss(slow: Explanation):
-    known = {str(each) for bucket in exchanged(slow).gradients.buckets for each in bucket.strategy.compressors}
-    assert known <= {"bf16", "int8", "int4"}
 
 
 @pytest.mark.parametrize("steps", [1, 2999])
