@@ -27,9 +27,9 @@ from fxcomp.compat.fsdp import (
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
-    DeviceMesh, ProcessGroup, all_gather, count_groups_from, default_group, default_store, destroy_groups, group_name,
-    group_timeout, groups_made, is_lost_connection, is_of_another_process, is_store_gone, new_group, outlives_restarts,
-    process_group, reduce_scatter, set_once, store_host, world,
+    DeviceMesh, ProcessGroup, all_gather, backend_names, count_groups_from, default_group, default_store,
+    destroy_groups, group_name, group_timeout, groups_made, is_lost_connection, is_of_another_process, is_store_gone,
+    new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
 from fxcomp.compat.machine import (
     OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, machine_name, processor_name, processor_quota,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -114,10 +114,31 @@ def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: i
     if name is not None:
         world.group_count = name
     try:
-        return _dist.new_group(ranks, timeout=timeout, backend=backend)
+        with _unbound(default_group()):
+            return _dist.new_group(ranks, timeout=timeout, backend=backend)
     finally:
         if name is not None:
             world.group_count = counted
+
+
+@contextmanager
+def _unbound(group: Any) -> Generator[None]:
+    """Let new groups connect by themselves.
+
+    Where the default group is bound to a device, torch splits its communicator for each new group, which takes all
+    ranks of the job. Those of other ranks' groups do so for a group of any backend, and members of a gloo group do not.
+    """
+    device = group.bound_device_id
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
+
+
+def backend_names(group: Any) -> dict[str, str]:
+    """Name a group's backends by type of device; to `dist.get_backend` all have one name, which may be "undefined"."""
+    return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
 def groups_made() -> int:
@@ -134,8 +155,7 @@ def destroy_groups(handles: list[Any]) -> None:
     """Close process groups' connections. The list must hold the only references, and is emptied."""
     for handle in handles:
         with suppress(ValueError, RuntimeError):  # the user may have destroyed all of them
-            if dist.get_backend(handle) == "nccl":
-                handle.abort()  # what is under way would be waited for
+            _abort(handle)
             dist.destroy_process_group(handle)
     handle = None
     # A group is gone with the last reference, which waits for what is under way; normally nothing is.
@@ -145,6 +165,13 @@ def destroy_groups(handles: list[Any]) -> None:
         last.join(0.1)
         if last.is_alive():  # a thread that leaves torch after Python has ended aborts the process
             atexit.register(last.join, SECONDS_TO_CLOSE)
+
+
+def _abort(group: Any) -> None:
+    """Abort what is under way over NCCL: closing would wait for it."""
+    for backend in {group._get_backend(device) for device in group._device_types}:
+        if backend.name() == "nccl":
+            backend.abort()
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -121,14 +121,14 @@ CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
         _K.REDUCE_SCATTER: (_A.RING,),
         _K.ALL_TO_ALL: (_A.DIRECT,),
         _K.BROADCAST: (_A.RING,),
-        _K.REDUCE: (_A.DIRECT,),
+        _K.REDUCE: (_A.RING,),
         _K.GATHER: (_A.DIRECT,),
         _K.POINT_TO_POINT: (_A.DIRECT,),
     },
 }
 """The algorithms that a library chooses from.
 
-NCCL: its tuning.cc; reduces to a root go as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct
+NCCL: its tuning.cc; gathers go as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct
 unless ranks share a link, which a ring crosses with fewer bytes. gloo's own broadcast, which buffers take, is a
 binomial tree (its broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md says what the price is off by.
 """
@@ -237,11 +237,9 @@ def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> l
 
 def added_bytes(kind: CollectiveKind, size: float, ranks: int, library: Library) -> float:
     """Count the bytes of the parts that fxcomp adds up after a collective, on the busiest rank."""
-    if ranks == 1:
+    if ranks == 1 or library is not Library.GLOO:
         return 0.0
-    if kind is _K.REDUCE:
-        return ranks * size
-    return size if kind is _K.REDUCE_SCATTER and library is Library.GLOO else 0.0
+    return {_K.REDUCE: ranks * size, _K.REDUCE_SCATTER: size}.get(kind, 0.0)
 
 
 def pattern_of(kind: CollectiveKind, algorithm: Algorithm | None = None) -> TrafficPattern:

@@ -6,7 +6,7 @@ not come; a collective of the backend's own cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from types import TracebackType
@@ -48,6 +48,8 @@ class Group:
     place: int
     is_direct: bool
     """Equal parts of an all_gather go straight from rank to rank, too."""
+    backends: Mapping[str, str]
+    """The names of its backends, by type of device."""
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
     under_way: set[UnderWay] = field(default_factory=set["UnderWay"])
     """Each keeps the connections open as long as it is known."""

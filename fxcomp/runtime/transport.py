@@ -84,8 +84,9 @@ class Groups:
                         handle = compat.new_group(list(ranks), backend, timeout, name)
                     name = None if name is None else name + 1
                     if me in ranks:
-                        is_direct = level in direct and dist.get_backend(handle) == "gloo"
-                        mine[level, lane] = Group(handle, tuple(ranks), ranks.index(me), is_direct)
+                        backends = compat.backend_names(handle)
+                        is_direct = level in direct and backends.get("cpu") == "gloo"
+                        mine[level, lane] = Group(handle, tuple(ranks), ranks.index(me), is_direct, backends)
         return cls(mine, members.numbers)
 
     def place(self, level: str) -> int:
@@ -150,6 +151,12 @@ class Groups:
 def _gathered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
     value, out = _as_bytes(transfer.value), _as_bytes(transfer.out)
     is_even = len(set(parts)) == 1
+    root = None if is_even else _root(group, value, parts)
+    if root is not None:
+        if group.place == root:
+            out.copy_(value)
+        with group.translated:
+            return group.started(dist.broadcast(out, group.ranks[root], group=group.live, async_op=True))
     if value.device.type != "cpu":
         if not is_even:
             return _dealt(group, value.repeat(len(parts)), out, (len(parts) * (value.numel(),), parts))
@@ -171,8 +178,19 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
+    """Sum parts in rank order, or by the backend's own collective in an order of its own.
+
+    No rank's bits depend on that order: one rank alone sums a part, and the others are sent its sum.
+    """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
-    if value.device.type != "cpu" and len(set(parts)) == 1 and not _is_float8(value):
+    is_even, is_summed = len(set(parts)) == 1, not _is_float8(value)
+    root = None if is_even or not is_summed else _root(group, value, parts)
+    if root is not None:
+        if group.place == root:
+            value = out.copy_(value)  # what the others bring stays as it is
+        with group.translated:
+            return group.started(_dist.reduce(value, group.ranks[root], group=group.live, async_op=True))
+    if value.device.type != "cpu" and is_even and is_summed:
         with group.translated:
             return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
     elements = len(parts) * out.numel()
@@ -187,6 +205,17 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
     sent = torch.split_with_sizes(value, parts)
     terms[group.place] = sent[group.place]  # what stays here need not be copied
     return group.exchange([*map(_as_bytes, sent)], [*map(_as_bytes, terms)], finish)
+
+
+def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
+    """Return the place of the only rank that owns anything, where the backend has a collective for it.
+
+    NCCL passes bytes on from rank to rank, so the root's link carries them once. gloo's reduce would overwrite what
+    ranks bring.
+    """
+    owners = [place for place, own in enumerate(parts) if own]
+    is_over_nccl = group.backends.get(value.device.type) == "nccl"
+    return owners[0] if len(owners) == 1 and is_over_nccl else None
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:

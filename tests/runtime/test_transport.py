@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import nccl
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -89,6 +93,50 @@ def every_kind_cut_and_type() -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_its_parts_whatever_their_sizes_and_type(ranks: int):
     assert run_ranks(ranks, every_kind_cut_and_type) == [[]] * ranks
+
+
+def over_nccl() -> list[str]:
+    with nccl.job_over("nccl", processor_is_accelerator=True):
+        return every_kind_cut_and_type()
+
+
+def test_every_rank_gets_its_parts_over_nccl():
+    assert run_ranks(3, over_nccl) == [[]] * 3
+
+
+def rooted_over_nccl() -> list[tuple[list[str], bool, list[float]]]:
+    """For a broadcast and a reduce: torch's collectives that ran, if the input has stayed, and what has arrived."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[tuple[list[str], bool, list[float]]] = []
+    with nccl.job_over("nccl", processor_is_accelerator=True):
+        rt = Runtime(groups(), CPU)
+        for kind in ("broadcast", "reduce"):
+            cut = from_first(6, ranks)
+            value, called = given(kind, cut, me, torch.float32), list[str]()
+            before = value.clone()
+            with ExitStack() as stack:
+                for name in ("broadcast", "reduce", "all_to_all_single", "isend", "irecv"):
+                    stack.enter_context(patch.object(dist, name, _counting(name, getattr(dist, name), called)))
+                result = rt.wait(rt.launch(kind, kind, value, cut, "world"))
+            assert isinstance(result, Tensor)
+            found.append((called, torch.equal(value, before), result.tolist()))
+    return found
+
+
+def _counting(name: str, plain: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        called.append(name)
+        return plain(*arguments, **keywords)
+
+    return counted
+
+
+def test_a_root_sends_and_gets_once_over_nccl():
+    root, other = run_ranks(2, rooted_over_nccl)
+    values = [0.0, 3.0, 6.0, 2.0, 5.0, 1.0]
+    sums = [1.0, 7.0, 6.0, 5.0, 11.0, 3.0]
+    assert root == [(["broadcast"], True, values), (["reduce"], True, sums)]
+    assert other == [(["broadcast"], True, values), (["reduce"], True, [])]
 
 
 def two_by_two() -> list[list[float]]:
