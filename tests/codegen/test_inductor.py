@@ -142,6 +142,34 @@ def test_attention_without_dropout_draws_nothing():
     assert not any(map(compat.draws, captured_step("transformer").graph.graph.nodes))
 
 
+class DroppingPaths(nn.Module):
+    """Attention without dropout, whose result is left out of some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inner = self.embed(tokens)
+        heads = inner.unflatten(2, (2, 4)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        return self.head(inner + mixed * inner.new_empty(len(inner), 1, 1).bernoulli_(0.9))
+
+
+def test_a_fill_beside_attention_leaves_its_region_to_inductor_with_its_passes(monkeypatch: pytest.MonkeyPatch):
+    keeping_order: list[bool] = []
+
+    def run_plainly(module: GraphModule, _: Any, *, keeps_order: bool) -> Callable[..., Any]:
+        keeping_order.append(keeps_order)
+        return lambda *inputs: module(*inputs)
+
+    monkeypatch.setattr(compat, "standalone_compile", run_plainly)
+    losses, _ = trained(DroppingPaths, "inductor", monkeypatch)
+    assert keeping_order == [False]
+    assert losses == trained(DroppingPaths, "eager", monkeypatch)[0]
+
+
 def test_what_a_line_lists_is_taken_before_the_region():
     """A region's inputs are tensors; what nothing is computed of needs no compiling."""
     mode, _ = compat.fake_mode()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers.compressor_cases import COMPRESSORS
 from helpers.devices import round_on
+from helpers.ptx import compiled
 
 from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, kernels, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller
@@ -56,7 +57,8 @@ def test_every_file_can_be_imported_without_triton() -> None:
 
 def test_what_a_mode_or_a_budget_offers_has_kernels() -> None:
     offered = {
-        type(compressor) for compressor in (*compressors_of(Mode.LOSSY), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS)
+        type(compressor)
+        for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS)
     }
     assert offered == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
 
@@ -191,18 +193,7 @@ def test_the_kernels_compile_and_keep_multiplication_and_addition_apart(compress
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], warps: int) -> str:
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import mangle_type
-
-    values = dict(zip(kernel.arg_names, arguments, strict=False))
-    signature = {name: "constexpr" if value is None else mangle_type(value) for name, value in values.items()}
-    signature |= dict.fromkeys(constants, "constexpr")
-    fixed = {(kernel.arg_names.index(name),): None for name, value in values.items() if value is None}
-    fixed |= {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    made = compile_kernel(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32), options=options).asm
+    made = compiled(kernel, arguments, constants, warps)
     # A logarithm of 64 bits is many operations: fused ones, and one that looks at the upper half.
     return re.sub(r"\S+\.f64|abs\.ftz\.f32", "", made["ptx"]) if "math.log" in made["ttir"] else made["ptx"]
 

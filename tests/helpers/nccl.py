@@ -41,7 +41,7 @@ class Hang(RuntimeError):
 
 @dataclass
 class Options:
-    """What torch tells a communicator: the fields that it writes into ProcessGroupNCCL.Options."""
+    """The fields that torch writes into ProcessGroupNCCL.Options."""
 
     is_high_priority_stream: bool = False
     _timeout: timedelta = PATIENCE
@@ -52,7 +52,7 @@ class Options:
 
 
 class Communicator(ProcessGroupGloo):
-    """ProcessGroupNCCL, as far as groups go."""
+    """Stands for ProcessGroupNCCL, as far as groups go."""
 
     Options = Options
     supports_splitting = True

@@ -206,6 +206,8 @@ def mean_magnitude(bucket, residual, size, SHAPE: constexpr):
         place = tl.arange(0, ROWS)[:, None] * BLOCK + column
         value, _ = compensated(bucket, residual, place, (place < size) & (column < BLOCK))
         lanes += tl.abs(value)
+    if residual is not None:
+        tl.debug_barrier()  # other threads may write what this one has read
     values = tl.maximum(tl.minimum(size - tl.arange(0, ROWS) * BLOCK, BLOCK), 1)
     return tl.div_rn(sum_of_columns(lanes, ROWS, LANES), values.to(tl.float32))
 
