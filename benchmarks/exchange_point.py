@@ -39,7 +39,7 @@ MODELS = {
 
 def contestants(steps: int) -> dict[str, Any]:
     """The `compress=` of each contestant."""
-    warmup = fxcomp.Warmup(int8_steps=steps // 10)
+    warmup, shorter = fxcomp.Warmup(int8_steps=steps // 10), fxcomp.Warmup(int4_steps=steps // 10)
     return {
         "dense": lambda: "dense",
         "int4": lambda: shots("int4"),
@@ -50,6 +50,8 @@ def contestants(steps: int) -> dict[str, Any]:
         "exact momentum": lambda: at_momentum("int8", warmup),
         "cmax8": lambda: at_momentum("cmax(8)", warmup),
         "cmax16": lambda: at_momentum("cmax(16)", warmup),
+        "sign after int4": lambda: at_momentum("sign(65536)", shorter),
+        "cmax8 after int4": lambda: at_momentum("cmax(8)", shorter),
     }
 
 

@@ -9,13 +9,15 @@
     - %lerp_          update      f32[2,3]    aten.lerp_.Scalar(%weight_exp_avg, %view_default, %sub_1)           weight
     - %addcmul_       update      f32[2,3]    aten.addcmul_(%mul__1, %view_default, %view_default, value=%sub_2)  weight
     + %mul__tensor    update      f32[2,3]    aten.mul_.Tensor(%weight_exp_avg_sq, %mul_3)                        weight
-    + %mul_tensor     update      f32[2,3]    aten.mul.Tensor(%view_default, %add__1)                             weight
+    + %clamp_default  update      f32[2,3]    aten.clamp(%view_default, -10.0, 10.0)                              weight
+    + %mul_tensor     update      f32[2,3]    aten.mul.Tensor(%clamp_default, %add__1)                            weight
     + %copy__default  update      f32[2,3]    aten.copy_(%weight_exp_avg, %mul_tensor)                            weight
 
 A rank sends the mean that its optimizer would make of the shared mean and its own gradient, in units of the root of the
 second moment. The mean of those is the next shared mean, which the update reads: the user's operators stay, but for
 those that wrote the mean and the second moment. That is frozen. It grows as its correction for a start at zero does, so
-that what it stands for stays, and the user's optimizer could go on from it at any step.
+that what it stands for stays, and the user's optimizer could go on from it at any step. It takes in no jump of the
+gradients: what arrives is cut off beyond the furthest that Adam's own update reaches.
 
 Where an update uses the gradient beside its mean, as Nesterov's does, it is worked out from the mean before and after:
 
@@ -40,7 +42,7 @@ from fxcomp import compat
 from fxcomp.errors import UnsupportedOptimizer
 from fxcomp.graph.edit import buckets, call, gradients, last_result
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
-from fxcomp.graph.moments import NoMoment, Update, memory_of, updates_of
+from fxcomp.graph.moments import LARGEST_MEAN, NoMoment, Update, memory_of, updates_of
 from fxcomp.graph.update_kinds import name_of
 from fxcomp.plan.plan import ExchangePoint, Plan
 
@@ -122,7 +124,8 @@ class _Move:
             start = uses[0].prev
         here = _Copies(self._graph, start, label)
         if frozen is not None:
-            mean = here.call(_aten.mul.Tensor, mean, frozen)
+            within = here.call(_aten.clamp.default, mean, -LARGEST_MEAN, LARGEST_MEAN)
+            mean = here.call(_aten.mul.Tensor, within, frozen)
         if moment.recovered:
             self._recover(here, mean)
         place = self._places()

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxcomp.compressors import CastCompressor, Compressor, Int8
+from fxcomp.compressors import CastCompressor, Compressor, Int4, Int8
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
@@ -45,7 +45,7 @@ class Warmup:
     `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
 
     `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor
-    but bf16 and f16.
+    but bf16 and f16; `int4_steps`: so many after those, with int4.
 
     `density_steps`: over so many steps, after those, compressors with a ratio send 25 %, then 6.25 %, and so
     on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
@@ -53,6 +53,7 @@ class Warmup:
 
     dense_steps: int = 0
     int8_steps: int = 0
+    int4_steps: int = 0
     density_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -62,7 +63,12 @@ class Warmup:
                 raise BadOption(f"Warmup.{each.name} is a whole number of steps, from 0; it is {steps!r}")
 
     def __bool__(self) -> bool:
-        return bool(self.dense_steps or self.int8_steps or self.density_steps)
+        return bool(self.alike_steps or self.density_steps)
+
+    @property
+    def alike_steps(self) -> int:
+        """The steps in which all gradients that will be compressed travel alike: dense, or by one compressor."""
+        return self.dense_steps + self.int8_steps + self.int4_steps
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
         """Return the plans to follow one after the other, by the first step of each; the last one is the plan."""
@@ -71,7 +77,8 @@ class Warmup:
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
-            plans += [(_in_int8(plan), self.int8_steps)] if self.int8_steps else []
+            for compressor, steps in ((Int8(), self.int8_steps), (Int4(), self.int4_steps)):
+                plans += [(_by(compressor, plan), steps)] if steps else []
         for density, steps in zip(densities, _differences(ends), strict=True):
             plans.append((_with_density(plan, density), steps))
         first, stages = 0, dict[int, Plan]()
@@ -97,32 +104,28 @@ def _dense(plan: Plan) -> Plan:
 def with_gradients_in_int8(plan: Plan) -> Plan:
     """Return the same buckets at the gradient: by int8, or uncompressed where ranks agree on something first."""
     try:
-        return _in_int8(plan)
+        return _by(Int8(), plan)
     except BadOption:
         return _dense(plan)
 
 
-def _in_int8(plan: Plan) -> Plan:
-    """Return the same buckets over the same levels, by int8, which needs no error feedback; casts stay.
+def _by(compressor: Compressor, plan: Plan) -> Plan:
+    """Return the same buckets at the gradient, over the same levels, by one compressor; casts stay. Raises BadOption."""
 
-    Raises BadOption.
-    """
+    def one_step(step: Any) -> Any:
+        before = getattr(step, "compressor", None)
+        is_exact_enough = before is None or isinstance(before, CastCompressor)  # and the network adds casts up
+        return step if is_exact_enough else replace(step, compressor=compressor)
 
-    def in_int8(strategy: Strategy) -> Strategy:
+    def strategy_by(strategy: Strategy) -> Strategy:
         if any(isinstance(step, Propose) for step in strategy.steps):
             raise BadOption(
-                f"Warmup.int8_steps puts int8 in the place of each compressor, and {strategy} agrees on something first"
-                " that int8 does not know.\n  Use dense_steps, or another strategy."
+                f"Warmup.{compressor}_steps puts {compressor} in the place of each compressor, and {strategy} agrees on"
+                f" something first that {compressor} does not know.\n  Use dense_steps, or another strategy."
             )
-        return replace(strategy, steps=tuple(map(_step_in_int8, strategy.steps)))
+        return replace(strategy, steps=tuple(map(one_step, strategy.steps)))
 
-    return plan.with_strategies([in_int8(bucket.strategy) for bucket in plan.buckets]).at_gradients()
-
-
-def _step_in_int8(step: Any) -> Any:
-    compressor = getattr(step, "compressor", None)
-    is_exact_enough = compressor is None or isinstance(compressor, CastCompressor)  # and the network adds casts up
-    return step if is_exact_enough else replace(step, compressor=Int8())
+    return plan.with_strategies([strategy_by(bucket.strategy) for bucket in plan.buckets]).at_gradients()
 
 
 def _densities(plan: Plan) -> tuple[float, ...]:

@@ -165,8 +165,13 @@ def strategies_within(
 
 
 def strategies_at_momenta(cluster: Cluster, content: Content, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return every strategy of a bucket whose momentum ranks exchange, dense ones first; vectors stay dense."""
-    return _ways_of(AT_MOMENTA if content is Content.MATRICES else (), cluster, offload=offload)
+    """Return every strategy of a bucket where ranks exchange momenta of matrices, dense ones first.
+
+    Vectors stay at the gradient, as `balanced` sends them.
+    """
+    beside = tuple(entry for entry in _BALANCED if entry.vectors)
+    entries = {Content.MATRICES: AT_MOMENTA, Content.VECTORS: beside}
+    return _ways_of(entries.get(content, ()), cluster, offload=offload)
 
 
 @lru_cache(maxsize=256)

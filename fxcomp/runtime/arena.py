@@ -176,6 +176,11 @@ class Arena:
         self.covered = _covered(self.layout)
         """Of each parameter, the elements that some rank keeps something for."""
 
+    @property
+    def is_zero(self) -> bool:
+        """Nothing is kept. Waits for the device."""
+        return not any(bool(kept.any()) for kept in self._kept.values())
+
     def of(self, bucket: int, slot: int = 0) -> Tensor:
         """The values that a bucket reads and replaces."""
         return self._kept[bucket, slot]

@@ -178,6 +178,11 @@ class GradientState:
         """Steps leave something here: a residual, a velocity, what a compressor remembers."""
         return bool(self.residuals.layout) or self.velocities is not None or not self.compressor_states.is_empty
 
+    @property
+    def owes_something(self) -> bool:
+        """Something that was left out is still to be sent. Waits for the device."""
+        return bool(self.owed) or not self.residuals.is_zero
+
     def enter_stage(self, plan: Plan, site: Site) -> None:
         """Follow a plan of the same buckets, in whose units velocities go on."""
         if self.velocities is not None:

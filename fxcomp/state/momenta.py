@@ -2,8 +2,8 @@
 
     warm-up ─► the freeze: second moments stay, none almost zero ─► the thaw, if they stop fitting: gradients again
 
-At the thaw residuals change from the momentum's unit to the gradient's: a residual e of `m / d` is one of `d e / s`,
-where `s` is what the mean takes of a gradient, Adam's 1 - beta1.
+Residuals change from the gradient's unit to the momentum's at the freeze, and back at the thaw: a residual e of `m / d`
+is one of `d e / s`, where `s` is what the mean takes of a gradient, Adam's 1 - beta1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -84,11 +83,14 @@ class Momenta:
         return {name: float(total) / size for name, total, size in zip(moved, found, sizes, strict=True)}
 
     def units_between(self, before: Plan, after: Plan) -> dict[str, Tensor]:
-        """Return what residuals under a plan are multiplied by, flat, to have the unit of another: gradients' again."""
-        leave = set(before.moved) - set(after.moved)
-        assert set(after.moved) <= set(before.moved), "momenta are exchanged from a freeze on"
-        moved = self._states_by(before)
-        return {name: each.to_gradients(self._owners[name]) for name, each in moved.items() if name in leave}
+        """Return what residuals under a plan are multiplied by, flat, to have the unit of another.
+
+        Where one of them exchanges the momentum, and the other one the gradient. Second moments are frozen.
+        """
+        moved = {**self._states_by(before), **self._states_by(after)}
+        changed = sorted(set(before.moved) ^ set(after.moved))
+        units = {name: moved[name].to_gradients(self._owners[name]) for name in changed}
+        return {name: unit if name in before.moved else 1 / unit for name, unit in units.items()}
 
     def saved(self, plan: Plan) -> dict[str, Any]:
         """Return what a saved state tells of it: whose momentum ranks exchange, or that they have thawed."""
@@ -128,8 +130,6 @@ class SavedMomenta(NamedTuple):
 
     moved: list[str]
     """The parameters of which ranks exchanged the momentum."""
-    keeps: bool
-    """Residuals are kept."""
     is_thawed: bool
 
     @classmethod
@@ -141,25 +141,18 @@ class SavedMomenta(NamedTuple):
     @classmethod
     def _read(cls, given: Given) -> SavedMomenta | None:
         found = states_given(given)
-        if not found:
-            return None
-        kept: list[Any] = pytree.tree_leaves([state.get("residuals") for state in found])
-        keeps = any(isinstance(value, Tensor) and bool(value.any()) for value in kept)
-        return cls(list(map(str, found[0].get(_MOVED, ()))), keeps, bool(found[0].get(_THAWED)))
+        return cls(list(map(str, found[0].get(_MOVED, ()))), bool(found[0].get(_THAWED))) if found else None
 
 
-def check_momenta(found: Sequence[SavedMomenta], before: Plan, plan: Plan, steps: int) -> None:
+def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:
     """Raise BadState where residuals of saved states have another unit than this job's: momenta's or gradients'.
 
-    `before` is the plan of this job's last step before it goes on, after so many, and `plan` that of the next one.
+    `plan` is that of this job's last step before it goes on, after so many.
     """
-    if not found:
-        return
-    saved, keeps = found[0].moved, any(each.keeps for each in found)
-    if set(saved) != set(before.moved) or (keeps and set(saved) != set(plan.moved)):
+    if found and set(found[0].moved) != set(plan.moved):
         raise BadState(
-            f"the state was saved while ranks exchanged {_some(saved)}; after {steps} steps this job"
-            f" exchanges {_some(plan.moved)}, and what was left out has another unit.\n"
+            f"the state was saved while ranks exchanged {_some(found[0].moved)}; after {steps} steps this job"
+            f" has exchanged {_some(plan.moved)}, and what was left out has another unit.\n"
             "  Compile the step with the compress= that it was saved under."
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
+from fxcomp.runtime.arena import Key, SlotLayout
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import SCALE
@@ -53,9 +54,13 @@ class Trained:
 
     def keeps_something(self, plan: Plan) -> bool:
         """Return whether a plan keeps something for the next step: a residual, or what a compressor remembers."""
-        where = self.site.cluster, self.site.rank
-        residuals = residual_layout(plan, *where, self.feedback, self.shapes)
-        return bool(residuals or state_layout(plan, self.shapes, *where))
+        return bool(
+            self.residual_layout(plan) or state_layout(plan, self.shapes, self.site.cluster, self.site.rank)
+        )
+
+    def residual_layout(self, plan: Plan) -> dict[Key, SlotLayout]:
+        """Lay out the residuals of a plan."""
+        return residual_layout(plan, self.site.cluster, self.site.rank, self.feedback, self.shapes)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +134,23 @@ class Follower:
         self.racing, self.now = (), replace(self._entered(decision, state), scale=self.now.scale)
         self._site.make_groups_for(decision.plan)
         return made
+
+    # The stages of a warm-up
+
+    def begin_stage(self, plan: Plan) -> None:
+        """Lay the state out for a stage that nothing goes on into: a job starts, or its state is loaded."""
+        if not self._is_laid_out_for(plan):
+            self.now.state = self.trained.fresh(plan)
+
+    def enter_stage(self, plan: Plan, units: Mapping[str, Tensor]) -> None:
+        """Lay the state out for another stage, in other units, and lose nothing; every rank calls it."""
+        self.state.change_unit(units)
+        if not self._is_laid_out_for(plan):
+            before, self.now.state = self.state, self.trained.fresh(plan)
+            before.carry_to(self.state, self.trained_sizes, self.sharing("the next stage of the warm-up"))
+
+    def _is_laid_out_for(self, plan: Plan) -> bool:
+        return self.trained.residual_layout(plan) == self.state.residuals.layout
 
     # Taking turns
 

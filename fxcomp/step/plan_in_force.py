@@ -59,7 +59,7 @@ class PlanInForce:
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
-        self.state.enter_stage(self.plan, site)
+        self._lay_out()
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
@@ -103,14 +103,25 @@ class PlanInForce:
 
     def enter_stage_of(self, step: int, *, runs: bool = True) -> bool:
         """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
-        stage = self.calendar.stage_at(step)
-        if is_other := stage != self.stage:
-            self.stage = stage
-            self.state.enter_stage(self.plan, self._site)
-            self.runtime.forget_buffers()
+        before, self.stage = self.plan, self.calendar.stage_at(step)
         if runs:
             self.momenta.before_step(step, self.plan)
+        if is_other := before is not self.plan:
+            self._lay_out(after=before if runs else None)
+            self.runtime.gradients.owed = self.state.owed
+            self.runtime.forget_buffers()
         return is_other
+
+    def _lay_out(self, after: Plan | None = None) -> None:
+        """Lay out the state of gradients for the stage, and hand on what is kept after another one."""
+        follower = self._follower
+        laid_out_for = self.plan if follower.trained.keeps_something(self.plan) else self.plans[-1]
+        if after is None:
+            follower.begin_stage(laid_out_for)
+        else:
+            units = self.momenta.units_between(after, self.plan) if self.state.owes_something else {}
+            follower.enter_stage(laid_out_for, units)
+        self.state.enter_stage(self.plan, self._site)
 
     @property
     def predicted(self) -> Timeline:
@@ -258,9 +269,9 @@ class PlanInForce:
     def _start_over(self, steps: int, momenta: Sequence[SavedMomenta]) -> None:
         if self._follower.racing:
             self._go_on()
-        self.enter_stage_of(steps, runs=False)
+        self.enter_stage_of(max(0, steps - 1), runs=False)  # in whose unit residuals are
         self.momenta.resume(steps)
-        check_momenta(momenta, self.plans[self.calendar.stage_at(steps - 1)], self.plan, steps)
+        check_momenta(momenta, self.plan, steps)
 
     # Making
 

@@ -356,31 +356,6 @@ def test_going_on_after_the_freeze_without_the_optimizers_state_is_refused():
     assert all("the optimizer has none" in outcome.text for outcome in outcomes), outcomes
 
 
-def gradients_at_the_freeze() -> None:
-    """Load residuals of gradients exactly where momenta begin to be exchanged."""
-    reference = FormulaA(1, None)
-    strategy = Strategy.flat(parse_compressor("sign"))
-    model, other = JOB.build(), JOB.build()
-    before = fxcomp.compile_step(
-        model,
-        cross_entropy,
-        reference.optimizer(model),
-        JOB.batch(0, dist.get_rank()),
-        compress=fxcomp.Compress(
-            plan=plan_in_turns(model, [strategy], 2), feedback=fxcomp.ErrorFeedback(allow_diverging=True)
-        ),
-    )
-    for i in range(WARM):
-        before(JOB.batch(i, dist.get_rank()))
-    after = compiled(other, reference.optimizer(other), strategy, warmup={"dense_steps": WARM})
-    after.load_state_dict(before.state_dict())
-
-
-def test_residuals_of_gradients_are_refused_at_the_freeze():
-    outcomes = try_ranks(2, gradients_at_the_freeze)
-    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
-
-
 def loaded_elsewhere() -> str:
     """Load a state of momenta into a job that exchanges gradients."""
     model, other = JOB.build(), JOB.build()

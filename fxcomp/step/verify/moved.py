@@ -1,7 +1,7 @@
 """Say what an update should do of which ranks exchange the momentum, by the user's own optimizer and plain formulas.
 
     x = m(g) / d              what a rank sends: the mean that its optimizer makes of its own gradient
-    m <- d M                  what the shared mean M becomes
+    m <- d M                  what the shared mean M becomes, cut off at LARGEST_MEAN
     g = (d M - m(0)) / (m(1) - m(0))    the gradient of which the optimizer would make it: m is linear
     v <- v growth             d stays what it is
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.capture.optimizer import Owned
+from fxcomp.graph.moments import LARGEST_MEAN
 from fxcomp.state.moved_state import MovedState, correction
 
 State = Mapping[str, Any]
@@ -42,7 +43,7 @@ def expected_update(
     given, state, key = before, owner.state, moved.magnitude
     before = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
     shared = shared.double()
-    target = shared if key is None else shared * moved.divisor(owner, before[key])
+    target = shared if key is None else shared.clamp(-LARGEST_MEAN, LARGEST_MEAN) * moved.divisor(owner, before[key])
     nothing, ones = torch.zeros_like(shared), torch.ones_like(shared)
     of_nothing = expected_mean(moved, step_own, owner, before, nothing)
     slope = expected_mean(moved, step_own, owner, before, ones) - of_nothing
