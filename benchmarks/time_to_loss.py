@@ -42,21 +42,21 @@ from fxcomp.plan.plan import Plan
 
 MODELS = {
     "small": (GPTConfig(layers=2, heads=4, width=64, context=32), 4, 2e-3),
-    "large": (GPTConfig(layers=4, heads=5, width=320, context=64), 4, 1e-3),
+    "large": (GPTConfig(layers=4, heads=5, width=320, context=64), 4, 5e-4),
 }
 """The configuration, the passages of a rank's batch, and the learning rate: 0.1 and 5.1 M parameters."""
 JUDGED = 64  # passages a rank
 
 
-def job_of(name: str, seed: int = 0) -> Job:
-    config, size, rate = MODELS[name]
+def job_of(name: str, seed: int = 0, rate: float | None = None) -> Job:
+    config, size, best = MODELS[name]
     torch.manual_seed(seed)
     model, text = GPT(replace(config)), training_text()
 
     def next_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         return draw_batch(text.train, step=step, rank=rank, size=size, context=config.context, seed=seed)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate or best, weight_decay=0.01)
     return Job(model, loss_fn, optimizer, next_batch(0, 0), next_batch=next_batch)
 
 
@@ -68,7 +68,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
     """The contestant to train, the link that it belongs to, the `make_contestant` name, and what it is given."""
     steps = arguments.steps
     dense = fxcomp.Warmup(dense_steps=round(ONE_BIT_WARMUP * steps))
-    int8 = fxcomp.Warmup(int8_steps=round(WARMUP * steps))
+    int8, int4 = fxcomp.Warmup(int8_steps=round(WARMUP * steps)), fxcomp.Warmup(int4_steps=round(WARMUP * steps))
     given: dict[str, tuple[str, GivenCompress | None]] = {
         "ddp_fp32": ("ddp_fp32", None),
         "ddp_bf16": ("ddp_bf16", None),
@@ -76,6 +76,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
         "one_bit_adam": ("by hand", at_momentum("sign(65536)", dense)),
         "diloco": ("free", None),
         "momentum_cmax16": ("by hand", at_momentum("cmax(16)", int8)),
+        "momentum_cmax8": ("by hand", at_momentum("cmax(8)", int4)),
     }
     for name in arguments.names.split(","):
         if name in given:
@@ -87,7 +88,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
 
 def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompress | None) -> list[list[float]]:
     """Train a contestant; returns its curve: steps taken, and the loss."""
-    job, rank, steps = job_of(arguments.model, arguments.seed), dist.get_rank(), arguments.steps
+    job, rank, steps = job_of(arguments.model, arguments.seed, arguments.rate), dist.get_rank(), arguments.steps
     contestant = make_contestant(made, job, plan=given)
     falling = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))  # pyright: ignore[reportArgumentType]
     curve: list[list[float]] = []
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=50, help="steps between two points of a curve")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, help="the learning rate (default: the model's)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--times", type=Path, required=True, metavar="FILE", help="what step_time.py wrote")
     parser.add_argument("--losses", type=Path, nargs="+", metavar="FILE", help="train nothing, join these with --times")

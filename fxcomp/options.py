@@ -178,14 +178,14 @@ class StepOptions:
         if steps is not None and steps <= first:
             raise BadOption(
                 f"ranks would exchange the optimizer's momentum after a warm-up of {first} steps, and the job has"
-                f" {steps} (steps=).\n  {stay}, or pass a shorter warm-up: Compress(warmup=Warmup(int8_steps=N))."
+                f" {steps} (steps=).\n  {stay}, or pass a shorter warm-up: Compress(warmup=Warmup(int4_steps=N))."
             )
         divides = {UpdateKind.SECOND_MOMENT, UpdateKind.TRUST_RATIO}
         if not divides.isdisjoint(kinds) and not warmup.alike_steps:
             raise BadOption(
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"
-                "  Pass Compress(warmup=Warmup(int8_steps=N)), with N a tenth of the job's steps, and no fewer than the"
+                "  Pass Compress(warmup=Warmup(int4_steps=N)), with N a tenth of the job's steps, and no fewer than the"
                 " learning rate's own warm-up; or say how long the job is, steps=N (--steps N): a tenth of that."
             )
 

@@ -27,8 +27,8 @@ from fxcomp.graph.update_kinds import UpdateReading, divisors, name_of
 LARGEST_MEAN = 10.0
 """The largest value that a shared mean may have, in units of the root of a frozen second moment.
 
-While the second moment m is divided by goes on, no gradients bring m / d beyond (1 - beta1) / sqrt((1 - beta2) (1 -
-beta1^2 / beta2)), by Cauchy and Schwarz: 7.3 for Adam's defaults. So a value moves little further than Adam could move it.
+While a second moment goes on, no gradients bring the mean beyond (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))
+of its root, by Cauchy and Schwarz: 7.3 for Adam's defaults. So a value moves little further than Adam could move it.
 """
 
 

@@ -31,7 +31,7 @@ AUTO = "auto"
 """Of `at=`: the mode decides."""
 
 WARM_SHARE, LEAST_WARM = 10, 20
-"""Before momenta are exchanged, one in so many steps of a job sends gradients in int8, and so many at least: what was
+"""Before momenta are exchanged, one in so many steps of a job sends gradients in int4, and so many at least: what was
 measured (docs/where_the_mean_stands.md)."""
 
 FIRST_DENSITY = 0.25
@@ -110,7 +110,7 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Return the same buckets at the gradient, over the same levels, by one compressor; casts stay. Raises BadOption."""
+    """Return the same buckets and levels at the gradient, by one compressor; casts stay. Raises BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)
@@ -185,7 +185,7 @@ class Compress:
     all others exchange gradients.
 
     `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
-    tenth of them is one, in int8, and reports tell bytes and time of the job.
+    tenth of them is one, in int4, and reports tell bytes and time of the job.
 
     `warmup` has the first steps of a job, `feedback` the variants of error feedback.
     """
@@ -288,7 +288,7 @@ class Compress:
         """Return the first steps of a job under a plan: as asked for, else what an exchange of momenta begins with."""
         if self.warmup or self.steps is None or not plan.moves_exchange:
             return self.warmup
-        return Warmup(int8_steps=max(LEAST_WARM, math.ceil(self.steps / WARM_SHARE)))
+        return Warmup(int4_steps=max(LEAST_WARM, math.ceil(self.steps / WARM_SHARE)))
 
     @cached_property
     def mode(self) -> Mode:

@@ -82,4 +82,4 @@ def first_that_pays(pays: Callable[[int], bool]) -> int | None:
         high *= 2
         if high > LONGEST:
             return None
-    return bisect_left(range(high), True, lo=high // 2, key=pays)
+    return bisect_left(range(high), True, lo=max(1, high // 2), key=pays)

@@ -59,13 +59,13 @@ def slow() -> Explanation:
     return asked(job())
 
 
-def test_on_a_slow_link_matrices_go_by_cmax_at_the_momentum_and_vectors_are_dense(slow: Explanation):
+def test_on_a_slow_link_matrices_go_by_cmax_at_the_momentum_and_vectors_as_in_balanced_mode(slow: Explanation):
     for bucket in slow.plan.buckets:
         if bucket.at is ExchangePoint.MOMENTUM:
             assert {str(each) for each in bucket.strategy.compressors} == {"cmax(chunk=8)"}
             assert all(name.endswith("weight") for name in bucket.names)
         else:
-            assert bucket.strategy.is_dense
+            assert {str(each) for each in bucket.strategy.compressors} <= {"bf16"}
     assert {"0.weight", "2.weight"} <= moved(slow)
     assert slow.is_chosen
     assert exchanged(slow).pays
@@ -76,10 +76,10 @@ def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation, balanced: Explan
         return predict_us(slow.workload, plan, slow.costs, slow.cluster)
 
     assert balanced.choice is not None
-    found, warmup = exchanged(slow), Warmup(int8_steps=300)
+    found, warmup = exchanged(slow), Warmup(int4_steps=300)
     warm, then = stretches(warmup.stages(slow.plan), 3000, price)
     assert (warm.steps, then.steps) == (300, 2700)
-    assert {str(c) for b in warm.plan.buckets for c in b.strategy.compressors} == {"int8"}
+    assert {str(c) for b in warm.plan.buckets for c in b.strategy.compressors} <= {"int4", "bf16"}
     assert not warm.plan.moves_exchange
     assert then.step_us == pytest.approx(slow.step_us)
     assert found.momenta_us == pytest.approx(job_us([warm, then]))
@@ -129,12 +129,15 @@ def test_a_job_that_is_shorter_than_what_was_measured_exchanges_gradients(steps:
 def test_a_job_that_is_too_short_exchanges_gradients_and_one_step_more_pays(slow: Explanation, monkeypatch: Any):
     assert exchanged(slow).pays_from == 3000, "no report says that a shorter job pays than is offered"
     monkeypatch.setattr(exchange_point, "LEAST_STEPS", 1)
-    since = exchanged(asked(job())).pays_from
+
+    def faster(steps: int) -> Explanation:
+        return asked(job(), replace(AUTO, steps=steps), inter="30mbit")
+
+    since = exchanged(faster(3000)).pays_from
     assert since is not None
     assert since > 21
-    shorter = asked(job(), replace(AUTO, steps=since - 1))
-    assert f"it pays from {since} steps on" in why(shorter)
-    assert asked(job(), replace(AUTO, steps=since)).plan == slow.plan
+    assert f"it pays from {since} steps on" in why(faster(since - 1))
+    assert faster(since).plan == faster(3000).plan
     assert "after a warm-up of 20 steps, and the job has 20" in why(asked(job(), replace(AUTO, steps=20)))
 
 
@@ -239,7 +242,7 @@ def test_dump_shows_the_same_choice():
 
 def test_the_first_job_that_pays_is_found():
     assert first_that_pays(lambda steps: steps >= 37) == 37
-    assert first_that_pays(lambda steps: steps >= 1) == 1
+    assert first_that_pays(lambda steps: 1 // steps >= 0) == 1, "no job has no steps"
     assert first_that_pays(lambda steps: steps >= 64) == 64
     assert first_that_pays(lambda _: False) is None
 
