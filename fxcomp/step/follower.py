@@ -54,9 +54,7 @@ class Trained:
 
     def keeps_something(self, plan: Plan) -> bool:
         """Return whether a plan keeps something for the next step: a residual, or what a compressor remembers."""
-        return bool(
-            self.residual_layout(plan) or state_layout(plan, self.shapes, self.site.cluster, self.site.rank)
-        )
+        return bool(self.residual_layout(plan) or state_layout(plan, self.shapes, self.site.cluster, self.site.rank))
 
     def residual_layout(self, plan: Plan) -> dict[Key, SlotLayout]:
         """Lay out the residuals of a plan."""
