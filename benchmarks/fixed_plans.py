@@ -27,7 +27,9 @@ def at_momentum(setting: str, warmup: fxcomp.Warmup) -> fxcomp.Compress:
 FIXED: dict[str, Callable[[], GivenCompress]] = {
     "dense": lambda: "dense",
     "int8": lambda: shots("int8"),
+    "int4": lambda: shots("int4"),
     "momentum_sign": lambda: at_momentum("sign(65536)", AT_ONCE),
+    "momentum_cmax8": lambda: at_momentum("cmax(8)", AT_ONCE),
     "momentum_cmax16": lambda: at_momentum("cmax(16)", AT_ONCE),
 }
 """By the name of the contestant."""

@@ -94,7 +94,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 def compressed(name: str, steps: int) -> Any:
     """The `compress=` of a contestant."""
-    return "dense" if name == "dense" else at_momentum(CODES[name], fxcomp.Warmup(int8_steps=steps // 10))
+    return "dense" if name == "dense" else at_momentum(CODES[name], fxcomp.Warmup(int4_steps=steps // 10))
 
 
 def updates_squared(optimizer: torch.optim.Optimizer) -> list[float]:

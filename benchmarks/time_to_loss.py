@@ -1,7 +1,7 @@
 """Loss against wall time: DDP and its hooks, 1-bit Adam, DiLoCo, and fxcomp, over shaped links.
 
     python benchmarks/step_time.py --hosts 4 --inter 100mbit,1gbit --model benchmarks/time_to_loss.py:small \\
-        --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_lossy,dense,int8,momentum_sign,momentum_cmax16,free \\
+        --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_lossy,dense,int4,momentum_sign,momentum_cmax8,free \\
         --json times.json
     python benchmarks/time_to_loss.py --model small --times times.json --json losses.json
     python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md --svg curves.svg
@@ -68,14 +68,13 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
     """The contestant to train, the link that it belongs to, the `make_contestant` name, and what it is given."""
     steps = arguments.steps
     dense = fxcomp.Warmup(dense_steps=round(ONE_BIT_WARMUP * steps))
-    int8, int4 = fxcomp.Warmup(int8_steps=round(WARMUP * steps)), fxcomp.Warmup(int4_steps=round(WARMUP * steps))
+    int4 = fxcomp.Warmup(int4_steps=round(WARMUP * steps))
     given: dict[str, tuple[str, GivenCompress | None]] = {
         "ddp_fp32": ("ddp_fp32", None),
         "ddp_bf16": ("ddp_bf16", None),
         "ddp_powersgd": ("ddp_powersgd", None),
         "one_bit_adam": ("by hand", at_momentum("sign(65536)", dense)),
         "diloco": ("free", None),
-        "momentum_cmax16": ("by hand", at_momentum("cmax(16)", int8)),
         "momentum_cmax8": ("by hand", at_momentum("cmax(8)", int4)),
     }
     for name in arguments.names.split(","):

@@ -58,7 +58,7 @@ CONTENDERS = (
     Contender("DiLoCo, H 25", "diloco", (Phase(1.0, ((FREE, 1.0), (SYNC, 1 / DILOCO_STEPS))),)),
     Contender("fxcomp balanced", "fxcomp", steady("fxcomp")),
     Contender("fxcomp lossy", "fxcomp_lossy", steady("fxcomp_lossy")),
-    Contender("fxcomp momenta, cmax(16)", "momentum_cmax16", warmed_up(WARMUP, "int8", "momentum_cmax16")),
+    Contender("fxcomp momenta, cmax(8)", "momentum_cmax8", warmed_up(WARMUP, "int4", "momentum_cmax8")),
 )
 BASE, FLOOR = CONTENDERS[0].label, CONTENDERS[1].label
 

@@ -25,9 +25,9 @@ TIMES = {
     "free": 20.0,
     "ddp_bf16": 60.0,
     "dense": 90.0,
-    "int8": 40.0,
+    "int4": 40.0,
     "momentum_sign": 26.0,
-    "momentum_cmax16": 24.0,
+    "momentum_cmax8": 24.0,
 }
 
 
@@ -43,7 +43,7 @@ def losses_of(name: str, final: float, inter: str | None = None) -> dict[str, An
 
 
 def runs() -> dict[str, Run]:
-    losses = [losses_of("ddp_fp32", 2.0), losses_of("momentum_cmax16", 2.005), losses_of("diloco", 3.0)]
+    losses = [losses_of("ddp_fp32", 2.0), losses_of("momentum_cmax8", 2.005), losses_of("diloco", 3.0)]
     return {run.label: run for run in joined(times_of(**TIMES), losses)}
 
 
