@@ -70,7 +70,7 @@ def test_what_the_network_costs_is_recovered_in_part():
 
 
 def test_a_job_takes_its_warm_up_at_one_pace_and_the_rest_at_another():
-    run = runs()["fxcomp momenta, cmax(16)"]
+    run = runs()["fxcomp momenta, cmax(8)"]
     assert run.step_ms == pytest.approx((40.0, 24.0))
     assert run.job_s == pytest.approx(100 * 0.040 + 900 * 0.024)
     assert [seconds for seconds, _ in run.curve] == pytest.approx([100 * 0.040 + 400 * 0.024, run.job_s])
@@ -82,7 +82,7 @@ def test_diloco_pays_for_the_network_once_in_25_steps():
 
 
 def test_contestants_without_losses_or_times_are_left_out():
-    assert list(runs()) == [BASE, FLOOR, "DiLoCo, H 25", "fxcomp momenta, cmax(16)"]
+    assert list(runs()) == [BASE, FLOOR, "DiLoCo, H 25", "fxcomp momenta, cmax(8)"]
 
 
 def test_what_was_learned_over_a_link_counts_there_alone():
@@ -93,7 +93,7 @@ def test_what_was_learned_over_a_link_counts_there_alone():
 
 def test_the_summary_measures_at_the_loss_and_over_the_job():
     found = {each["label"]: each for each in summaries(list(runs().values()))}
-    mine, base, floor = found["fxcomp momenta, cmax(16)"], found[BASE], found[FLOOR]
+    mine, base, floor = found["fxcomp momenta, cmax(8)"], found[BASE], found[FLOOR]
     assert base["aim"] == pytest.approx(2.01)
     assert base["aim_s"] == pytest.approx(50 + 0.99 * 50)
     assert mine["recovered"] == pytest.approx((100 - mine["job_s"]) / 80)
@@ -105,7 +105,7 @@ def test_the_summary_measures_at_the_loss_and_over_the_job():
 def test_the_first_to_reach_the_loss_stands_first_and_who_never_does_last():
     lines = page(list(runs().values())).splitlines()
     labels = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:]
-    assert labels == [FLOOR, "fxcomp momenta, cmax(16)", BASE, "DiLoCo, H 25"]
+    assert labels == [FLOOR, "fxcomp momenta, cmax(8)", BASE, "DiLoCo, H 25"]
     assert "| never |" in lines[-1]
 
 
