@@ -65,7 +65,7 @@ def take_back(saved: list[Any], job: Job) -> None:
 
 
 def owed(step: CompiledStep) -> dict[str, Tensor]:
-    """What all ranks owe of each parameter, to the mean gradient or the mean of momenta."""
+    """Add up what all ranks owe of each parameter, to the mean gradient or the mean of momenta."""
     state, sizes = step.in_force.state, {n: each.parameter.numel() for n, each in step.training.owners.items()}
     found: dict[str, Tensor] = {}
     for name, size in sizes.items():
@@ -141,7 +141,7 @@ def test_a_restart_goes_on_to_the_bit(steps: int, goes_back: bool):
 
 
 def after_a_jump(optimizer: str) -> list[float]:
-    """How far the value that moves furthest goes in steps after the inputs grew, in learning rates, without decay."""
+    """Return how far values go at most, in steps after the inputs grew, in learning rates and without decay."""
     model, made, step = started(optimizer, TWO_SHOTS.format("cmax(4)"), {"int8_steps": WARM})
     train(step, 0, WARM + 2)
     (group,), went = made.param_groups, list[float]()
