@@ -1,4 +1,4 @@
-"""What gradients owe before the freeze is owed by momenta after it, in their unit; restarts around it lose nothing."""
+"""Momenta owe what gradients owed before the freeze, in their own unit; restarts around it lose nothing."""
 
 from __future__ import annotations
 
