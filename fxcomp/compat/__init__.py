@@ -6,6 +6,7 @@
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
+- streams: devices that work after the host, and their streams.
 - source_lines, machine: the user's line, the machine, atomic writes.
 """
 
@@ -22,8 +23,7 @@ from fxcomp.compat.dynamo import (
 )
 from fxcomp.compat.fsdp import (
     GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused, group_rank,
-    group_ranks, group_size, is_mean, is_sum, largest, local_part, rank_in_job, sharded_modules, stream_of,
-    wait_for_stream, wrapper_of,
+    group_ranks, group_size, is_mean, is_sum, largest, local_part, rank_in_job, sharded_modules, wrapper_of,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
@@ -56,6 +56,7 @@ from fxcomp.compat.source_lines import (
     is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,
     users_line, users_source,
 )
+from fxcomp.compat.streams import recorded, stream_of, streams_of, to_device, wait_for_stream, works_later
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,
     is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,

@@ -222,14 +222,3 @@ def is_sum(op: Any) -> bool:
 def at_end_of_backward(work: Callable[[], None]) -> None:
     """Do something when the backward pass under way has ended; its error leaves `backward()`."""
     cast("Any", Variable)._execution_engine.queue_callback(work)
-
-
-def stream_of(device: torch.device) -> Any:
-    """The stream in use; None on the CPU."""
-    return None if device.type == "cpu" else torch.cuda.current_stream(device)
-
-
-def wait_for_stream(stream: Any) -> None:
-    """Let the stream in use wait for another one."""
-    if stream is not None:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -50,7 +50,7 @@ class Event:
     """The values that it makes."""
 
 
-HOST, TRANSFERS, WIRE = "host", "transfers", "collective"
+HOST, TRANSFERS, TRANSFERS_BACK, WIRE = "host", "transfers", "transfers back", "collective"
 """Streams that no node is on: the main thread, copies to the host and back, and each collective by itself."""
 
 
@@ -211,8 +211,7 @@ class _EventWriter:
         waits = [self.done[source]] if source in self.on_host else []
         place = self._add(node.name, HOST, after=waits)
         if self.memories.is_asynchronous:
-            after = [place, *self._come_to(self.compute)]
-            copied = self._add(node.name, TRANSFERS, [source], self.memories.of(node), after, makes=[node])
+            copied = self._add(node.name, TRANSFERS_BACK, [source], self.memories.of(node), [place], makes=[node])
             self._add(node.name, self.compute, after=[copied])
 
     def _launch(self, node: Node) -> None:

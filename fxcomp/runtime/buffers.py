@@ -33,21 +33,24 @@ AS_WRITTEN = Numbers()
 
 
 class Buffers:
-    """Memory that one step hands to the next, keyed by the lines' names."""
+    """Memory that one step hands to the next, keyed by the lines' names.
 
-    def __init__(self) -> None:
+    `pins`: a device copies from and to what lies on the host, so that is pinned.
+    """
+
+    def __init__(self, *, pins: bool = False) -> None:
+        self._pins = pins
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._rooms: dict[int, int] = {}
         """The bytes of each buffer that has room after it, by its place in memory."""
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
-    def take(
-        self, name: str, elements: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
-    ) -> Tensor:
+    def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer of a line, zeros at the first call. Another capture may use the name for another size."""
         key = (name, elements, dtype)
         buffer = self._known.get(key)
         if buffer is None:
+            pinned = self._pins and device.type == "cpu"
             whole = torch.zeros(elements + ROOM, dtype=dtype, device=device, pin_memory=pinned)
             buffer = self._known[key] = whole[:elements]
             self._rooms[buffer.data_ptr()] = buffer.nbytes

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fxcomp import compat
+
 
 class Clock(Protocol):
     """Reads the time. What a look gives is only for `us`."""
@@ -43,16 +45,17 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events on the current CUDA stream. Nothing waits for them: what has not happened yet is not known."""
+    """Events on a device's stream in use. Nothing waits for them: what has not happened yet is not known."""
 
     sees_threads = False
 
-    def look(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()  # pyright: ignore[reportUnknownMemberType]  # untyped
-        return event
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+    def look(self) -> Any:
+        return compat.recorded(self._device, timed=True)
+
+    def us(self, start: Any, end: Any) -> float | None:
         if not end.query():
             return None
         return 1e3 * start.elapsed_time(end)
@@ -60,4 +63,4 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Make the clock that times work on a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if compat.works_later(device) else HostClock()

@@ -27,29 +27,38 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fxcomp import compat
+
 NewBuffer = Callable[[], Tensor]
 
 
 class HostCopies:
-    """Copies in both directions on a stream of their own, so that compute does not wait for them."""
+    """Copies in both directions, each on a stream of its own, so that neither waits for the other, nor compute."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = streams = compat.streams_of(device)
+        self._device = device
+        self._going: Any = None if streams is None else streams.Stream(device)
+        self._coming: Any = None if streams is None else streams.Stream(device)
+
+    @property
+    def pins(self) -> bool:
+        """Tell copies from and to pinned memory, which the host does not wait for."""
+        return self._streams is not None
 
     def to_host(self, value: Tensor, buffer: NewBuffer) -> Callable[[], Tensor]:
         """Start a copy after what compute has been given so far; the result waits for it, on any thread.
 
         `buffer` makes pinned host memory of the value's size, if it is needed.
         """
-        if self._stream is None:
+        if self._streams is None:
             return lambda: value
         target = buffer()
-        self._stream.wait_stream(torch.cuda.current_stream(value.device))
-        with torch.cuda.stream(self._stream):
+        self._going.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._going):
             target.copy_(value, non_blocking=True)
-            value.record_stream(self._stream)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
+            value.record_stream(self._going)
+            copied = compat.recorded(self._device)
 
         def arrived() -> Tensor:
             copied.synchronize()
@@ -59,14 +68,15 @@ class HostCopies:
 
     def to_device(self, value: Tensor, buffer: NewBuffer) -> Tensor:
         """Start a copy back; compute that is given from now on waits for it. `buffer` makes device memory."""
-        if self._stream is None:
+        if self._streams is None:
             return value
-        target = buffer()
-        # The buffer may still be read by the last step's updates.
-        self._stream.wait_stream(torch.cuda.current_stream(target.device))
-        with torch.cuda.stream(self._stream):
+        compute = self._streams.current_stream(self._device)
+        with self._streams.stream(self._coming):
+            target = buffer()
+            # The last step has read it: what comes back was given to the host since, after all of that step.
             target.copy_(value, non_blocking=True)
-        torch.cuda.current_stream(target.device).wait_stream(self._stream)
+        target.record_stream(compute)
+        compute.wait_stream(self._coming)
         return target
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from fxcomp import compat
 from fxcomp.compressors import kernels
 
 
@@ -52,7 +54,17 @@ def roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> None:
     torch.where(before.isfinite(), before, residual, out=residual)
 
 
-def is_finite(value: Tensor) -> bool:
+def all_finite(values: Sequence[Tensor]) -> bool:
+    """Return whether values are finite. What lies on a device is read once: each read waits for it."""
+    there = [value for value in values if compat.works_later(value.device) and value.numel()]
+    is_finite_here = all(_is_finite(value) for value in values if not compat.works_later(value.device))
+    if not there:
+        return is_finite_here
+    largest = torch.ops.aten._foreach_norm.Scalar(there, math.inf)
+    return is_finite_here and bool(torch.stack([value.double() for value in largest]).isfinite().all())
+
+
+def _is_finite(value: Tensor) -> bool:
     if _have_kernel(value):
         return bool(kernels.run("fxcomp_all_finite", value, value.numel()))
     return bool(value.isfinite().all())

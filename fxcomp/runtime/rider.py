@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxcomp import compat
 from fxcomp.runtime.buffers import ROOM, Buffers
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.transfers import Pattern, Transfer, pattern_of
@@ -117,17 +118,15 @@ class Rider:
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
         key = len(what), device
         if key not in self._sent:
-            self._sent[key] = _torch.from_numpy(what).to(device)  # on the host the memory is the same
+            self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # on the host it is the same memory
         return self._sent[key]
 
     def _arrived(self, launch: Launch, tail: Tensor) -> None:
-        if tail.device.type != "cuda":
+        if not compat.works_later(tail.device):
             self._judge(launch, tail)
             return
         host = torch.empty(tail.shape, dtype=tail.dtype, pin_memory=True).copy_(tail, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late.append((self._step, launch, host, event))
+        self._late.append((self._step, launch, host, compat.recorded(tail.device)))
 
     def _judge(self, launch: Launch, tail: Tensor, late: int = 0) -> None:
         good = self._good.get(launch.name)

@@ -68,7 +68,7 @@ class Runtime:
         self.rider: Rider | None = None
         """The digest that ranks compare in the step under way, taken along by its collectives."""
         self.pool = HostPool()
-        self.buffers = Buffers()
+        self.buffers = Buffers(pins=self._copies.pins)
 
     # Lines of an emitted step
 
@@ -212,8 +212,8 @@ class Runtime:
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
-        pinned = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU, pinned=True)
-        return OnHost(self.pool.submit(self._copies.to_host(value, pinned)))
+        buffer = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU)
+        return OnHost(self.pool.submit(self._copies.to_host(value, buffer)))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
@@ -234,7 +234,7 @@ class Runtime:
 
         Where they may not, what the pool has changed is taken back, so the pool has come to its end.
         """
-        self.counters.skipped = not all(map(packing.is_finite, values))
+        self.counters.skipped = not packing.all_finite(values)
         if self.counters.skipped:
             self.pool.wait()
         return not self.counters.skipped

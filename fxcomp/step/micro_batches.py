@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from fxcomp.capture.training import LossScale
 from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
-from fxcomp.runtime.transfers import Pattern, Transfer
+from fxcomp.runtime.aside import Aside
 from fxcomp.site import Site
 from fxcomp.state.inputs import Sums
 from fxcomp.step.step_times import Looks
@@ -23,7 +21,9 @@ class MicroBatchGroup:
     """The group of micro-batches under way, `length` of them unless it is ended sooner."""
 
     def __init__(self, sums: Sums, length: int, site: Site, scale: LossScale | None):
-        self._sums, self._length, self._site, self._scale = sums, length, site, scale
+        self._sums, self._length, self._scale = sums, length, scale
+        ranks = site.ranks.world_size
+        self._aside = Aside(site.transport, ranks, site.device) if length > 1 and ranks > 1 else None
         self._changes_of_scale = 0
         """When the group began."""
         self._looks: list[Looks] = []
@@ -75,16 +75,12 @@ class MicroBatchGroup:
         The lengths travel while forward and backward run. What is returned waits for them, and raises GroupsDiffer on
         all ranks if they end a group after different numbers of micro-batches.
         """
-        ranks, device = self._site.ranks.world_size, self._site.device
-        if self._length == 1 or ranks == 1:
+        if self._aside is None:
             return None
-        mine = torch.tensor([self._sums.micro_batches + 1], dtype=torch.float64, device=device)
-        everyone = mine.new_zeros(ranks)
-        work = self._site.transport.start(Transfer(Pattern.ALL_GATHER, mine, everyone, ranks, "world"))
+        coming = self._aside.gather(self._sums.micro_batches + 1)
 
         def check() -> None:
-            work.wait()
-            found = [float(length) for length in everyone]
+            found = coming.read()
             other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
             if other is not None:
                 raise GroupsDiffer(

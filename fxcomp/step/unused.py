@@ -15,18 +15,16 @@ lost if the parameter was used after all.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.graph.captured import Captured
-from fxcomp.runtime.group import Work
+from fxcomp.runtime.aside import Aside, Coming
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
@@ -55,9 +53,7 @@ class FindsUnused:
     def __init__(self, training: Training, site: Site):
         self._training, self._site = training, site
         self._names = sorted(owner.name for owner in training.owned)
-        is_cuda = site.device.type == "cuda"
-        self._stream = torch.cuda.Stream(site.device) if is_cuda else None
-        """Beside the step's own, so that reading what arrives does not wait for the forward pass."""
+        self._aside = Aside(site.transport, site.ranks.world_size, site.device)
 
     def begin(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> UnusedHere:
         """Tell the other ranks what this rank's program leaves unused; every rank calls it before each step.
@@ -69,39 +65,15 @@ class FindsUnused:
             here.hold(unused)
             return here
         is_unused = set(unused)
-        with self._beside():
-            arriving = _tell(self._names, is_unused, self._site)
-        here.arriving = arriving
+        here.arriving = arriving = self._aside.any([name not in is_unused for name in self._names])
         if unused:
-            runtime.gradients.before_packing.append(lambda: here.hold(self._nobodys(arriving)))
+            runtime.gradients.before_packing.append(lambda: here.hold(_nobodys(self._names, arriving)))
         return here
 
-    def _nobodys(self, arriving: _ArrivingFlags) -> list[str]:
-        with self._beside():
-            return arriving.nobodys()
 
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-@dataclass(frozen=True, slots=True)
-class _ArrivingFlags:
-    """The collective that finds the parameters used on any rank, and the memory that it fills."""
-
-    work: Work
-    names: Sequence[str]
-    used: Tensor
-
-    def nobodys(self) -> list[str]:
-        """Wait for it, and list what no rank uses."""
-        self.work.wait()
-        return [name for name, is_used in zip(self.names, self.used.cpu(), strict=True) if not bool(is_used)]
-
-
-def _tell(names: Sequence[str], unused: Collection[str], site: Site) -> _ArrivingFlags:
-    """Begin to tell the other ranks what is used here; every rank calls it, with the same names."""
-    used = torch.tensor([name not in unused for name in names], dtype=torch.uint8).to(site.device)
-    return _ArrivingFlags(site.transport.all_reduce(used, "world", "main", "max"), names, used)
+def _nobodys(names: Sequence[str], used: Coming) -> list[str]:
+    """List what no rank uses, once that is known."""
+    return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +122,7 @@ class UnusedHere:
     def __init__(self, training: Training, unused: tuple[str, ...], state: GradientState, runtime: Runtime):
         self._owners = {owner.name: owner for owner in training.owned if owner.name in unused}
         self._state, self._runtime = state, runtime
-        self.arriving: _ArrivingFlags | None = None
+        self.arriving: Coming | None = None
         self.held: dict[str, _Kept] = {}
         """Values of parameters that no rank uses, by parameter."""
 
@@ -169,7 +141,7 @@ class UnusedHere:
         """Put everything back after the step's last line, or after an error."""
         self._runtime.gradients.before_packing.clear()
         if self.arriving is not None and error is None:
-            self.arriving.work.wait()
+            self.arriving.end()
         for kept in self.held.values():
             kept.put_back(self._state)
 
@@ -196,6 +168,8 @@ class ZeroGradients:
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
         """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
-        for name in _tell(list(means), self._kept, site).nobodys():
+        names = list(means)
+        aside = Aside(site.transport, site.ranks.world_size, site.device)
+        for name in _nobodys(names, aside.any([name not in self._kept for name in names])):
             means[name].zero_()
             self._kept[name].put_back(self._state)

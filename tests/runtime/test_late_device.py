@@ -1,0 +1,85 @@
+"""The late device catches what it is there for: each planted fault shows in some schedule, and in none once mended."""
+
+from __future__ import annotations
+
+from helpers.ranks import run_alone
+
+SCHEDULES = 40
+
+
+def shown() -> dict[str, tuple[int, int]]:
+    """So many schedules show each fault: as planted, and mended."""
+    from helpers import late
+    from helpers.late.planted import FAULTS
+
+    def count(name: str, *, is_right: bool) -> int:
+        found = 0
+        for seed in range(SCHEDULES):
+            with late.schedule(seed):
+                found += any(value != 1 for value in FAULTS[name](is_right))
+        return found
+
+    late.start().goes_on = False
+    return {name: (count(name, is_right=False), count(name, is_right=True)) for name in FAULTS}
+
+
+def waits() -> dict[str, list[str]]:
+    """Where the host waits for each thing that it does."""
+    import torch
+    from helpers import late
+    from helpers.late.planted import pageable_copy
+
+    machine = late.start()
+    value = torch.ones(4, device=late.DEVICE)
+    done = {
+        "a pageable copy": lambda: pageable_copy(False),
+        "a pinned copy": lambda: pageable_copy(True),
+        "item": lambda: value.sum().item(),
+        "a branch": lambda: bool(value.any()),
+        "a list": lambda: value.tolist(),
+        "synchronize": lambda: torch.accelerator.synchronize(late.DEVICE),
+        "an event of another device": lambda: torch.late.Event().record(),
+        "compute": lambda: value.mul(2).sum(),
+    }
+    found: dict[str, list[str]] = {}
+    for name, run in done.items():
+        with late.schedule(0):
+            run()
+            found[name] = list(machine.waits)
+    return found
+
+
+def test_planted_faults_show_and_mended_ones_do_not():
+    found = run_alone(shown)
+    assert {name: mended for name, (_, mended) in found.items()} == dict.fromkeys(found, 0)
+    assert all(planted >= 3 for planted, _ in found.values()), found
+
+
+def test_the_hosts_waits_are_counted():
+    found = run_alone(waits)
+    waiting = {name for name, places in found.items() if places}
+    assert waiting == {"a pageable copy", "item", "a branch", "a list", "synchronize"}, found
+    assert "a copy of pageable memory" in found["a pageable copy"][0]
+
+
+def schedules() -> list[list[list[int]]]:
+    """The streams' turns in some programs, twice for each seed."""
+    from helpers import late
+    from helpers.late.planted import FAULTS
+
+    machine = late.start()
+    machine.goes_on = False
+
+    def turns(seed: int) -> list[int]:
+        with late.schedule(seed):
+            for program in FAULTS.values():
+                program(True)
+        return list(machine.ran)
+
+    return [[turns(seed), turns(seed)] for seed in range(10)]
+
+
+def test_a_seed_gives_the_same_schedule_and_another_one_another():
+    found = run_alone(schedules)
+    assert all(first == again for first, again in found)
+    assert len({tuple(first) for first, _ in found}) > 2
