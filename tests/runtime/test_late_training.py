@@ -9,7 +9,7 @@ from helpers.late.training import CASES, STEPS, Trained, all_trained
 from helpers.ranks import run_ranks
 
 TWO_STEPS_LATE = "an event at rider.py:begin"
-"""What ranks compare of a step is read two steps later: a host is never further ahead."""
+"""Ranks read two steps later what they compare of a step: a host is never further ahead."""
 
 FROM_ASIDE = "an event at aside.py:read"
 """Small numbers that have travelled beside the step."""

@@ -88,7 +88,7 @@ class Machine:
         self._draws = random.Random(0)
         self._eagerness = 0.0
         self._weights: dict[Lane, float] = {}
-        """How eager each stream is in this schedule, in the order in which they were first used."""
+        """The eagerness of each stream in this schedule, in the order in which they were first used."""
         self.ran: list[int] = []
         """Whose turn it was in this schedule: the streams' numbers in that order."""
         self.goes_on = True

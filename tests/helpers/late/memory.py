@@ -43,7 +43,7 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 _living: dict[int, tuple[Any, Machine, int]] = {}
-"""What torch holds by a pointer: the memory that says what it is, and where it lies."""
+"""Memory that torch holds by a pointer, with the address of its block."""
 
 
 def _free(managed: int) -> None:

@@ -117,7 +117,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a case."""
+    """The outcome of a case."""
 
     wrong: list[int]
     """The schedules after which it is not what it is on the CPU."""
