@@ -163,8 +163,13 @@ class BackwardPasses(ABC):
 
     def follow_scale(self) -> None:
         """Let what is kept be in the unit of the loss's factor."""
-        scaler = self.start.options.scaler
-        self.planned.now.follow_scale(1.0 if scaler is None else float(scaler.get_scale()))
+        scaler, device = self.start.options.scaler, self.site.device
+        if scaler is None or not scaler.is_enabled():
+            self.planned.now.follow_scale(1.0)
+        elif compat.works_later(device):  # to read it, the host would wait for all that it has given the device
+            self.planned.now.follow_scale(compat.scale_of(scaler, device).clone())
+        else:
+            self.planned.now.follow_scale(float(scaler.get_scale()))
 
     def time_pass(self, waits: Sequence[Looks], *, counts: bool) -> None:
         """Note the end of a planned pass."""

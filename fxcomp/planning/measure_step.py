@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -20,6 +20,7 @@ from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
 from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
+from fxcomp.graph.info import ARGUMENTS, InputKind
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.regions import Region, cut, regions
 from fxcomp.graph.work import is_free
@@ -63,16 +64,20 @@ def measure_step(
     repeats: int,
     budget_us: float = math.inf,
 ) -> list[StepMeasurement]:
-    """Run a program on copies of its arguments, and time its regions, over each transport in turns.
+    """Run a program, and time its regions, over each transport in turns.
 
     Every rank calls it with the same `repeats`; one that is alone may stop when the next one would pass `budget_us`.
-    Random numbers, parameters and optimizer state are as before afterwards. In turns, because machines drift: what
-    differs between two transports is then theirs; ranks begin each together. The first step over each, which
-    allocates, and the last one time every operator by itself; the shorter time counts, because a hiccup makes one long.
-    Where one step passes the budget, the first one alone says how a region's time is shared out.
+    Random numbers, parameters and optimizer state are as before afterwards: what they were is kept on the host, so that
+    a device holds no second copy. In turns, because machines drift: what differs between two transports is then theirs;
+    ranks begin each together. The first step over each, which allocates, and the last one time every operator by
+    itself; the shorter time counts, because a hiccup makes one long. Where one step passes the budget, the first one
+    alone says how a region's time is shared out.
     """
     device = program.captured.device
-    scratch = tuple([_copy(value) for value in values] for values in arguments)
+    by_kind = dict(zip(ARGUMENTS, arguments, strict=True))
+    before = [(value, value.detach().to("cpu", copy=True)) for value in _written(by_kind)]
+    by_kind[InputKind.BATCH] = [_copy(leaf) for leaf in by_kind[InputKind.BATCH]]
+    arguments = tuple(by_kind.values())
     runs = [_MeasuredRun(program, Runtime(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
@@ -81,20 +86,23 @@ def measure_step(
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # pyright: ignore[reportUnknownMemberType]  # untyped
             for run in runs:
-                one_by_one(run.lines, *scratch)
+                one_by_one(run.lines, *arguments)
             if cuda:  # Inductor's regions have not run yet
-                runs[0].step(runs[0].lines, *scratch)
+                runs[0].step(runs[0].lines, *arguments)
             for done in range(repeats):
                 if done and sum(runs[0].totals) + runs[0].totals[-1] > budget_us:
                     break
                 for run in runs:
                     meet(meeting, device)  # who ends a turn early would wait for the others in the next
-                    run.time(scratch)
+                    run.time(arguments)
             if sum(runs[0].totals) <= budget_us:
-                one_by_one(runs[0].lines, *scratch)
+                one_by_one(runs[0].lines, *arguments)
     finally:
         for run in runs:
             run.runtime.close()
+        with torch.no_grad():
+            for value, was in before:
+                value.copy_(was)
     return [run.measurement(nodes.us) for run in runs]
 
 
@@ -130,13 +138,13 @@ class _MeasuredRun:
         self._nodes = _calls(program.graph)
         self._us: dict[Call, list[float]] = {}
 
-    def time(self, scratch: Sequence[Sequence[Any]]) -> None:
+    def time(self, arguments: Sequence[Sequence[Any]]) -> None:
         """Run and time one step."""
         clock = self.runtime.clock
         self._watch.start()
         self._starts.start()
         start = clock.look()
-        self.step(self.lines, *scratch)
+        self.step(self.lines, *arguments)
         end = clock.look()
         self._starts.stop()
         self._watch.stop()
@@ -167,7 +175,7 @@ class _MeasuredRun:
         )
 
     def _let_pass(self, values: Sequence[Tensor]) -> bool:
-        """Look, and let updates run on the copies whatever is found: a step that is left out has none to time."""
+        """Look, and let updates run whatever is found: a step that is left out has none to time."""
         self.runtime.all_finite(values)
         self.runtime.counters.skipped = False
         return True
@@ -249,6 +257,15 @@ def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _written(by_kind: Mapping[InputKind, Sequence[Any]]) -> Iterator[Tensor]:
+    """Find what a step may overwrite, but for the batch; frozen parameters stay."""
+    for kind, values in by_kind.items():
+        for value in values:
+            is_frozen = kind is InputKind.PARAMETER and not value.requires_grad
+            if kind is not InputKind.BATCH and isinstance(value, Tensor) and not is_frozen:
+                yield value
 
 
 def _us(clock: Clock, start: Any, end: Any) -> float:

@@ -242,13 +242,11 @@ class GradientState:
                 self.velocities.forget(name, value)
         self.owed.clear()
 
-    def multiply(self, factor: float) -> None:
+    def multiply(self, factor: float | Tensor) -> None:
         """Follow gradients whose unit has changed: what is kept of them is so many times as large as before."""
-        for pieces in self.residuals.slices.values():
-            for piece in pieces:
-                piece.values.mul_(factor)
-        for value in self.owed.values():
-            value.mul_(factor)
+        kept = [piece.values for pieces in self.residuals.slices.values() for piece in pieces]
+        for value in (*kept, *self.owed.values()):
+            value.mul_(factor.to(value.device) if isinstance(factor, Tensor) else factor)
 
     def change_unit(self, factors: Mapping[str, Tensor]) -> None:
         """Let what is kept of some parameters be so many times as large; the factors are flat, one an element."""

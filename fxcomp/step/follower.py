@@ -70,12 +70,13 @@ class Followed:
     """Its programs are kept by it."""
     state: GradientState | None = None
     """None before its first turn."""
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     """The factor of the loss that what is kept is in the unit of."""
 
-    def follow_scale(self, scale: float) -> None:
-        """Let what is kept be in the unit of another factor of the loss."""
-        if scale != self.scale and self.state is not None:
+    def follow_scale(self, scale: float | Tensor) -> None:
+        """Let what is kept be in the unit of another factor of the loss. One on a device is not read."""
+        is_known = not isinstance(scale, Tensor) and not isinstance(self.scale, Tensor)
+        if self.state is not None and not (is_known and scale == self.scale):
             self.state.multiply(scale / self.scale)
         self.scale = scale
 
@@ -211,7 +212,7 @@ class Follower:
         whole = replace(under.state, owed=dict(under.state.owed))
         self._take_over(whole, under, [each for each in self.racing if each is not under])
         saved = state_dict(whole, plan, steps, self._site.rank, self._site.ranks.world_size)
-        return {**saved, SCALE: under.scale}
+        return {**saved, SCALE: float(under.scale)}
 
     def load(self, given: Given, plans: Collection[str], enter: Callable[[int], object] = lambda _: None) -> int | None:
         """Take back saved states; every rank calls it. `plans` are digests of those that are followed here.

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from fxcomp import compat
 from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.graph.captured import Captured
@@ -153,23 +155,35 @@ FIRST = 256
 
 
 class ZeroGradients:
-    """The gradients of one backward pass that are zero here, with what is kept of them as it was before it."""
+    """The gradients of one backward pass that are zero here, with what is kept of them as it was before it.
+
+    Where the host would wait for a device to know them, it keeps everything: all flags are read once, after the pass.
+    """
 
     def __init__(self, state: GradientState):
         self._state = state
         self._kept: dict[str, _Kept] = {}
+        self._flags: dict[str, Tensor | bool] = {}
+        """The gradients that are not zero here."""
 
     def look_at(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep what belongs to the zeros of a bucket, before it is compressed."""
         for name, gradient in gradients.items():
             flat = gradient.view(-1)
-            if not bool(flat[:FIRST].any()) and not bool(flat.any()):
+            if compat.works_later(flat.device):
+                self._flags[name] = flat.any()
+            else:
+                self._flags[name] = bool(flat[:FIRST].any()) or bool(flat.any())
+            if self._flags[name] is not True:
                 self._kept[name] = _Kept.of(name, self._state)
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
         """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
-        names = list(means)
-        aside = Aside(site.transport, site.ranks.world_size, site.device)
-        for name in _nobodys(names, aside.any([name not in self._kept for name in names])):
+        flags = [self._flags[name] for name in means]
+        here = [flag for flag in flags if isinstance(flag, Tensor)]
+        used = torch.stack(here).byte() if here else torch.tensor(flags, dtype=torch.uint8)
+        site.transport.all_reduce(used, "world", "main", "max").wait()
+        is_used: list[int] = cast("Any", used).tolist()
+        for name in (name for name, flag in zip(means, is_used, strict=True) if not flag):
             means[name].zero_()
             self._kept[name].put_back(self._state)

@@ -1,11 +1,14 @@
 """Measuring a step: what it takes around its nodes and between them counts too."""
 
 import statistics
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers.jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
+from helpers.ranks import run_alone
+from torch import nn
 
 import fxcomp
 from fxcomp.capture.step_guard import StepGuard
@@ -136,3 +139,38 @@ def test_every_region_bucket_and_start_of_a_step_is_timed():
     assert found.launch_us is not None
     assert found.pack_gb_per_s is not None
     assert found.step_us >= found.compute_us
+
+
+def measured() -> tuple[int, int, int, bool]:
+    """Return the most memory of a step and of measuring it, the parameters' bytes, and if all is as it was."""
+    from helpers import late
+
+    machine, device = late.start(), torch.device(late.DEVICE)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to(device)
+    batch = torch.randn(2, 128).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    training, captured = capture_job(fxcomp.Job(model, lambda m, b: m(b).square().mean(), optimizer, batch))
+    program, inputs = dense_program(captured), Inputs(training)
+    state = GradientState.fresh(dense_plan(captured), inputs.shapes, Site.imagined(PAIR, device), ErrorFeedback())
+    arguments = Example(captured, inputs, [batch], StepGuard(training)).arguments(program, state)
+    held = machine.held_bytes[1]
+
+    def most(run: Callable[[], object]) -> int:
+        machine.most_bytes[1] = machine.held_bytes[1]
+        run()
+        machine.drain()
+        return machine.most_bytes[1] - held
+
+    with torch.no_grad():
+        of_step = most(lambda: program.run(Runtime(NullTransport(), device), arguments))
+    before = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
+    of_measuring = most(lambda: measure_step.measure_step(program, arguments, [NullTransport()], 2))
+    after = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return of_step, of_measuring, parameter_bytes, all(map(torch.equal, before, after))
+
+
+def test_measuring_a_step_holds_no_second_copy_on_the_device():
+    of_step, of_measuring, parameter_bytes, is_as_before = run_alone(measured)
+    assert is_as_before
+    assert of_measuring < of_step + parameter_bytes / 2

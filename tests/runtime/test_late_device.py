@@ -62,6 +62,34 @@ def test_the_hosts_waits_are_counted():
     assert "a copy of pageable memory" in found["a pageable copy"][0]
 
 
+def looks() -> tuple[float | None, float | None]:
+    """Time work on a device that is not the current one: once that has ended, and once all has."""
+    import torch
+    from helpers import late
+
+    from fxcomp.runtime.clock import clock_of
+
+    machine, clock = late.start(), clock_of(torch.device(late.DEVICE))
+    machine.goes_on = False
+    value = torch.ones(4, device=late.DEVICE)
+    machine.begin(0)
+    machine.eagerness = 0.0
+    start = clock.look()
+    value.add_(1)
+    end = clock.look()
+    torch.late.synchronize(0)
+    early = clock.us(start, end)
+    machine.drain()
+    return early, clock.us(start, end)
+
+
+def test_a_device_is_timed_by_its_own_events_whichever_is_current():
+    early, late = run_alone(looks)
+    assert early is None
+    assert late is not None
+    assert late > 0
+
+
 def schedules() -> list[list[list[int]]]:
     """The streams' turns in some programs, twice for each seed."""
     from helpers import late

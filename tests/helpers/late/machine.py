@@ -33,6 +33,9 @@ IDLE_S = 0.01
 
 STUCK_S = 60.0
 
+ELSEWHERE = "the user's code"
+"""The place of a wait that is none of the product's."""
+
 
 @dataclass(eq=False)
 class Job:
@@ -86,7 +89,12 @@ class Machine:
         self._given = 0
         self._is_advancing = False
         self._draws = random.Random(0)
-        self._eagerness = 0.0
+        self.eagerness = 0.0
+        """The part of the moments when the host gives work in which some is done."""
+        self.held_bytes = [0] * DEVICES
+        """Memory in use on each device."""
+        self.most_bytes = [0] * DEVICES
+        """The most that was in use so far."""
         self._weights: dict[Lane, float] = {}
         """The eagerness of each stream in this schedule, in the order in which they were first used."""
         self.ran: list[int] = []
@@ -104,7 +112,7 @@ class Machine:
             self.drain()
             self.waits.clear()
             self._draws = random.Random(seed)
-            self._eagerness = self._draws.choice((0.0, 0.0, 0.02, 0.2, 0.8))
+            self.eagerness = self._draws.choice((0.0, 0.0, 0.02, 0.2, 0.8))
             self._weights.clear()
             self.ran.clear()
 
@@ -124,7 +132,7 @@ class Machine:
                 self._weights[lane] = self._draws.choice((1.0, 1.0, 0.1, 0.01))
             lane.jobs.append(job)
             self._given += 1
-            if self._eagerness and self._draws.random() < self._eagerness:
+            if self.eagerness and self._draws.random() < self.eagerness:
                 for _ in range(self._draws.randrange(1, 5)):
                     self._advance()
         return job
@@ -240,12 +248,15 @@ class Machine:
                 self.arenas[device][place : place + size] = 0xFF  # not a number
             address = self.arenas[device].data_ptr() + place
             self.blocks[address] = Block(place, size, lane)
+            self.held_bytes[device] += size
+            self.most_bytes[device] = max(self.most_bytes[device], self.held_bytes[device])
             return address
 
     def free(self, address: int) -> None:
         with self.lock:
             block = self.blocks.pop(address)
             lane = block.lane
+            self.held_bytes[lane.device] -= block.size
             if block.used_on:
                 marks = [self.give(*stream, Job()) for stream in block.used_on]
                 lane.in_use_elsewhere.append((block, marks))
@@ -260,12 +271,11 @@ class Machine:
 
 
 def _place() -> str:
-    """Name the innermost line of the product, or of a test, that is running."""
-    frames = traceback.extract_stack()
-    for frame in reversed(frames):
-        if "/fxcomp/" in frame.filename or ("/tests/" in frame.filename and "/helpers/late/" not in frame.filename):
+    """Name the innermost function of the product that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/fxcomp/" in frame.filename:
             return f"{frame.filename.rpartition('/')[2]}:{frame.name}"
-    return "elsewhere"
+    return ELSEWHERE
 
 
 MACHINE = Machine()

@@ -56,7 +56,10 @@ def _late(op: Any) -> Callable[..., Any]:
         def is_over() -> bool:
             if not works[0].is_completed():
                 return False
-            works[0].wait()
+            try:
+                works[0].wait()
+            except RuntimeError as error:
+                MACHINE.failure = error
             return True
 
         stream.wait_stream(late.current_stream(device))

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from helpers import late
 from helpers.late import network
+from helpers.late.machine import ELSEWHERE
 
 STEPS = 3
 """Steps of each schedule."""
@@ -122,14 +124,64 @@ class Trained:
     wrong: list[int]
     """The schedules after which it is not what it is on the CPU."""
     waits: dict[str, int]
-    """Where the main thread waited for the device, and how often in all; but for the first schedule, which begins."""
+    """Where the threads that give work waited for the device, and how often; but for the first schedules."""
+
+
+class HookTraining(Training):
+    """The same under DistributedDataParallel and its hook, with the loop of its user."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        torch.manual_seed(0)
+        self.case, self.device, self.count = case, device, 0
+        self.model = Heads().to(device)
+        finds_unused = "find_unused_parameters" in case.options
+        if not finds_unused:
+            del self.model.heads[1]
+        self.scaler = torch.amp.GradScaler(device.partition(":")[0], init_scale=8.0) if case.scaled else None
+        self.optimizer = case.optimizer(self.model.parameters())
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=finds_unused, bucket_cap_mb=0.002)
+        self.ddp.register_comm_hook(None, fxcomp.ddp_hook(compress=case.plan, scaler=self.scaler))
+
+    def go_on(self, batches: list[tuple[Tensor, int]]) -> list[Tensor]:
+        losses: list[Tensor] = []
+        for batch in batches:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.ddp, batch)
+            losses.append(loss.detach())
+            if self.scaler is None:
+                loss.backward()
+                self.optimizer.step()
+            else:
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        self.count += STEPS
+        return losses
+
+
+HOOK_CASES = {
+    "hook, int8": Case("int8", _sgd),
+    "hook, in the pool": Case(ON_POOL, _sgd),
+    "hook, unused": Case("topk(0.2)", _sgd, CASES["unused"].head, {"find_unused_parameters": True}),
+    "hook, scaled": Case("int8", _sgd, scaled=True),
+}
+
+
+def begins(name: str) -> int:
+    """Count the schedules in which state is made, and the hook's plan."""
+    return 3 if name in HOOK_CASES else 1
+
+
+def training_of(name: str, device: str) -> Training:
+    return HookTraining(HOOK_CASES[name], device) if name in HOOK_CASES else Training(CASES[name], device)
 
 
 def trained(name: str, seeds: Sequence[int]) -> Trained:
-    """Train by one schedule after the other, on each rank."""
+    """Train by one schedule after the other, on each rank. The first ones begin, and so does the hook's plan."""
     machine = late.start()
     network.start()
-    expected, there = (Training(CASES[name], device) for device in ("cpu", late.DEVICE))
+    expected, there = (training_of(name, device) for device in ("cpu", late.DEVICE))
+    machine.drain()  # collectives of both devices are gloo's, and come in one order
     wrong: list[int] = []
     waits: Counter[str] = Counter()
     for seed in seeds:
@@ -137,11 +189,16 @@ def trained(name: str, seeds: Sequence[int]) -> Trained:
         batches = there.batches()
         with late.schedule(seed):
             losses = there.go_on(batches)
-            waits.update(machine.waits if seed != seeds[0] else {})
+            waits.update(machine.waits if seed not in seeds[: begins(name)] else {})
         if not all(map(torch.equal, on_cpu, there.values(losses))):
             wrong.append(seed)
-    main = "MainThread: "
-    return Trained(wrong, {where.removeprefix(main): n for where, n in waits.items() if where.startswith(main)})
+    counted: Counter[str] = Counter()
+    for where, count in waits.items():
+        thread, _, what = where.partition(": ")
+        # Torch runs backward on threads of its own; the pool's threads are there to wait.
+        if not thread.startswith("fxcomp-pool") and ELSEWHERE not in what:
+            counted[what] += count
+    return Trained(wrong, dict(counted))
 
 
 def all_trained(names: Sequence[str], seeds: Sequence[int]) -> dict[str, Trained]:
