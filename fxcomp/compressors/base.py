@@ -31,6 +31,9 @@ from fxcomp.compressors.inputs import (
 
 _OURS = "fxcomp.compressors."
 
+Pieces = tuple[tuple[int, ...], ...]
+"""The sizes of the segments of each piece."""
+
 
 class Compressed(NamedTuple):
     """The result of `compress_reference`."""
@@ -182,6 +185,22 @@ class DeviceKernels(Protocol):
     def decode(self, compressor: Compressor, received: DecoderInput, out: Tensor) -> bool: ...
 
     def propose(self, compressor: Compressor, given: EncoderInput, out: Tensor) -> bool: ...
+
+    def encode_pieces(self, compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool: ...
+
+    def decode_pieces(self, compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool: ...
+
+
+def encode_pieces_on_cuda(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
+    """Encode all pieces at once where they are on a GPU and a kernel can; tells if it did."""
+    return any(
+        gpu.can_run_on(given.bucket) and gpu.encode_pieces(compressor, given, payload, pieces) for gpu in _on_cuda
+    )
+
+
+def decode_pieces_on_cuda(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
+    """Decode all pieces at once where they are on a GPU and a kernel can; tells if it did."""
+    return any(gpu.can_run_on(out) and gpu.decode_pieces(compressor, received, out, pieces) for gpu in _on_cuda)
 
 
 _on_cuda: list[DeviceKernels] = []

@@ -65,6 +65,7 @@ class ChunkMax(Compressor):
         name="chunkmax",
         summary="the value of largest magnitude of each chunk",
         payload="5m where 1/ratio ≤ 256, 6m beyond, filled up to four; m = ⌈n/⌈1/ratio⌉⌉",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -77,6 +77,7 @@ class CMax(Compressor):
         name="cmax",
         summary="place and sign of the largest of every few values, a scale a parameter",
         payload="4 + Σ⌈mb/8⌉, up to a multiple of 4; m = ⌈n/chunk⌉, b the powers of two that add up to log₂(chunk) + 1",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         passes=2,

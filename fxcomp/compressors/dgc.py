@@ -62,6 +62,7 @@ class DGC(SurvivorCompressor):
         name="dgc",
         summary="the values above a threshold found in a sample",
         payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

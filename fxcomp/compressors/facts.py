@@ -125,6 +125,8 @@ class Facts:
     grain: str = ""
     """The parameter that counts the values which share something, such as a scale: shards are cut at its multiples.
     Empty if a shard may be cut anywhere; where it depends on more, override `grain`."""
+    is_joined: bool = False
+    """The payload of several segments is each one's own, one after the other."""
     needs_whole_parameters: bool = False
     """Cannot compress a shard of a bucket: it uses the parameters' shapes."""
     use: str

@@ -5,7 +5,8 @@ They compress a value in pieces, each by itself, one payload after the other: ea
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then that of (3,)
 
 Residual and state lie as the values do. Decoding takes the pieces' payloads in the same order, with those of all ranks
-for one piece after each other.
+for one piece after each other. Pieces go by one call where their payloads lie as those of segments do, or a kernel
+takes them all: its launches do not grow with ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.base import Compressor, decode_pieces_on_cuda, encode_pieces_on_cuda
 from fxcomp.compressors.facts import SCHEMA, fields_of
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixed, check_segments
 
@@ -47,9 +48,11 @@ def payload_elements(compressor: Compressor, pieces: Sequence[tuple[int, ...]]) 
 
 def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
     """Fill `payload`, replace the residual and the state that are given."""
-    if len(pieces) == 1:
+    if len(pieces) == 1 or compressor.facts.is_joined:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
+        return
+    if encode_pieces_on_cuda(compressor, given, payload, tuple(pieces)):
         return
     values, sent, states = _PieceReader(given.bucket), _PieceReader(payload), _PieceReader(given.state)
     residuals = _PieceReader(given.residual)
@@ -66,8 +69,10 @@ def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces:
 def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
     """Fill `out` with the mean of each piece's payloads."""
     payloads, ranks, segments, agreed, state = received
-    if len(pieces) == 1:
+    if len(pieces) == 1 or (ranks == 1 and compressor.facts.is_joined):
         compressor.decode(payloads, ranks, segments, out, agreed, state)
+        return
+    if decode_pieces_on_cuda(compressor, received, out, tuple(pieces)):
         return
     sent, means = _PieceReader(payloads), _PieceReader(out)
     for piece in pieces:

@@ -159,6 +159,7 @@ class Sidco(SurvivorCompressor):
         name="sidco",
         summary="the values above a threshold from a fitted distribution",
         payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -43,6 +43,7 @@ class Threshold(SurvivorCompressor):
         name="threshold",
         summary="the values from a given magnitude on",
         payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

@@ -103,6 +103,7 @@ class TopK(Compressor):
         name="topk",
         summary="the k values of largest magnitude, exactly",
         payload="4k + P(n, k), k = ⌈ratio·n⌉, P = min(n, 9k + n/2⁸, 17k + n/2¹⁶)/8",
+        is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         sends_values=True,

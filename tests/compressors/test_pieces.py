@@ -10,6 +10,7 @@ from helpers.compressor_cases import COMPRESSORS, WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Compressor, kernels, parse_compressor
+from fxcomp.compressors.block_codes import BlockCompressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import as_pieces, decode, encode, in_pieces, payload_elements
 from fxcomp.plan.interpret import travels_whole
@@ -95,6 +96,17 @@ def test_the_mean_of_pieces_is_the_mean_of_each(compressor: Compressor, ranks: i
             compressor.decode(torch.cat(parts), ranks, piece, mean)
             expected.append(mean)
     assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("compressor", CUT, ids=str)
+def test_payloads_that_are_joined_are_those_of_segments_one_after_the_other(compressor: Compressor):
+    bucket = gaussian(sum(FLAT), seed=3)
+    residual, state = kept(compressor)
+    whole = torch.zeros(compressor.payload_elements(FLAT), dtype=compressor.payload_dtype)
+    compressor.encode(bucket, residual.clone(), whole, FLAT, None if state is None else state.clone())
+    is_same = whole.equal(one_by_one(compressor, bucket, residual, state)[0])
+    assert compressor.facts.is_joined == is_same
+    assert compressor.facts.is_joined != isinstance(compressor, BlockCompressor)
 
 
 @pytest.mark.parametrize("compressor", CUT, ids=str)

@@ -166,7 +166,8 @@ def _with_and_without(compressor: Compressor) -> list[bool]:
 @COMPILES
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
 def test_the_interpreter_gives_the_bits_of_the_references() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "kernels_give"]
+    files = [__file__, str(Path(__file__).with_name("test_triton_pieces.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "kernels_give or at_once"]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

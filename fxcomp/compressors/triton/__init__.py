@@ -16,6 +16,7 @@ and cmax have kernels of their own.
 - Encoding adds the residual, compresses and writes the new residual in one kernel; decoding adds up all ranks and
   writes the mean in one kernel.
 - What selects by size (`send.py`) keeps its decisions on the device: counts, thresholds and places.
+- Quantisers take all pieces of a bucket in one launch, so that launches do not grow with ranks.
 - The payload is that of the reference. So are the bits: division rounds correctly (`div_rn`), multiplication and
   addition stay apart (`launch`), sums have the reference's order, and random bits come from the same counters. Where a
   file promises less, it says so.
@@ -27,6 +28,24 @@ compiled to machine code for compute capability 9.0. Their speed is unknown. `be
 them in one call on a machine with a GPU.
 """
 
-from fxcomp.compressors.triton.dispatch import available, can_run_on, decode, encode, has_kernels, propose
+from fxcomp.compressors.triton.dispatch import (
+    available,
+    can_run_on,
+    decode,
+    decode_pieces,
+    encode,
+    encode_pieces,
+    has_kernels,
+    propose,
+)
 
-__all__ = ["available", "can_run_on", "decode", "encode", "has_kernels", "propose"]
+__all__ = [
+    "available",
+    "can_run_on",
+    "decode",
+    "decode_pieces",
+    "encode",
+    "encode_pieces",
+    "has_kernels",
+    "propose",
+]

@@ -27,51 +27,66 @@ from fxcomp.compressors.triton.tiles import (
     Tiles,
     blocks_of,
     compensated,
-    cut,
     draw,
     is_finite,
     magnitude_of,
     nothing,
+    own_of,
     places,
+    rows_of,
     tile_of,
+    tiles_of,
 )
 
 ROUND = constant(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest even integer
+Pieces = tuple[tuple[int, ...], ...]
 LANES = constant(64)  # the same number as in block_codes.py
 
 
-def block_kernels(
-    scale: Any, code: Any, value: Any
-) -> tuple[
-    Callable[[BlockCompressor, EncoderInput, Tensor], None], Callable[[BlockCompressor, DecoderInput, Tensor], None]
-]:
-    """Make `encode` and `decode` of a codec."""
+def block_kernels(scale: Any, code: Any, value: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Make `encode` and `decode` of a codec. Both take a bucket in pieces, too, all of them in one launch."""
 
-    def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor) -> None:
-        tiles, codes_at, codes_end, constants = _divide(compressor, given.segments, given.bucket.device)
-        arguments = (given.bucket, given.residual, payload, given.state, codes_at, codes_end)
+    def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor, pieces: Pieces | None = None) -> None:
+        tiles, constants = _divide(compressor, pieces or (given.segments,), 1, given.bucket.device)
         largest = most_scale(compressor.largest_value)
-        tiles.launch(_encode, *arguments, largest, **constants, SCALE=scale, CODE=code)
+        arguments = (given.bucket, given.residual, payload, given.state, largest)
+        tiles.launch(_encode, *arguments, **constants, SCALE=scale, CODE=code)
         raise_step(given.state)
 
-    def decode(compressor: BlockCompressor, received: DecoderInput, out: Tensor) -> None:
-        tiles, codes_at, _, constants = _divide(compressor, received.segments, out.device)
-        arguments = (received.payloads, out, codes_at, len(received.payloads) // received.ranks)
-        tiles.launch(_decode, *arguments, **constants, VALUE=value, RANKS=received.ranks)
+    def decode(compressor: BlockCompressor, received: DecoderInput, out: Tensor, pieces: Pieces | None = None) -> None:
+        in_pieces, ranks = pieces or (received.segments,), received.ranks
+        tiles, constants = _divide(compressor, in_pieces, ranks if len(in_pieces) > 1 else 1, out.device)
+        tiles.launch(_decode, received.payloads, out, **constants, VALUE=value, RANKS=ranks)
 
     return encode, decode
 
 
 @cache
 def _divide(
-    compressor: BlockCompressor, segments: tuple[int, ...], device: torch.device
-) -> tuple[Tiles, int, int, dict[str, Any]]:
-    """Return the tiles, the byte of the payload where codes begin, the byte where they end, and what is compiled in."""
+    compressor: BlockCompressor, pieces: Pieces, ranks: int, device: torch.device
+) -> tuple[Tiles, dict[str, Any]]:
+    """Return the tiles and what is compiled in.
+
+    A tile's first block counts fp32 numbers from the payload's begin, its first byte bytes. Its own columns are the
+    zeros after its codes, which fill up a piece's payload, and the bytes from one rank's payload to the next one's.
+    """
     block, values_per_byte = compressor.block, 8 // compressor.bits
-    codes_at = 4 * count_blocks(segments, block)
-    codes_end = codes_at + sum(-(-size // values_per_byte) for size in segments)
+    table: list[tuple[int, ...]] = []
+    values_at = payload_at = segment_at = 0
+    for piece in pieces:
+        codes = sum(-(-size // values_per_byte) for size in piece)
+        scales, filling = 4 * count_blocks(piece, block), -codes % 4
+        payload_bytes = scales + codes + filling
+        rows = list(rows_of(piece, block, values_per_byte))
+        for row, (start, values, first_block, first_byte, segment, place, *_) in enumerate(rows):
+            at = values_at + start, values, payload_at // 4 + first_block, payload_at + scales + first_byte
+            after = filling if row == len(rows) - 1 else 0
+            table.append((*at, segment_at + segment, place, after, payload_bytes))
+        values_at += sum(piece)
+        payload_at += ranks * payload_bytes
+        segment_at += len(piece)
     constants: dict[str, Any] = {"BITS": compressor.bits, "MOST": float(compressor.largest_value)}
-    return cut(segments, block, device, values_per_byte), codes_at, codes_end, constants
+    return tiles_of(tuple(size for piece in pieces for size in piece), block, table, device), constants
 
 
 @jit
@@ -81,8 +96,6 @@ def _encode(
     residual,
     payload,
     state,
-    codes_at,
-    codes_end,
     most_scale,
     BITS: constexpr,
     MOST: constexpr,
@@ -91,6 +104,7 @@ def _encode(
     SHAPE: constexpr,
 ):
     start, size, first_block, first_byte = tile_of(table, SHAPE)
+    filling, _ = own_of(table)
     bucket += start
     if residual is not None:
         residual += start
@@ -111,13 +125,13 @@ def _encode(
     code = tl.where(is_sent, code, 0)
     if BITS < 8:
         code = tl.where(is_there, code, 0) & ((1 << BITS) - 1)
-    _store_codes(payload + codes_at + first_byte, code, size, BITS, SHAPE)
+    _store_codes(payload + first_byte, code, size, BITS, SHAPE)
     if residual is not None:
         tl.store(residual + place, tl.where(is_sent, value - sent, old), is_there)
 
-    after = tl.arange(0, 4)  # the first program fills up with zeros
-    is_filling = (after < (4 - codes_end % 4) % 4) & (tl.program_id(0) == 0)
-    tl.store(payload + codes_end + after, tl.zeros([4], tl.uint8), is_filling)
+    after = tl.arange(0, 4)
+    end = first_byte + (size * BITS + 7) // 8
+    tl.store(payload + end + after, tl.zeros([4], tl.uint8), after < filling)
 
 
 @jit
@@ -125,8 +139,6 @@ def _decode(
     table,
     payloads,
     out,
-    codes_at,
-    payload_bytes,
     BITS: constexpr,
     MOST: constexpr,
     VALUE: constexpr,
@@ -136,11 +148,12 @@ def _decode(
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
     start, size, first_block, first_byte = tile_of(table, SHAPE)
+    _, payload_bytes = own_of(table)
     block, is_block = blocks_of(size, SHAPE)
     total = nothing([ROWS, WIDTH])
     for _ in range(RANKS):
         scale = tl.load(payloads.to(tl.pointer_type(tl.float32)) + first_block + block, is_block, other=0.0)
-        code = _load_codes(payloads + codes_at + first_byte, size, BITS, SHAPE)
+        code = _load_codes(payloads + first_byte, size, BITS, SHAPE)
         total += VALUE(code, scale[:, None], BITS, MOST)
         payloads += payload_bytes
     place, is_there = places(size, SHAPE)

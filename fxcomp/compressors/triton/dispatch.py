@@ -14,6 +14,8 @@ from torch import Tensor
 from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
+Pieces = tuple[tuple[int, ...], ...]
+
 _OURS = "fxcomp.compressors."
 _SHARED = {"int4": "int8"}
 """Compressors that another one's kernels serve."""
@@ -43,6 +45,17 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor) -> bool:
     return _is_aligned(received.payloads) and _run("decode", compressor, received, out)
 
 
+def encode_pieces(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
+    """Fill the payloads of all pieces at once, as `encode` does; return False where no kernel takes several."""
+    return _takes_pieces(compressor) and _is_aligned(payload) and _run("encode", compressor, given, payload, pieces)
+
+
+def decode_pieces(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
+    """Fill `out` with the means of all pieces at once; return False where no kernel takes several."""
+    is_aligned = _is_aligned(received.payloads)
+    return _takes_pieces(compressor) and is_aligned and _run("decode", compressor, received, out, pieces)
+
+
 def propose(compressor: Compressor, given: EncoderInput, out: Tensor) -> bool:
     """Fill `out` with what ranks reduce before they compress; return False where no kernel can."""
     return _run("propose", compressor, given, out)
@@ -57,13 +70,19 @@ def _function(kind: type[Compressor], name: str) -> Callable[..., None] | None:
     return getattr(import_module(module), name, None)
 
 
-def _run(name: str, compressor: Compressor, given: EncoderInput | DecoderInput, out: Tensor) -> bool:
+def _takes_pieces(compressor: Compressor) -> bool:
+    return _function(type(compressor), "TAKES_PIECES") is not None
+
+
+def _run(
+    name: str, compressor: Compressor, given: EncoderInput | DecoderInput, out: Tensor, pieces: Pieces | None = None
+) -> bool:
     kernel = _function(type(compressor), name)
     if kernel is None:
         return False
     # Triton launches on the current device, wherever its tensors are.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        kernel(compressor, given, out)
+        kernel(compressor, given, out, *([] if pieces is None else [pieces]))
     return True
 
 

@@ -29,3 +29,4 @@ def _value(code, scale, BITS: constexpr, MOST: constexpr):
 
 
 encode, decode = block_kernels(_scale, _code, _value)
+TAKES_PIECES = True

@@ -4,7 +4,7 @@
                                                                                        e 0 0 0             0 0 0 0
 
 A tile is `rows` blocks of one segment, in rows of `width`, the power of two from `block` on. A table on the device
-tells each program where its tile lies: 48 bytes a tile, made once for each division of a bucket and kept.
+tells each program where its tile lies: 64 bytes a tile, made once for each division of a bucket and kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, stream_of, tl, uniform
 
 TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
-COLUMNS = constant(6)
+COLUMNS = constant(8)
 INFINITY = constant(0x7F800000)  # as bits: magnitudes below are finite
 
 
@@ -30,7 +30,10 @@ class Tiles:
     """A division of a bucket."""
 
     table: Tensor
-    """For each tile: first value, values, first block, first byte of codes, segment, first value in the segment."""
+    """For each tile: first value, values, first block, first byte of codes, segment, first value in the segment.
+
+    Two more columns are for a kernel's own use.
+    """
     shape: tuple[int, int, int, int]
     """Block, width, rows, and a power of two that divides first values and sizes; kernels are compiled for it."""
     warps: int
@@ -46,20 +49,27 @@ class Tiles:
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
     """Cut a bucket so that no tile reaches over a segment's end."""
+    return tiles_of(segments, block, list(rows_of(segments, block, values_per_byte)), device)
+
+
+def tiles_of(segments: tuple[int, ...], block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
+    """Put a table of tiles on a device."""
     width = 1 << (block - 1).bit_length()
     rows = max(TILE // width, 1)
-    table = torch.tensor(list(_tiles(segments, block, rows, values_per_byte)), dtype=torch.int64, device=device)
     shape = block, width, rows, gcd(16, block, *segments)
-    return Tiles(table.view(-1, 6), shape, warps=min(max(rows * width // 512, 4), 32))
+    on_device = torch.tensor(table, dtype=torch.int64, device=device).view(-1, 8)
+    return Tiles(on_device, shape, warps=min(max(rows * width // 512, 4), 32))
 
 
-def _tiles(segments: tuple[int, ...], block: int, rows: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
+def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
+    """Yield the row of each tile."""
+    rows = max(TILE // (1 << (block - 1).bit_length()), 1)
     start = first_block = first_byte = 0
     for segment, size in enumerate(segments):
         for place in range(0, size, rows * block):
             values = min(size - place, rows * block)
             at = start + place, values, first_block + place // block, first_byte + place // values_per_byte
-            yield *at, segment, place
+            yield *at, segment, place, 0, 0
         start += size
         first_block += -(-size // block)
         first_byte += -(-size // values_per_byte)
@@ -73,6 +83,13 @@ def tile_of(table, SHAPE: constexpr):
     start = tl.multiple_of(tl.load(entry), ALIGNMENT)
     size = tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT)
     return start, size, tl.load(entry + 2), tl.load(entry + 3)
+
+
+@jit
+def own_of(table):
+    """Look up this tile's two columns of the kernel's own."""
+    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    return tl.load(entry + 6), tl.load(entry + 7)
 
 
 @jit
