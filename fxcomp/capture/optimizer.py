@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from itertools import chain
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -127,7 +128,23 @@ def baked(value: Any) -> Hashable:
     return tuple(map(baked, items)) if is_sequence(value) else None
 
 
-def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+def _read(number: Any) -> Any:
+    return number.item()
+
+
+def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
+    """Return what reads numbers: of tensors on a device that the host would wait for, it has read all at once."""
+    given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
+    flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
+    there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]
+    if not there:
+        return _read
+    values: list[float] = cast("Any", torch.stack([value.detach().double().view(()) for value in there])).tolist()
+    known = dict(zip(map(id, there), values, strict=True))
+    return lambda number: known[id(number)] if id(number) in known else _read(number)
+
+
+def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -> dict[str, float]:
     """Read the numbers of a parameter group that are inputs of the graph; betas count as two."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
@@ -137,7 +154,7 @@ def live_numbers(group: Mapping[str, Any]) -> dict[str, float]:
         values = value if is_sequence(value) else (value,)
         for i, number in enumerate(values):
             if hasattr(number, "item"):  # a tensor, or a number of NumPy's
-                number = number.item()
+                number = read(number)
             if is_number(number) and (key == "lr" or number != 0):
                 found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
     return found

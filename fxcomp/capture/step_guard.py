@@ -272,7 +272,8 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
     """Read a parameter group's options; of the numbers that are live only their names."""
-    live = live_numbers(group)
+    # A tensor's rate is live whatever it is, and a device's would be waited for.
+    live = live_numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), Tensor) else group)
     own = tuple(
         (key, baked(value))
         for key, value in group.items()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.capture.batch_type import batch_type
-from fxcomp.capture.optimizer import is_kept, live_numbers
+from fxcomp.capture.optimizer import is_kept, live_numbers, read_together
 from fxcomp.capture.optimizer_state import materialize_state, may_change, renew_state
 from fxcomp.capture.probe import check_habits
 from fxcomp.capture.step_guard import StepGuard
@@ -173,7 +173,8 @@ class Inputs:
 
     def live_numbers(self) -> list[dict[str, float]]:
         """The numbers of each parameter group that a step reads each time, such as `lr`. Raises StepChanged."""
-        numbers = [live_numbers(group) for group in self.training.groups]
+        read = read_together(self.training.groups)
+        numbers = [live_numbers(group, read) for group in self.training.groups]
         for index, group in enumerate(numbers):
             if "dampening" not in group or not self._fresh_state:
                 continue
@@ -201,9 +202,10 @@ class Inputs:
             renew_state(fresh, habits)
         self._kept_by_optimizer = kept
 
-    def rates(self) -> dict[int, float]:
-        """The learning rate of each parameter group."""
-        return {index: numbers["lr"] for index, numbers in enumerate(self.live_numbers())}
+    def rates(self, numbers: Sequence[Mapping[str, float]] | None = None) -> dict[int, float]:
+        """The learning rate of each parameter group; read again if no numbers are given."""
+        read = self.live_numbers() if numbers is None else numbers
+        return {index: of_group["lr"] for index, of_group in enumerate(read)}
 
     def names_by_group(self) -> Mapping[int, Sequence[str]]:
         """The trained parameters of each parameter group."""

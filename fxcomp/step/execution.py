@@ -73,9 +73,9 @@ class Execution:
     def _run(self, step: StepUnderWay, leaves: Sequence[Any], watching: Sequence[Observer]) -> Any:
         program, runtime = step.program, step.runtime
         inputs, state = self._force.inputs, self._force.state
-        if self._scales_with_lr:
-            state.scale_to_rates(inputs.rates(), inputs.names_by_group())
         arguments = inputs.of(program, leaves, state)
+        if self._scales_with_lr:
+            state.scale_to_rates(inputs.rates(inputs.numbers), inputs.names_by_group())
         self.lockstep.has_begun = True
         if self._alike is not None:
             self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)

@@ -20,12 +20,16 @@ LEFT_OUT = "item at packing.py:all_finite"
 ZEROS = "a copy at unused.py:put_back"
 """The one read of which gradients of a backward pass are zero on all ranks."""
 
+RATES = "a copy at optimizer.py:read_together"
+"""The one read of all rates that are tensors."""
+
 READS = {
     **{name: {TWO_STEPS_LATE} for name in CASES},
     "accumulated": {TWO_STEPS_LATE, FROM_ASIDE},
     "unused": {TWO_STEPS_LATE, FROM_ASIDE},
     "left out": {TWO_STEPS_LATE, LEFT_OUT},
     "scaled": {TWO_STEPS_LATE, LEFT_OUT},
+    "rates as tensors": {TWO_STEPS_LATE, RATES},
     "hook, unused": {LEFT_OUT, ZEROS},
 }
 

@@ -44,6 +44,15 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def _adamw_by_tensors(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW with two groups, whose rates are tensors on the device."""
+    first, *others = list(parameters)
+    groups = [{"params": [first], "lr": torch.tensor(0.01)}, {"params": others, "lr": torch.tensor(0.02)}]
+    for group in groups:
+        group["lr"] = group["lr"].to(first.device)
+    return torch.optim.AdamW(groups, foreach=False)
+
+
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -78,6 +87,7 @@ CASES = {
     "unused": Case("int8", head=_other_heads, options={"find_unused_parameters": True}),
     "left out": Case("int8", options={"skip_nonfinite": True}),
     "scaled": Case(scaled=True),
+    "rates as tensors": Case("int8", _adamw_by_tensors),
 }
 
 
