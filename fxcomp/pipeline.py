@@ -27,9 +27,11 @@ from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
 from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
+from fxcomp.passes.clip_in_lists import clip_in_lists
 from fxcomp.passes.commit_if_finite import commit_if_finite
 from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.end_at_sums import end_at_sums
+from fxcomp.passes.fuse_updates import fuse_updates
 from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.move_exchange import move_exchange
@@ -99,7 +101,10 @@ class Compiler:
         )
 
     def _annotating(self, costs: CostTable) -> Passes:
-        return ((partial(annotate_costs, costs=costs, cluster=self.cluster),),)
+        """Price nodes, in the form in which they run on the graph's device."""
+        return (
+            (partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)),
+        )
 
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
         """Make a captured graph add gradients to their sums, and send nothing."""

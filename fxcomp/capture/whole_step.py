@@ -26,6 +26,7 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import check_model, check_written
 from fxcomp.capture.fake_mode import FIXED_SIZES, StepInputs, Varying
 from fxcomp.capture.forward_backward import Outputs, check_forward_backward, trace_forward_backward
+from fxcomp.capture.fused import fused_update_of
 from fxcomp.capture.optimizer import check_optimizer, live_numbers, state_tensors
 from fxcomp.capture.training import Training
 from fxcomp.capture.updates import UpdateTraces, clip, clip_by_value
@@ -33,7 +34,7 @@ from fxcomp.errors import CaptureFailed
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import call, must_stay
-from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, free_name, set_info
+from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, free_name, set_info, update_info
 from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -50,6 +51,8 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
         name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in inputs.parameters
     }
     buffers = [builder.input(name, fake, Source(InputKind.BUFFER, name)) for name, _, fake in inputs.buffers]
+    for name in names:
+        update_info(parameters[name], fused=fused_update_of(owners[name]))
     states: dict[str, list[Node]] = {}
     counts: dict[str, list[Node]] = {}
     for name in names:

@@ -24,6 +24,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 import fxcomp.compressors
+from fxcomp import compat
 from fxcomp.codegen.expressions import WIDTH, text, wrapped
 from fxcomp.codegen.region_source import OptimizerSteps, region_function
 from fxcomp.compressors import BadCompressor, Compressor
@@ -52,7 +53,7 @@ def listed_elements(gm: GraphModule) -> float:
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
         if source is not None and source.kind is InputKind.PARAMETER:
-            return math.inf if node.meta["val"].device.type not in ("cpu", "meta") else LISTED_ON_CPU
+            return math.inf if compat.is_accelerator(node.meta["val"].device) else LISTED_ON_CPU
     return 0
 
 

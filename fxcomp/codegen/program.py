@@ -102,7 +102,7 @@ def load_program(captured: Captured, graph: GraphModule, replay: Replay, timelin
     """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
-    if captured.device.type in INDUCTOR_DEVICES:
+    if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:
         compile_regions(module, graph)
     inputs = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
     return Program(captured, graph, replay, module, source, timeline, inputs, carriers=carriers_of(graph))

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxcomp import compat
-from fxcomp.codegen.expressions import OWN_NAMES, Names, call_text, text, wrapped
+from fxcomp.codegen.expressions import OWN_NAMES, Names, call_text, function_text, text, wrapped
 from fxcomp.graph.info import InputKind, Role, free_name, info
 from fxcomp.graph.regions import Region
+from fxcomp.graph.work import is_sequence
 
 
 @dataclass(slots=True)
@@ -56,6 +57,9 @@ class _ListWriter:
             self._append(node, call_text(node, self._names), used)
             return
         self._lists.add(node)
+        if is_operator and compat.takes_lists(node.target):
+            self._append(node, self._over_lists(node), used)
+            return
         found = self._foreach(node) if is_operator else None
         if found is None:
             self._append(node, self._one_by_one(node), used | {self._every})
@@ -64,6 +68,17 @@ class _ListWriter:
             self._names[node] = self._names[node.all_input_nodes[0]]
         else:
             self._append(node, found, used)
+
+    def _over_lists(self, node: Node) -> str:
+        """Write the call of an operator that takes lists: those of one parameter become those of all."""
+
+        def given(value: Any) -> str:
+            alone = value[0] if is_sequence(value) and len(value) == 1 else None
+            return text(alone if isinstance(alone, Node) and alone in self._lists else value, self._names)
+
+        arguments = [given(value) for value in node.args]
+        arguments += [f"{key}={given(value)}" for key, value in node.kwargs.items()]
+        return f"{function_text(node.target)}({', '.join(arguments)})"
 
     def _append(self, node: Node, expression: str, used: set[str]) -> None:
         made = self._names[node] if node.users else None

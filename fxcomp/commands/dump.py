@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
+from fxcomp.codegen.program import Program
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import graph_after, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
+from fxcomp.planning.count_launches import count_launches
 from fxcomp.report.terminal import encodable
 
 NAME = "dump"
@@ -17,12 +19,14 @@ HELP = "print a job's graph, with assumed costs: the same on every machine"
 EXAMPLES = """\
   fxcomp dump train.py --after bucket_gradients                 the graph after a pass
   fxcomp dump train.py --source                                 the code that would run
+  fxcomp dump train.py --source --device h100                   on a GPU that is not here, and what that is handed
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
     parser.add_argument("--after", metavar="PASS", help="the graph after this pass (default: the last)")
+    parser.add_argument("--device", metavar="NAME", help="the step for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--source", action="store_true", help="print the emitted step instead of the graph")
 
 
@@ -31,7 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the graph or the emitted step."""
     cluster, _ = chosen_cluster(arguments)
     job = load_job(arguments.job)
-    program = rewritten(job, cluster, asked_compress(arguments, job))
+    program = rewritten(job, cluster, asked_compress(arguments, job), arguments.device)
     text = program.source if arguments.source else dump(graph_after(program, arguments.after))
+    if arguments.device and not arguments.after:
+        text = "\n".join([text, *(f"# {line}" for line in _counts(program))])
     print(encodable(text, sys.stdout.encoding))
     return 0
+
+
+def _counts(program: Program) -> list[str]:
+    """List what one step hands to the device."""
+    counted = count_launches(program)
+    return ["not counted: something of the step cannot run without values"] if counted is None else [*counted.lines()]

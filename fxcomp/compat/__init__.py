@@ -3,6 +3,7 @@
 - tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
 - operators: facts about ATen operators, and the collectives of a user's loss function.
 - optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
+- launches: what operators hand to a device.
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
@@ -29,11 +30,12 @@ from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
     DeviceMesh, ProcessGroup, all_gather, backend_names, count_groups_from, default_group, default_store,
     destroy_groups, group_name, group_timeout, groups_made, is_lost_connection, is_of_another_process, is_store_gone,
-    new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
+    makes_means, new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
+from fxcomp.compat.launches import LaunchCounter, Tally, multi_tensor_launches
 from fxcomp.compat.machine import (
-    OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, machine_name, processor_name, processor_quota,
-    processors, spare_bytes, synchronize, usable_processors, write_atomically,
+    OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, is_accelerator, machine_name, processor_name,
+    processor_quota, processors, spare_bytes, synchronize, usable_processors, write_atomically,
 )
 from fxcomp.compat.modes import (
     attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
@@ -44,7 +46,7 @@ from fxcomp.compat.operators import (
     OBJECTS, bare_name, carries_objects, checks_values, communicates, direct_aten, draws, finished_work, flops,
     functional_operator, has_effect, has_flop_formula, has_results, is_bound_by_memory, is_functional_collective,
     is_higher_order, is_in_place, is_operator, is_pointwise, is_profiler, is_random, is_view, moves_tensors,
-    multiplies_in_tf32, named_arguments, places_of_arguments, reduction, without_hidden_communication,
+    multiplies_in_tf32, named_arguments, places_of_arguments, reduction, takes_lists, without_hidden_communication,
     written_arguments,
 )
 from fxcomp.compat.optimizers import (
@@ -62,6 +64,7 @@ from fxcomp.compat.symbols import (
     is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_with_dynamic_dims, forget_fakes, is_traced_here,
-    onednn, plain_values, real_tensors, SIZE_DEPENDS, trace, trace_functional, uses_onednn, without_autocast,
+    DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,
+    is_traced_here, onednn, plain_values, real_tensors, SIZE_DEPENDS, trace, trace_functional, uses_onednn,
+    without_autocast,
 )

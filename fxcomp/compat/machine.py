@@ -119,6 +119,11 @@ def _quotas(root: Path) -> Iterator[float]:
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Tell a device that is handed its work by the host, and starts operators at a price."""
+    return device.type not in ("cpu", "meta")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
     if device.type != "cpu":

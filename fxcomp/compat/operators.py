@@ -115,6 +115,13 @@ def is_view(target: Operator) -> bool:
 
 
 @cache
+def takes_lists(target: Operator) -> bool:
+    """Ask if an operator works on lists of tensors, each with its own place in them."""
+    arguments = target._schema.arguments
+    return bool(arguments) and str(arguments[0].type) == "List[Tensor]"
+
+
+@cache
 def has_results(target: Operator) -> bool:
     """Ask if an operator returns anything."""
     return bool(target._schema.returns)

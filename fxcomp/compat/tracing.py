@@ -72,6 +72,15 @@ def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int
     return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
 
 
+def fake_on(value: Tensor, device: torch.device) -> Tensor:
+    """Make a fake like a fake, of the same mode, on a device that need not be here."""
+    if not isinstance(value, FakeTensor):
+        return value
+    with _disable_current_modes():
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, there, device)
+
+
 def forget_fakes(mode: FakeTensorMode, values: Sequence[Any]) -> None:
     """Let the next fakes of some tensors be others than those that they have."""
     known = mode.fake_tensor_converter.meta_converter.describer.lookup_tensor

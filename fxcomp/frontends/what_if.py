@@ -33,6 +33,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.retarget import on_accelerator
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
@@ -42,6 +43,7 @@ from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.count_launches import count_launches
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
@@ -128,7 +130,7 @@ def what_if(
     compress.pinned.check_fits(cluster)
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
-    training, captured = capture_job(job)
+    training, captured = capture_job(job, imagined=preset is not None)
     compiler = Compiler(cluster, feedback=compress.feedback, micro_batches=question.accumulate)
     foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
@@ -182,6 +184,7 @@ def what_if(
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
+        launches=None if preset is None else count_launches(compiler.emit(captured, wanted, costs)),
         stages=compress.warmup_for(wanted).stages(wanted) if wanted.moves_exchange else {},
         steps=compress.steps,
         micro_batches=question.accumulate,
@@ -218,12 +221,17 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
-def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None) -> Program:
-    """The job's step for a cluster by assumed costs alone: the same on every machine. Raises BadOption."""
+def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, device: str | None = None) -> Program:
+    """The job's step for a cluster by assumed costs alone: the same on every machine. Raises BadOption.
+
+    With a device, it is the step that a preset's would be given, by its data sheet.
+    """
     compress, costs = _with_plan_read(compress or Compress.of(job.compress)), CostTable()
+    if device is not None:
+        costs = preset_named(device).costs(WhatIf(compress=compress).compressors)
     compress.pinned.check_model(job.model)
     compress.pinned.check_fits(cluster)
-    _, captured = capture_job(job)
+    _, captured = capture_job(job, imagined=device is not None)
     compiler = Compiler(cluster, feedback=compress.feedback)
     workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
@@ -249,11 +257,14 @@ def graph_after(program: Program, after: str | None) -> GraphModule:
     return history[after]
 
 
-def capture_job(job: Job) -> tuple[Training, Captured]:
-    """Capture a job's step as it is compiled for a real run."""
+def capture_job(job: Job, *, imagined: bool = False) -> tuple[Training, Captured]:
+    """Capture a job's step as it is compiled for a real run, or as an accelerator elsewhere would be given it."""
     training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm, job.max_grad_value)
     captured = capture(training, job.batch)
     SharedBuffers.agree(captured.graph).mark(captured.graph)
+    if imagined:
+        on_host = [o.name for o in training.owned if not (o.options.get("fused") or o.options.get("capturable"))]
+        captured = on_accelerator(captured, on_host)
     return training, captured
 
 

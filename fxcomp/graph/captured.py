@@ -115,6 +115,9 @@ class Captured:
     unused: tuple[str, ...] = ()
     """Those of `gradient_names` that the loss does not depend on: their gradients are zeros."""
 
+    is_imagined: bool = False
+    """It was put on a device that is not here (`graph/retarget.py`): it is emitted and counted, and never compiled."""
+
     prelude: Prelude | None = None
     """The traced Python's questions about values; another answer needs another capture."""
 

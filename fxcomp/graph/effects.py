@@ -68,7 +68,7 @@ def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[lis
 
 def _works_behind(gm: GraphModule) -> bool:
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    return any(isinstance(value, Tensor) and value.device.type not in ("cpu", "meta") for value in values)
+    return any(isinstance(value, Tensor) and compat.is_accelerator(value.device) for value in values)
 
 
 def _events(memories: Memories, undoing: Sequence[Node], *steps: Sequence[Region | Node]) -> list[Event]:

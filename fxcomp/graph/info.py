@@ -9,6 +9,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from fxcomp.graph.work import OperatorWork
@@ -83,6 +84,21 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedUpdate:
+    """The operator that does a parameter's whole update in one pass over memory, and its arguments."""
+
+    operator: OpOverload
+    states: tuple[str, ...]
+    """The keys of the state that it takes lists of, after parameters and gradients; an empty key is an empty list."""
+    counter: str = ""
+    """The key of the counter of steps, which it takes last; empty if it takes none."""
+    numbers: tuple[tuple[str, str | float], ...] = ()
+    """Its keywords: each the key of a live number, or a number that stays."""
+    group: int = 0
+    """The parameter group that the live numbers are of."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """Facts about a node; read with `info(node)`."""
 
@@ -108,6 +124,8 @@ class NodeInfo:
     """The number that its launching thread takes, if that is the pool's."""
     stream: Stream | None = None
     source: Source | None = None
+    fused: FusedUpdate | None = None
+    """Of a parameter: the operator that may take the place of its traced update."""
     leaves_early: bool | None = None
     """Of a buffer that all ranks take from rank 0: before the first bucket, or after the last. It is the same for every
     capture, or ranks would launch in disorder."""

@@ -92,7 +92,7 @@ def _kind_value_cut_level(node: Node) -> Sequence[Any]:
         value, cut, _, level = cast("Any", arguments)
         return collective_kind(node).value, value, tuple(cut), level
     cut = arguments[-2] if target in (ALL_GATHER, REDUCE_SCATTER) else 1
-    how = ("max",) if target is ALL_REDUCE and arguments[1] == "max" else ()
+    how = (arguments[1],) if target is ALL_REDUCE and arguments[1] != "sum" else ()
     return collective_kind(node).value, arguments[0], cut, arguments[-1], *how
 
 

@@ -97,6 +97,20 @@ def _mask_velocity(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:
     return torch.where(new.isfinite(), torch.where(residual == 0, 0.0, new), old)
 
 
+def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
+    """Fill one scalar for each number: counters are mostly equal, and a fill waits for no copy."""
+    known: dict[float, Tensor] = {}
+    values = [float(counter) for counter in counters]
+    for value, counter in zip(values, counters, strict=True):
+        if value not in known:
+            known[value] = torch.full((), value, dtype=counter.dtype, device=there[0].device)
+    return [known[value] for value in values]
+
+
+def _counters_on_fake(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(counter, device=there[0].device) for counter in counters]
+
+
 def _exchange_fake(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], *_: Any) -> list[Tensor]:
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in filled(kind, sent, received)]
 
@@ -168,6 +182,8 @@ _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
 _define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _like_first)
 # The next velocity: 0 where the value was sent.
 _define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _like_first)
+# Counters that the host keeps, on the device of other tensors, where an operator reads them.
+_define("counters_on(Tensor[] counters, Tensor[] there) -> Tensor[]", _counters_on, _counters_on_fake)
 # A collective that the loss function asks for.
 _define(
     "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",
@@ -203,6 +219,7 @@ ROLL_BACK = torch.ops.fxcomp.roll_back.default
 KEEP = torch.ops.fxcomp.keep.default
 ACCUMULATE = torch.ops.fxcomp.accumulate.default
 MASK_VELOCITY = torch.ops.fxcomp.mask_velocity.default
+COUNTERS_ON = torch.ops.fxcomp.counters_on.default
 EXCHANGE = torch.ops.fxcomp.exchange.default
 ARRIVE = torch.ops.fxcomp.arrive.default
 RNG_STATE = torch.ops.fxcomp.rng_state.default

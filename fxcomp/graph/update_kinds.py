@@ -82,7 +82,9 @@ def _rule(nodes: Sequence[Node]) -> Hashable:
 
 
 def _has_list_form(target: Any) -> bool:
-    return compat.is_operator(target) and hasattr(torch.ops.aten, f"_foreach_{compat.bare_name(target)}")
+    if not compat.is_operator(target):
+        return False
+    return compat.takes_lists(target) or hasattr(torch.ops.aten, f"_foreach_{compat.bare_name(target)}")
 
 
 def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], launch_us: float) -> dict[Node, float]:

@@ -10,6 +10,7 @@
     + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
 A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
+On an accelerator the wire makes the mean: there a list of gradients is packed by one operator, which does not scale.
 Where ranks agree before they compress, the agreement is a stage of its own. What a compressor on the cpu reads is
 copied to the host before it, and copied back before what runs on the device. Compressors take and give fp32: gradients
 of another type are packed as fp32 or cast, and dense values are cast back before they travel. Each rank lowers its own
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.graph.edit import buckets, call, collective_of, refresh_value, wait_of
 from fxcomp.graph.info import NodeInfo, Role, update_info
@@ -71,7 +73,10 @@ class _Lowering:
         route = route_of(self.bucket.strategy, shapes, cluster, rank, kind)
         self.pack.args = (self.pack.args[0], float(route.scale))
         if self.bucket.strategy == DENSE:
-            self.flat.args = (self.pack, "sum", Level.WORLD.value)
+            if compat.is_accelerator(self.pack.meta["val"].device):
+                self.pack.args = (self.pack.args[0], 1.0)
+            else:
+                self.flat.args = (self.pack, "sum", Level.WORLD.value)
             return
         if route.packs_fp32 and self.dtype is not torch.float32:
             self.pack.update_kwarg("dtype", torch.float32)

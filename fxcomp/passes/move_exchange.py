@@ -82,6 +82,8 @@ class _Move:
     def run(self) -> None:
         self._send()
         self._receive()
+        if self._update.parameter is not None:
+            update_info(self._update.parameter, fused=None)  # it is another update now
 
     def _send(self) -> None:
         """Let this rank send its own mean."""

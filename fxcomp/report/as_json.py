@@ -74,6 +74,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "intra": str(cluster.intra),
         },
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
+        "launches": None if explanation.launches is None else explanation.launches.to_json(),
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,
         "racing": explanation.is_racing,

@@ -28,6 +28,7 @@ from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Compress, Strategy
 from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
+from fxcomp.report.launches import StepLaunches
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
@@ -176,6 +177,8 @@ class Explanation:
     """The plans of the job's warm-up and the one that stays, by the first step of each; empty if there is one plan."""
     steps: int | None = None
     """The length of the job, if that is known."""
+    launches: StepLaunches | None = None
+    """The work that the emitted step hands to a named device; None if none was named, or nothing could be counted."""
     batch: str = ""
     """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
 

@@ -87,6 +87,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
         sections.append(Section("Collectives", _collectives(explanation)))
+    if explanation.launches is not None:
+        sections.append(Section("Launches", explanation.launches.blocks()))
     sections.append(Section("Timeline", [_timelines(explanation)]))
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if choice is not None and cluster.hosts > 1:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.compressors import kernels
+
+_torch = cast("Any", torch)  # partly untyped
 
 
 def accumulate(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:
@@ -128,13 +131,38 @@ def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = N
     return [flat[end - size : end].view(wanted or value.dtype).view(value.shape) for end, size, value in parts]
 
 
-def copy_scaled(values: Sequence[Tensor], scale: float, out: Sequence[Tensor], factor: Tensor | None = None) -> None:
-    """Write each value times `scale`, and times a live factor if there is one, into its place."""
+def copy_scaled(
+    values: Sequence[Tensor], scale: float, out: Sequence[Tensor], flat: Tensor, factor: Tensor | None = None
+) -> None:
+    """Write each value times `scale`, and times a live factor if there is one, into its place of a flat buffer.
+
+    A device is handed one operator for all values that lie as their places do, and one for the product.
+    """
     whole = None if factor is None else factor * scale
+    is_scaled = whole is not None or scale != 1.0
+    if flat.device.type != "cpu":
+        _copy_at_once(values, out)
+        if is_scaled:
+            flat.mul_(scale if whole is None else whole)
+        return
     for value, place in zip(values, out, strict=True):
-        if whole is None and scale == 1.0:
+        if not is_scaled:
             place.copy_(value)
         elif value.dtype is not place.dtype:  # a product in the narrower type would be rounded to it
             place.copy_(value).mul_(scale if whole is None else whole)
         else:
             torch.mul(value, scale if whole is None else whole, out=place)
+
+
+def _copy_at_once(values: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Copy lists of one type each, and those that lie otherwise than their places one by one, as a list would all."""
+    lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for value, place in zip(values, out, strict=True):
+        if value.stride() == place.stride():
+            places, sources = lists.setdefault((value.dtype, place.dtype), ([], []))
+            places.append(place)
+            sources.append(value)
+        else:
+            place.copy_(value)
+    for places, sources in lists.values():
+        _torch._foreach_copy_(places, sources)

@@ -90,7 +90,7 @@ class Runtime:
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
-        copy_scaled(gradients, scale, parts, factor)
+        copy_scaled(gradients, scale, parts, flat, factor)
         self.gradients.add_owed(parameters, parts, starts, scale)
         return flat
 
@@ -168,7 +168,7 @@ class Runtime:
         """Start a collective and return at once.
 
         `cut` says which part each rank owns (`runtime/transfers.py`); it is 1 for an all_reduce and a broadcast in
-        place. `how` is what an all_reduce makes of the ranks' values: sum or max.
+        place. `how` is what an all_reduce makes of the ranks' values: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None

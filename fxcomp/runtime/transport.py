@@ -31,7 +31,7 @@ class Transport(Protocol):
         ...
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
-        """Make `value` its sum over the ranks, or with `how="max"` the largest, in place."""
+        """Make `value` its sum over the ranks, or with `how` "avg" or "max" the mean or the largest, in place."""
         ...
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
@@ -94,7 +94,10 @@ class Groups:
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane]
-        op = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
+        op = {"avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}.get(how, dist.ReduceOp.SUM)
+        if how == "avg" and not compat.makes_means(group.live, value.device):
+            value.mul_(1 / len(group.ranks))
+            op = dist.ReduceOp.SUM
         with group.translated:
             return group.started(_dist.all_reduce(value, op, group=group.live, async_op=True))
 

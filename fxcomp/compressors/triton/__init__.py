@@ -38,6 +38,7 @@ from fxcomp.compressors.triton.dispatch import (
     has_kernels,
     propose,
 )
+from fxcomp.compressors.triton.language import launches_told
 
 __all__ = [
     "available",
@@ -47,5 +48,6 @@ __all__ = [
     "encode",
     "encode_pieces",
     "has_kernels",
+    "launches_told",
     "propose",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.triton.language import are_told
 
 Pieces = tuple[tuple[int, ...], ...]
 
@@ -28,7 +29,7 @@ def available() -> bool:
 
 
 def can_run_on(tensor: Tensor) -> bool:
-    return tensor.is_cuda and available()
+    return (tensor.is_cuda and available()) or (tensor.is_meta and are_told())
 
 
 def has_kernels(kind: type[Compressor]) -> bool:

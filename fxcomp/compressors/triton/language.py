@@ -6,7 +6,9 @@ Triton is not installed, stand-ins let files import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,27 @@ def launch(
 def start(
     kernel: Any, programs: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
 ) -> None:
+    if (tell := _told.get()) is not None:
+        tell([each for each in arguments if isinstance(each, Tensor)])
+        return
     kernel[programs](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+@contextmanager
+def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
+    """Let meta tensors play the device, with or without Triton: `tell` hears the tensors of each launch instead."""
+    token = _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def are_told() -> bool:
+    return _told.get() is not None
+
+
+_told: ContextVar[Callable[[Sequence[Tensor]], object] | None] = ContextVar("told", default=None)
 
 
 @jit
