@@ -15,19 +15,22 @@ DDP broadcasts before each forward pass, where it always costs time. After the s
 after the backward pass, and leaves the same buffers on all ranks.
 
 Which buffers travel, and whether before or after the gradients, is agreed beforehand (`leaves_early`): a rank whose
-batch writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast.
+batch writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast. On an
+accelerator those of one type are copied back by one operator.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.graph.captured import last_writes
 from fxcomp.graph.edit import call, last_result
-from fxcomp.graph.info import NodeInfo, Role, info
+from fxcomp.graph.info import NodeInfo, Role, info, set_info
 from fxcomp.graph.ops import BROADCAST, PACK, WAIT
 from fxcomp.runtime.packing import packed_sizes
 
@@ -69,11 +72,26 @@ def _broadcast(gm: GraphModule, known: dict[Node, Node], after: Node) -> None:
     with graph.inserting_before(graph.output_node()):
         wait = call(graph, WAIT, (broadcast,), NodeInfo(Role.WAIT))
         pieces = call(graph, _aten.split_with_sizes.default, (wait, packed_sizes(values)), _COPY_BACK)
+        arrived: dict[Node, Node] = {}
         for index, buffer in enumerate(known):
             value = buffer.meta["val"]
             piece = call(graph, operator.getitem, (pieces, index), _COPY_BACK)
             if value.dtype is not packed.meta["val"].dtype:
                 piece = call(graph, _aten.view.dtype, (piece, value.dtype), _COPY_BACK)
             alike = value if value.is_contiguous() else None
-            shaped = call(graph, _aten.view.default, (piece, list(value.shape)), _COPY_BACK, value=alike)
-            call(graph, _aten.copy_.default, (buffer, shaped), _COPY_BACK, value=value)
+            shape = list(value.shape)
+            arrived[buffer] = call(graph, _aten.view.default, (piece, shape), _COPY_BACK, value=alike)
+            if not compat.is_accelerator(value.device):
+                call(graph, _aten.copy_.default, (buffer, arrived[buffer]), _COPY_BACK, value=value)
+        if compat.is_accelerator(packed.meta["val"].device):
+            _copy_in_lists(graph, arrived)
+
+
+def _copy_in_lists(graph: Graph, arrived: Mapping[Node, Node]) -> None:
+    """Copy all buffers of a type by one operator."""
+    for dtype in dict.fromkeys(buffer.meta["val"].dtype for buffer in arrived):
+        alike = [buffer for buffer in arrived if buffer.meta["val"].dtype is dtype]
+        given = alike, [arrived[buffer] for buffer in alike]
+        node = graph.create_node("call_function", _aten._foreach_copy_.default, given)
+        node.meta["val"] = None
+        set_info(node, _COPY_BACK)

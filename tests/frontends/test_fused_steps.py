@@ -74,9 +74,9 @@ def test_one_rank_updates_as_the_fused_optimizer_does_bit_for_bit(name: str):
             assert value is None or torch.equal(ours.state[mine][key], value), key
 
 
-def trained(name: str, plan: str, clip: float | None) -> tuple[float, str, str]:
+def trained(name: str, plan: str, clip: float | None, of: str = "transformer") -> tuple[float, str, str]:
     """Train beside DDP; returns the distance of the parameters, the replica's fingerprint, and the source."""
-    job, rank = JOBS["transformer"], dist.get_rank()
+    job, rank = JOBS[of], dist.get_rank()
     model = job.build()
     eager = copy.deepcopy(model)
     ours, theirs = OPTIMIZERS[name](model), OPTIMIZERS[name](eager)
@@ -113,6 +113,13 @@ def test_a_dense_plan_trains_as_ddp_to_rounding(ranks: int, clip: float | None):
     source = found[0][2]
     assert '"world", "avg")' in source
     assert ("_foreach_norm" in source) == (clip is not None)
+
+
+def test_buffers_arrive_in_lists():
+    found = run_ranks(2, trained, "sgd", "dense", None, "conv")
+    assert len({fingerprint for _, fingerprint, _ in found}) == 1
+    assert max(distance for distance, *_ in found) < 1e-5
+    assert "aten._foreach_copy_" in found[0][2]
 
 
 @pytest.mark.parametrize("plan", ["int8", "powersgd(2)"])
