@@ -141,7 +141,7 @@ def copy_scaled(
     whole = None if factor is None else factor * scale
     is_scaled = whole is not None or scale != 1.0
     if flat.device.type != "cpu":
-        _copy_at_once(values, out)
+        copy_at_once(values, out)
         if is_scaled:
             flat.mul_(scale if whole is None else whole)
         return
@@ -154,7 +154,7 @@ def copy_scaled(
             torch.mul(value, scale if whole is None else whole, out=place)
 
 
-def _copy_at_once(values: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def copy_at_once(values: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Copy lists of one type each, and those that lie otherwise than their places one by one, as a list would all."""
     lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for value, place in zip(values, out, strict=True):

@@ -184,6 +184,9 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
     assert data["estimate"] == answer.costs.estimate
     assert data["compute"]["source"].endswith(f"(estimate: {answer.costs.estimate})")
     assert data["error"] == answer.choice.error
+    assert answer.launches is not None
+    assert f"in all {answer.launches.total.launches}" in " ".join(shown.split())
+    assert data["launches"]["kinds"]["update"]["launches"] == answer.launches.of("update").launches > 0
 
 
 def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
