@@ -11,7 +11,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.compat import LaunchCounter
 from fxcomp.runtime.group import Group
-from fxcomp.runtime.packing import copy_at_once, copy_scaled
+from fxcomp.runtime.packing import LARGE, copy_at_once, copy_scaled
 from fxcomp.runtime.transport import Groups
 
 
@@ -49,6 +49,19 @@ def test_a_device_is_handed_one_copy_and_at_most_one_product():
     assert launches(1.0) == 1
     assert launches(0.5) == 2
     assert launches(1.0, 3.0) == 3, "the two factors are multiplied with each other"
+
+
+@pytest.mark.parametrize(("scale", "started", "passes"), [(1.0, 1, 2), (0.5, 3, 2)])
+def test_a_large_value_is_multiplied_into_its_place(scale: float, started: int, passes: int):
+    sizes = (LARGE, 4, 4)
+    values = [torch.empty(size, device="meta") for size in sizes]
+    flat = torch.empty(sum(sizes), device="meta")
+    counter = LaunchCounter(lambda tensor: tensor.is_meta)
+    with counter:
+        copy_scaled(values, scale, flat.split(sizes), flat)
+    tally = counter.found["step"]
+    assert tally.launches == started
+    assert tally.touched_bytes == pytest.approx(4 * passes * sum(sizes), rel=1e-4)
 
 
 class Sent:
