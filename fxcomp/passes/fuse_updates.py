@@ -84,7 +84,9 @@ class _Fusion:
         with self._graph.inserting_before(after):
             counted = [self._counted(self._states[rule.counter])] if rule.counter else []
             arguments = ([self._parameter], [self._gradient], *states, *counted)
-            keywords = {name: numbers[rule.group, key] if isinstance(key, str) else key for name, key in rule.numbers}
+            keywords: dict[str, Any] = {
+                name: numbers[rule.group, key] if isinstance(key, str) else key for name, key in rule.numbers
+            }
             fused = self._graph.create_node("call_function", rule.operator, arguments, keywords)
         fused.meta["val"] = None
         set_info(fused, self._label)

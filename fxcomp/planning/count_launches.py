@@ -29,7 +29,7 @@ from fxcomp.runtime.transfers import Transfer
 DEVICE = torch.device("meta")
 
 STEPS_TAKEN = 2
-"""What the host's counters hold: of no steps corrections for a start at zero would be divided by zero."""
+"""The number in the host's counters: with 0, corrections for a start at zero would be divided by zero."""
 
 _KIND = {
     **dict.fromkeys(("pack", "cast", "in_place", "turn", "save", "accumulate", "mask_velocity"), "pack"),
