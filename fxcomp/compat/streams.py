@@ -10,7 +10,7 @@ from torch import Tensor
 
 def streams_of(device: torch.device) -> Any:
     """Return the module with a device's streams and events, as torch.cuda; None where work is done as it is given."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     return module if hasattr(module, "Stream") else None
 
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxcomp import compat
 from fxcomp.compressors import kernels
 
 _torch = cast("Any", torch)  # partly untyped
@@ -59,8 +58,8 @@ def roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> None:
 
 def all_finite(values: Sequence[Tensor]) -> bool:
     """Return whether values are finite. What lies on a device is read once: each read waits for it."""
-    there = [value for value in values if compat.works_later(value.device) and value.numel()]
-    is_finite_here = all(_is_finite(value) for value in values if not compat.works_later(value.device))
+    there = [value for value in values if value.device.type != "cpu" and value.numel()]
+    is_finite_here = all(_is_finite(value) for value in values if value.device.type == "cpu")
     if not there:
         return is_finite_here
     largest = torch.ops.aten._foreach_norm.Scalar(there, math.inf)
