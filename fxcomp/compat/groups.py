@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, cast
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
@@ -140,11 +139,6 @@ def _unbound(group: Any) -> Generator[None]:
 def backend_names(group: Any) -> dict[str, str]:
     """Name a group's backends by type of device; to `dist.get_backend` all have one name, which may be "undefined"."""
     return {device.type: group._get_backend(device).name() for device in group._device_types}
-
-
-def makes_means(group: Any, device: torch.device) -> bool:
-    """Ask if a group's backend for a device divides by the number of ranks itself, as NCCL does."""
-    return device.type == "cuda" and group._get_backend(device).name() == "nccl"
 
 
 def groups_made() -> int:

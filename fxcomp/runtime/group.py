@@ -12,6 +12,7 @@ from itertools import cycle
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -58,6 +59,10 @@ class Group:
 
     def __post_init__(self) -> None:
         self.translated = Translated(_one_of([rank for k, rank in enumerate(self.ranks) if k != self.place]))
+
+    def is_over_nccl(self, device: torch.device) -> bool:
+        """Tell the backend that has reductions to a root and means, and passes bytes on from rank to rank."""
+        return self.backends.get(device.type) == "nccl"
 
     @property
     def live(self) -> Any:

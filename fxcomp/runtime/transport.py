@@ -95,7 +95,7 @@ class Groups:
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
         group = self._groups[level, lane]
         op = {"avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}.get(how, dist.ReduceOp.SUM)
-        if how == "avg" and not compat.makes_means(group.live, value.device):
+        if how == "avg" and not group.is_over_nccl(value.device):
             value.mul_(1 / len(group.ranks))
             op = dist.ReduceOp.SUM
         with group.translated:
@@ -217,8 +217,7 @@ def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
     ranks bring.
     """
     owners = [place for place, own in enumerate(parts) if own]
-    is_over_nccl = group.backends.get(value.device.type) == "nccl"
-    return owners[0] if len(owners) == 1 and is_over_nccl else None
+    return owners[0] if len(owners) == 1 and group.is_over_nccl(value.device) else None
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:

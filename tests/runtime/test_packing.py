@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxcomp import compat
 from fxcomp.compat import LaunchCounter
 from fxcomp.runtime.group import Group
 from fxcomp.runtime.packing import LARGE, copy_at_once, copy_scaled
@@ -76,14 +75,9 @@ class Sent:
         return object()
 
 
-@pytest.mark.parametrize(("makes_means", "sent", "op"), [(True, 6.0, "AVG"), (False, 2.0, "SUM")])
-def test_a_backend_without_means_gets_shares(makes_means: bool, sent: float, op: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compat, "makes_means", lambda *_: makes_means)
+@pytest.mark.parametrize(("backend", "sent", "op"), [("nccl", 6.0, "AVG"), ("gloo", 2.0, "SUM")])
+def test_a_backend_without_means_gets_shares(backend: str, sent: float, op: str, monkeypatch: pytest.MonkeyPatch):
     seen = Sent(monkeypatch)
-    groups = Groups({("world", "main"): Group(object(), (0, 1, 2), 0, is_direct=False)})
-    groups.all_reduce(torch.tensor([6.0]), "world", "main", "avg")
+    group = Group(object(), (0, 1, 2), 0, is_direct=False, backends={"cpu": backend})
+    Groups({("world", "main"): group}).all_reduce(torch.tensor([6.0]), "world", "main", "avg")
     assert seen.calls == [([sent], getattr(torch.distributed.ReduceOp, op))]
-
-
-def test_the_cpus_backend_makes_no_means():
-    assert not compat.makes_means(object(), torch.device("cpu"))
