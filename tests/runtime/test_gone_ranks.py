@@ -67,6 +67,7 @@ def with_rank_0s_store(how: str) -> None:
         store.set("port", str(served.port))
     else:
         served = dist.TCPStore("127.0.0.1", int(store.get("port")), 2, is_master=False)
+    dist.barrier()  # one rank may still be connecting to the group that the other one leaves
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=2, timeout=timedelta(seconds=600))
     capture = compile_step.capture_first
