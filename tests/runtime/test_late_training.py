@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from helpers.late.training import CASES, HOOK_CASES, STEPS, Trained, all_trained, begins
+from helpers.late.training import CASES, HOOK_CASES, SHARDED_CASES, STEPS, Trained, all_trained, begins
 from helpers.ranks import run_ranks
 
 TWO_STEPS_LATE = "an event at rider.py:begin"
@@ -53,6 +53,6 @@ def test_steps_and_passes_train_as_on_the_cpu_and_the_host_does_not_wait():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, *HOOK_CASES])
+@pytest.mark.parametrize("name", [*CASES, *HOOK_CASES, *SHARDED_CASES])
 def test_by_many_schedules(name: str):
     check_all([name], range(100, 116))

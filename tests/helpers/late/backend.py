@@ -42,6 +42,8 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "is_idle": (ctypes.c_int, ctypes.c_int64, ctypes.c_int),
     "elapsed_ms": (ctypes.c_double, ctypes.c_int64, ctypes.c_int64),
     "used_on": (None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
+    "allocate": (ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64),
+    "release": (None, ctypes.c_int64),
 }
 
 
@@ -66,7 +68,9 @@ def _answers(machine: Machine) -> dict[str, Callable[..., Any]]:
         "wait_for_device": machine.wait_for_device,
         "is_idle": lambda stream, device: int(not machine.lane(device, stream).jobs),
         "elapsed_ms": lambda first, last: 1e3 * (events[last].at_s - events[first].at_s),
-        "used_on": lambda memory, stream, device: machine.used_on(memory, stream, device),
+        "used_on": machine.used_on,
+        "allocate": machine.allocate,
+        "release": machine.free,
     }
 
 
@@ -82,8 +86,8 @@ class LateModule(ModuleType):
         super().__init__("torch.late")
         self._guard = guard
 
-    def Stream(self, device: Any = None) -> torch.Stream:
-        return torch.Stream(device=_device(device))
+    def Stream(self, device: Any = None, priority: int = 0) -> torch.Stream:
+        return torch.Stream(device=_device(device), priority=priority)
 
     def current_stream(self, device: Any = None) -> torch.Stream:
         index = self.index(device)

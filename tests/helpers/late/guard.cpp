@@ -27,6 +27,8 @@ struct Calls {
   int (*is_idle)(int64_t stream, int device);
   double (*elapsed_ms)(int64_t first, int64_t second);
   void (*used_on)(const void* memory, int64_t stream, int device);
+  int64_t (*allocate)(int64_t bytes, int device, int64_t stream);
+  void (*release)(int64_t memory);
 };
 
 Calls calls;
@@ -146,6 +148,10 @@ struct Pinned final : c10::Allocator {
 
 Pinned allocator;
 
+void release(void* memory) {
+  calls.release(reinterpret_cast<int64_t>(memory));
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override {
     return true;
@@ -178,6 +184,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     std::lock_guard<std::mutex> locked(pinned_mutex);
     auto after = pinned.upper_bound({place, UINTPTR_MAX});
     return after != pinned.begin() && place <= std::prev(after)->second;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto* whole = storage.unsafeGetStorageImpl();
+    auto device = storage.device();
+    TORCH_CHECK(bytes == 0 || whole->nbytes() == 0, "only memory that was given back is made again");
+    c10::DataPtr fresh(nullptr, device);
+    if (bytes > 0) {
+      auto place = calls.allocate(static_cast<int64_t>(bytes), device.index(), current_streams[device.index()]);
+      auto* memory = reinterpret_cast<void*>(place);
+      fresh = c10::DataPtr(memory, memory, &release, device);
+    }
+    whole->set_data_ptr_noswap(std::move(fresh));
+    whole->set_nbytes(bytes);
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {
     return &allocator;

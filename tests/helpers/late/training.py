@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
+from fxcomp.cost.table import CostTable
 from helpers import late
 from helpers.late import network
 from helpers.late.machine import ELSEWHERE
@@ -131,7 +134,12 @@ class Training:
         return losses
 
     def values(self, losses: list[Tensor]) -> list[Tensor]:
-        return [value.detach().cpu() for value in (*losses, *self.model.parameters())]
+        """List all that must be the same on both devices."""
+        return [*losses, *self.model.parameters()]
+
+
+def _on_cpu(values: list[Tensor]) -> list[Tensor]:
+    return [value.detach().to("cpu", copy=True) for value in values]
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,29 @@ class HookTraining(Training):
         return losses
 
 
+class ShardedTraining(HookTraining):
+    """The same under fully_shard, or sharded and replicated."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        torch.manual_seed(0)
+        self.case, self.device, self.count, self.scaler = case, device, 0, None
+        self.model = self.ddp = Heads().to(device)
+        del self.model.heads[1]
+        ranks, kind = dist.get_world_size(), torch.device(device).type
+        replicas = ranks if case.options["replicated"] else 1
+        mesh = init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+        for module in (self.model.trunk, self.model):
+            fully_shard(module, mesh=mesh["shard"])
+        if case.options["replicated"]:
+            self.average = fxcomp.average_replicas(self.model, mesh["replicate"], costs=CostTable(), compress=case.plan)
+        else:
+            self.average = fxcomp.compress_reduce_scatter(self.model, costs=CostTable(), compress=case.plan)
+        self.optimizer = case.optimizer(self.model.parameters())
+
+    def values(self, losses: list[Tensor]) -> list[Tensor]:
+        return [*losses, *(parameter.to_local() for parameter in self.model.parameters())]
+
+
 HOOK_CASES = {
     "hook, int8": Case("int8", _sgd),
     "hook, in the pool": Case(ON_POOL, _sgd),
@@ -183,13 +214,20 @@ HOOK_CASES = {
     "hook, scaled": Case("int8", _sgd, scaled=True),
 }
 
+SHARDED_CASES = {
+    "sharded": Case("int8", _sgd, options={"replicated": False}),
+    "sharded and replicated": Case("int8", _sgd, options={"replicated": True}),
+}
+
 
 def begins(name: str) -> int:
     """Count the schedules in which state is made, and the hook's plan."""
-    return 3 if name in HOOK_CASES else 1
+    return 1 if name in CASES else 3
 
 
 def training_of(name: str, device: str) -> Training:
+    if name in SHARDED_CASES:
+        return ShardedTraining(SHARDED_CASES[name], device)
     return HookTraining(HOOK_CASES[name], device) if name in HOOK_CASES else Training(CASES[name], device)
 
 
@@ -202,12 +240,12 @@ def trained(name: str, seeds: Sequence[int]) -> Trained:
     wrong: list[int] = []
     waits: Counter[str] = Counter()
     for seed in seeds:
-        on_cpu = expected.values(expected.go_on(expected.batches()))
+        on_cpu = _on_cpu(expected.values(expected.go_on(expected.batches())))
         batches = there.batches()
         with late.schedule(seed):
             losses = there.go_on(batches)
             waits.update(machine.waits if seed not in seeds[: begins(name)] else {})
-        if not all(map(torch.equal, on_cpu, there.values(losses))):
+        if not all(torch.equal(*pair) for pair in zip(on_cpu, _on_cpu(there.values(losses)), strict=True)):
             wrong.append(seed)
     counted: Counter[str] = Counter()
     for where, count in waits.items():
