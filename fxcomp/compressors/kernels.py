@@ -94,8 +94,9 @@ class _Calls:
             self._threads = threads
         kernel = self._kernels.get(name)
         if kernel is None:
-            kernel = self._kernels[name] = self._library[name]
+            kernel = self._library[name]
             kernel.argtypes = list(map(_type_of, arguments))
+            self._kernels[name] = kernel  # another thread may take it from now on
         return kernel(*map(_to_c, arguments))
 
 

@@ -69,3 +69,25 @@ def test_kernels_that_do_not_load_are_not_called(monkeypatch: pytest.MonkeyPatch
         assert kernels.describe().startswith("compression on the CPU: plain torch (_kernels.abi3.so does not load: ")
     finally:
         kernels._library.cache_clear()
+
+
+def test_a_kernel_is_known_to_other_threads_once_it_can_be_called():
+    """Two threads call it for the first time at once: the second one must not find it half made."""
+
+    class Kernel:
+        def __setattr__(self, name: str, value: object) -> None:
+            assert "encode" not in calls._kernels, f"{name} comes too late"
+
+        def __call__(self, *arguments: object) -> int:
+            return len(arguments)
+
+    class Built:
+        def __getitem__(self, name: str) -> Kernel:
+            return Kernel()
+
+        def fxcomp_set_threads(self, count: object) -> None:
+            del count
+
+    calls = kernels._Calls(Built())
+    assert calls.run("encode", (1, 2.0)) == 2
+    assert "encode" in calls._kernels
