@@ -19,8 +19,9 @@ from fxcomp import compat
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
+from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
-from fxcomp.graph.info import ARGUMENTS, InputKind
+from fxcomp.graph.info import ARGUMENTS, InputKind, has_info, info
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.regions import Region, cut, regions
 from fxcomp.graph.work import is_free
@@ -67,17 +68,15 @@ def measure_step(
     """Run a program, and time its regions, over each transport in turns.
 
     Every rank calls it with the same `repeats`; one that is alone may stop when the next one would pass `budget_us`.
-    Random numbers, parameters and optimizer state are as before afterwards: what they were is kept on the host, so that
-    a device holds no second copy. In turns, because machines drift: what differs between two transports is then theirs;
-    ranks begin each together. The first step over each, which allocates, and the last one time every operator by
-    itself; the shorter time counts, because a hiccup makes one long. Where one step passes the budget, the first one
-    alone says how a region's time is shared out.
+    Random numbers and arguments are as before afterwards: what trained parameters and optimizer state were is kept on
+    the host, so that a device holds no second copy. In turns, because machines drift: what differs between two
+    transports is then theirs; ranks begin each together. The first step over each, which allocates, and the last one
+    time every operator by itself; the shorter time counts, because a hiccup makes one long. Where one step passes the
+    budget, the first one alone says how a region's time is shared out.
     """
     device = program.captured.device
-    by_kind = dict(zip(ARGUMENTS, arguments, strict=True))
-    before = [(value, value.detach().to("cpu", copy=True)) for value in _written(by_kind)]
-    by_kind[InputKind.BATCH] = [_copy(leaf) for leaf in by_kind[InputKind.BATCH]]
-    arguments = tuple(by_kind.values())
+    arguments = _lent(program, arguments)
+    before = [(value, value.detach().to("cpu", copy=True)) for value in _trained(arguments)]
     runs = [_MeasuredRun(program, Runtime(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
@@ -259,13 +258,37 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _written(by_kind: Mapping[InputKind, Sequence[Any]]) -> Iterator[Tensor]:
-    """Find what a step may overwrite, but for the batch; frozen parameters stay."""
-    for kind, values in by_kind.items():
-        for value in values:
-            is_frozen = kind is InputKind.PARAMETER and not value.requires_grad
-            if kind is not InputKind.BATCH and isinstance(value, Tensor) and not is_frozen:
-                yield value
+def _lent(program: Program, arguments: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Copy what cannot be put back, as memory that is read-only or shared by elements: buffers, and the batch.
+
+    Frozen parameters are copied where the step writes them.
+    """
+    written = {_memory(place) for node in program.graph.graph.nodes for place in written_nodes(node)}
+    named = {source.name for node in written if has_info(node) and (source := info(node).source) is not None}
+    names = [source.name for source in program.inputs if source.kind is InputKind.PARAMETER]
+    lent: list[Sequence[Any]] = []
+    for kind, values in zip(ARGUMENTS, arguments, strict=True):
+        if kind is InputKind.PARAMETER:
+            pairs = zip(values, names, strict=True)
+            lent.append([v if v.requires_grad or name not in named else _copy(v) for v, name in pairs])
+        else:
+            lent.append(list(map(_copy, values)) if kind in (InputKind.BUFFER, InputKind.BATCH) else values)
+    return lent
+
+
+def _memory(node: Node) -> Node:
+    """Find the value whose memory a view shows."""
+    while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _trained(arguments: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
+    """Find what a step overwrites of what is lent as it is."""
+    for kind, values in zip(ARGUMENTS, arguments, strict=True):
+        if kind not in (InputKind.BUFFER, InputKind.BATCH):
+            tensors = (value for value in values if isinstance(value, Tensor))
+            yield from (v for v in tensors if v.requires_grad or kind is not InputKind.PARAMETER)
 
 
 def _us(clock: Clock, start: Any, end: Any) -> float:

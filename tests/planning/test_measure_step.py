@@ -1,8 +1,12 @@
 """Measuring a step: what it takes around its nodes and between them counts too."""
 
+import copy
 import statistics
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -174,3 +178,39 @@ def test_measuring_a_step_holds_no_second_copy_on_the_device():
     of_step, of_measuring, parameter_bytes, is_as_before = run_alone(measured)
     assert is_as_before
     assert of_measuring < of_step + parameter_bytes / 2
+
+
+class Unwritable(nn.Module):
+    """Keeps what nobody may write into, and a frozen table whose rows the forward pass shortens."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        numpy.arange(4, dtype=numpy.float32).tofile(file)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("shared", torch.ones(1).expand(4))
+        with warnings.catch_warnings(action="ignore"):
+            read_only = torch.from_numpy(numpy.memmap(file, numpy.float32, "r"))
+        self.register_buffer("read_only", read_only)
+        self.frozen = nn.Parameter(read_only.view(4), requires_grad=False)
+        self.table = nn.Embedding(3, 4, max_norm=0.5).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.shared + self.read_only + self.frozen + self.table.weight.sum(0) + self.table(ROWS)
+
+
+ROWS = torch.tensor([0, 2])
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def test_measuring_writes_into_nothing_that_a_step_only_reads_and_leaves_all_as_it_was(tmp_path: Path):
+    model = Unwritable(tmp_path / "values")
+    optimizer = torch.optim.AdamW(model.layer.parameters())
+    job = fxcomp.Job(model, squares, optimizer, torch.ones(2, 4))
+    before = copy.deepcopy(dict(model.state_dict()))
+    training, captured = capture_job(job)
+    measured_here(training, captured, job.batch, CostTable(), Compiler(PAIR))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert float(model.table.weight.norm(dim=1).max()) > 0.5, "nothing has shortened it"
