@@ -74,17 +74,17 @@ aten = torch.ops.aten
 
 
 def label_backward(graph: GraphModule, names: Mapping[int, str], members: Members) -> GraphModule:
-    """Say which nodes make the gradients, and hand each out as a copy, because the buffers of a bucket are used again.
+    """Say which nodes make the gradients, and hand each out where the bucket's mean lies.
 
         %mm  f32[4,2]  aten.mm(%a, %x)
         output(%mm, None)
      -->
         %mm     gradient  f32[4,2]  aten.mm(%a, %x)      fc.weight
-        %clone  update    f32[4,2]  aten.clone(%mm)      fc.weight
-        output(None, (%clone, None))
+        %alias  update    f32[4,2]  aten.alias(%mm)      fc.weight
+        output(None, (%alias, None))
 
-    `names` are the trainable parameters by the place of their input; `members` average their gradients. The copy has
-    the optimizer's role: it follows the wait.
+    `names` are the trainable parameters by the place of their input; `members` average their gradients. The alias has
+    the optimizer's role: it follows the wait. Who runs the step gives the bucket's memory away with it.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)
@@ -110,7 +110,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
 
 
 def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
-    """Label the gradient that an output is made of; returns the copy that takes the output's place."""
+    """Label the gradient that an output is made of; returns what takes the output's place."""
     output, reduction = gm.graph.output_node(), _reduction_behind(value)
     local = value if reduction is None else reduction.all_input_nodes[0]
     others = [user for user in local.users if user not in (output, reduction)]
@@ -127,7 +127,7 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
         value, local = alias if value is local else value, alias
     local.meta["val"] = _fixed(local.meta["val"])
     with gm.graph.inserting_before(output):
-        return call(gm.graph, aten.clone.default, (value,), NodeInfo(Role.UPDATE, name))
+        return call(gm.graph, aten.alias.default, (value,), NodeInfo(Role.UPDATE, name))
 
 
 def _fixed(gradient: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.errors import CaptureFailed
 from fxcomp.graph.regions import Region, regions
 
 
@@ -48,6 +49,8 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
     is left as it is returns another type than its fake one (`native_layer_norm` of 16 bits with a weight of 32 does, on
     the CPU), it would read those bits as something else: `plain` stays there, too. The first call tells.
     """
+    if any(map(compat.draws_by_seed, region.nodes)):
+        plain = _refuse_to_draw
     draws = [node for node in region.nodes if compat.draws(node)]
     fills = [node for node in draws if _fills_fresh_memory(node)]
     if (fills and len(fills) < len(draws)) or any(map(_fills_out_of_order, draws)):
@@ -79,6 +82,13 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
         return [*(inputs[number] for number in wanted), *(inputs[number][item] for number, item in items)]
 
     return compiled_region
+
+
+def _refuse_to_draw(*_: Any) -> NoReturn:
+    raise CaptureFailed(
+        "part of the backward pass needs random numbers that only Inductor's code makes, and cannot be compiled.\n"
+        "  Set torch._inductor.config.fallback_random = True, which lets torch draw them."
+    )
 
 
 def _only_checks(node: Node) -> bool:

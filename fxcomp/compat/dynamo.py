@@ -14,6 +14,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
@@ -65,6 +66,83 @@ def compile_training(
     # A generator's state as a tensor, on every device: generator objects are inputs of another kind.
     with functorch_config.patch(force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False):
         return compiler(gm, inputs)
+
+
+Backward = Callable[[list[Any]], Sequence[Any]]
+"""Takes a list, which it may empty."""
+
+
+def compile_training_with_inductor(
+    gm: GraphModule, inputs: Sequence[Any], backward: Callable[[GraphModule, Backward], Backward]
+) -> Callable[..., Any]:
+    """Compile what Dynamo hands to a backend as `backend="inductor"` does, but the backward graph by `backward`.
+
+    The forward pass is Inductor's, and so is what is saved for the backward pass and what that computes again.
+    `backward` is given the graph, with fakes that lie as real values will, and the function that Inductor makes of it
+    as a whole: when it is called first, or now where sizes are symbols, because the next call may assume no more.
+
+    With symbolic sizes random operators stay torch's own. Else Inductor may replace them by `draws_by_seed`.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    is_dynamic = any(isinstance(v, SYMBOLS) or (isinstance(v, torch.Tensor) and has_symbols(v)) for v in inputs)
+    patches = {"fallback_random": config.fallback_random or is_dynamic, "triton.cudagraphs": False}
+
+    def compile_graph(graph: GraphModule, given: Sequence[Any], *args: Any, **how: Any) -> Callable[..., Any]:
+        if not how.get("is_backward"):
+            return compile_fx_inner(graph, given, *args, **how)
+        _keep_what_is_saved()
+        _take_inputs(graph, given)
+        context = TracingContext.try_get()
+
+        def compile_whole() -> Backward:
+            with tracing(context), config.patch(patches):
+                whole: Any = compile_fx_inner(graph, given, *args, **how)
+            return whole
+
+        own = _MadeLater(compile_whole)
+        compiled = backward(graph, own)
+        if is_dynamic:
+            own.make()
+
+        def run(values: list[Any]) -> Sequence[Any]:
+            return compiled(values)
+
+        vars(run)["_boxed_call"] = True
+        return run
+
+    # A cache of both passes would not ask for the backward pass again.
+    with functorch_config.patch(
+        force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False, enable_autograd_cache=False
+    ):
+        return compile_fx(gm, list(inputs), inner_compile=compile_graph, config_patches=patches)
+
+
+class _MadeLater:
+    """A function that is made when it is called first."""
+
+    def __init__(self, make: Callable[[], Backward]) -> None:
+        self._make: Callable[[], Backward] | None = make
+        self._run: Backward | None = None
+
+    def make(self) -> Backward:
+        if self._make is not None:
+            self._run, self._make = self._make(), None
+        assert self._run is not None, "making it raised"
+        return self._run
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        return self.make()(values)
+
+
+def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
+    """Let a graph's fakes follow from other inputs: what Inductor's forward pass saves may lie otherwise than traced."""
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    view_to_reshape(graph)
+    fake_tensor_prop(graph, given, True)
 
 
 def _keep_what_is_saved() -> None:
@@ -120,6 +198,12 @@ def _compiled_node(nodes: Sequence[Any]) -> Any:
             return node
         queue += [following for following, _ in node.next_functions if following is not None]
     return None
+
+
+def draws_by_seed(node: Node) -> bool:
+    """Ask if a node stands for random numbers that only Inductor's code makes, of a seed that the graph has."""
+    target = node.target
+    return isinstance(target, OpOverload) and target._schema.name.startswith("prims::inductor_rand")
 
 
 def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxcomp.capture.backward_graph import FoundParameters
+from fxcomp.codegen import program
 from fxcomp.errors import BadOption
 from fxcomp.options import StepOptions
 
@@ -21,9 +22,17 @@ class Options:
     step: StepOptions
     model: nn.Module | None = None
     ignore: tuple[str, ...] = ()
+    inductor: bool | None = None
+    """Inductor compiles; None where it depends on the device."""
+
+    def uses_inductor(self, inputs: Sequence[Any]) -> bool:
+        """Tell if Inductor compiles a graph with these inputs: as asked, else on devices whose regions it compiles."""
+        if self.inductor is not None:
+            return self.inductor
+        return any(isinstance(value, Tensor) and value.device.type in program.INDUCTOR_DEVICES for value in inputs)
 
 
-KNOWN = ("compress", "cluster", "costs", "process_group", "model", "ignore")
+KNOWN = ("compress", "cluster", "costs", "process_group", "model", "ignore", "inductor")
 OF_WHOLE_STEPS = (
     "max_grad_norm",
     "max_grad_value",
@@ -62,6 +71,13 @@ def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) 
         raise BadOption("options['ignore'] is a list of parameter names, and needs options['model'] to find them in")
     if model is not None:
         _check_ignored(model, ignore)
+    inductor = given.get("inductor")
+    if inductor not in (None, True, False):
+        raise BadOption(
+            f"options['inductor'] is {inductor!r}.\n"
+            "  True lets Inductor compile, False lets torch's operators run one by one; leave it out for what is usual"
+            " on the device."
+        )
     step = StepOptions.of_gradients(
         given.get("compress", "balanced"),
         "which torch.compile leaves yours",
@@ -69,7 +85,7 @@ def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) 
         costs=given.get("costs"),
         process_group=given.get("process_group"),
     )
-    return Options(step, model, tuple(ignore))
+    return Options(step, model, tuple(ignore), inductor)
 
 
 def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:

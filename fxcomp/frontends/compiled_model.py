@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fxcomp import compat
 from fxcomp.capture.step_capture import refuse_gradients
 from fxcomp.codegen.emit import emit
-from fxcomp.codegen.load import load
+from fxcomp.codegen.load import compile_regions, load
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
@@ -133,12 +133,14 @@ class CompiledModel:
 
     # Running
 
-    def emit(self, labelled: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    def emit(self, labelled: GraphModule, inductor: bool) -> compat.Backward:
         """Rewrite a backward graph for the plan and make it a function. Local: no communication."""
         final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
         module = load(self.source, final, compat.cache_directory() / "steps")
+        if inductor:
+            compile_regions(module, final)
         residuals = [self.state.residuals.of(*key) for key in slots_of(final, InputKind.RESIDUAL)]
         states = [self.state.compressor_states.of(*key) for key in slots_of(final, InputKind.COMPRESSOR_STATE)]
         places = _places_of_gradients(final)
@@ -150,6 +152,7 @@ class CompiledModel:
             with torch.no_grad():
                 _, results = module.step(self.runtime, *arguments_of({**kept, InputKind.BATCH: given}))
                 self.runtime.finish()
+                self.runtime.buffers.give_away([results[place] for place in places.values()])
                 self.state.settle()
                 self.passes += 1
                 if self.model is None and self.passes <= COMPARED_PASSES:
@@ -168,7 +171,7 @@ class CompiledModel:
 
         return together
 
-    def keeping(self, own: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    def keeping(self, own: compat.Backward) -> compat.Backward:
         """Choose a backward pass whose gradients stay on this rank until one that sends them."""
         self._local_passes += 1
         self._is_owed = True
@@ -214,8 +217,8 @@ def _places_of_gradients(final: GraphModule) -> dict[str, int]:
     """Find each parameter's averaged gradient among the results."""
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
-    copies = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
-    return {str(info(node).parameter): outputs.index(node) for node in copies}
+    given = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
+    return {str(info(node).parameter): outputs.index(node) for node in given}
 
 
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:

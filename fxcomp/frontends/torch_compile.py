@@ -1,6 +1,6 @@
 """The backend of `torch.compile(model, backend="fxcomp")`: a backward pass that ends with averaged gradients.
 
-    forward graph   ─────────────────────────────────────────────────────────► runs as it is
+    forward graph   ─────────────────────────────────────────────────────────► runs as it is, or Inductor's
     backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward, gradients averaged
 
 The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. What compile_step does with a whole step
@@ -75,26 +75,26 @@ def fxcomp_backend(
     """Compile what Dynamo found. torch.compile calls this; see the top of this file for its options."""
     chosen = read_options(options, unknown)
     _refuse_ddp(chosen.model)
+    inductor = chosen.uses_inductor(example_inputs)
     if not _has_others(chosen.step.process_group):
         Ranks.join(chosen.step.cluster, "torch_compile", chosen.step.process_group)
         if chosen.step.compress.pinned:
             check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
-        return compat.compile_training(gm, example_inputs, reshape_uncertain_views, _run_eagerly)
+        return _compile(gm, example_inputs, inductor, lambda _, own: own)
     found = FoundParameters.of(gm, example_inputs, chosen.model)
     averaged: list[int] = []
     models: list[CompiledModel] = []
 
-    def compile_backward(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    def compile_backward(graph: GraphModule, own: compat.Backward) -> compat.Backward:
         with compat.real_tensors(), torch.no_grad():
             averaged.extend(found.averaged(graph, chosen.ignore))
-            own = _run_eagerly(graph)
             if not averaged:
                 return own
-            compiled, everywhere = _compile_backward(graph, found, chosen, options)
+            compiled, everywhere = _compile_backward(graph, found, chosen, options, inductor)
             models.append(compiled)
             return lambda values: (everywhere if compiled.averaging.is_due() else compiled.keeping(own))(values)
 
-    run = compat.compile_training(gm, example_inputs, reshape_uncertain_views, compile_backward)
+    run = _compile(gm, example_inputs, inductor, compile_backward)
     return _for_one_model(run, found, averaged, models[0].averaging) if averaged else run
 
 
@@ -102,8 +102,20 @@ def _has_others(process_group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and len(Members.of(process_group)) > 1
 
 
-def _run_eagerly(backward: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    return compat.run_eagerly(reshape_uncertain_views(backward, inputs_are_certain=False))
+def _compile(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    inductor: bool,
+    backward: Callable[[GraphModule, compat.Backward], compat.Backward],
+) -> Callable[..., Any]:
+    """Compile both passes. `backward` is given the graph, and the function that it is as long as nothing is sent."""
+    if inductor:
+        return compat.compile_training_with_inductor(gm, inputs, backward)
+
+    def compile_backward(graph: GraphModule) -> compat.Backward:
+        return backward(graph, compat.run_eagerly(reshape_uncertain_views(graph, inputs_are_certain=False)))
+
+    return compat.compile_training(gm, inputs, reshape_uncertain_views, compile_backward)
 
 
 def _for_one_model(
@@ -128,20 +140,20 @@ def _for_one_model(
 
 
 def _compile_backward(
-    graph: GraphModule, found: FoundParameters, chosen: Options, given: GivenOptions
-) -> tuple[CompiledModel, Callable[[list[Any]], Sequence[Any]]]:
+    graph: GraphModule, found: FoundParameters, chosen: Options, given: GivenOptions, inductor: bool
+) -> tuple[CompiledModel, compat.Backward]:
     """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
     compiled = _known(chosen.model, given)
     if compiled is not None:
         labelled = label_backward(graph, names, compiled.members)
         _check_same_parameters(compiled, found, gradients(labelled))
-        return compiled, compiled.emit(labelled)
+        return compiled, compiled.emit(labelled, inductor)
     with Ranks.meeting(chosen.step.cluster, "torch_compile", chosen.step.process_group) as ranks:
         ranks.attempt("checking options", lambda: check_pins(chosen, found))
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks)
-        emitted = compiled.emit(labelled)
+        emitted = compiled.emit(labelled, inductor)
     reduced = {id(found.parameters[name]) for name in gradients(labelled)}
     compiled.watch(_uncovered(chosen.model, chosen.ignore, reduced) if chosen.model is not None else {})
     _models.append(compiled)
@@ -261,6 +273,7 @@ def _start(
     facts: dict[str, Any] = {f"the shape of {name!r}": list(each.shape) for name, each in {**shared, **covered}.items()}
     facts |= {f"the type of {name!r}": str(each.dtype) for name, each in {**shared, **covered}.items()}
     facts |= {f"a gradient of {name!r}": True for name in covered}
+    facts |= {"the option 'inductor'": chosen.inductor}
     shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
     here = ModelHere(shapes, next(iter(covered.values())).device, facts, shared.values())
     start = Start.of("torch_compile", ranks, chosen.step, here)

@@ -90,6 +90,17 @@ class Buffers:
             self._rooms.pop(known.data_ptr(), None)
         self._known[name, memory.numel(), memory.dtype] = memory
 
+    def give_away(self, values: Sequence[Tensor]) -> None:
+        """Leave the memory that these values lie in to who has them: the next step takes other memory for its lines."""
+        gone = {value.untyped_storage().data_ptr() for value in values}
+        for key, buffer in list(self._known.items()):
+            if buffer.untyped_storage().data_ptr() in gone:
+                del self._known[key]
+                self._rooms.pop(buffer.data_ptr(), None)
+        for key, parts in list(self._slots.items()):
+            if parts[0].untyped_storage().data_ptr() in gone:
+                del self._slots[key]
+
     def clear(self) -> None:
         """Give the memory back."""
         self._known.clear()

@@ -25,6 +25,7 @@ from fxcomp.plan.compress import Compress
         ({"checks": Checks()}, "there is no option 'checks' here: it is about whole steps"),
         ({"compress": Compress(pins={"wieght": "int8"})}, "matches no parameter; did you mean 'weight'?"),
         ({"compress": 3}, "is an error budget, which goes into a Compress"),
+        ({"inductor": "no"}, "options['inductor'] is 'no'.\n  True lets Inductor compile"),
         ({"model": "mlp"}, "options['model'] must be the module that is compiled; it is a str"),
         ({"ignore": ["bias"]}, "needs options['model']"),
         ({"model": nn.Linear(2, 2), "ignore": ["bais"]}, "did you mean 'bias'?"),
@@ -47,4 +48,4 @@ def test_a_mode_of_torch_compile_is_for_other_backends():
 
 def test_every_option_of_a_compiled_step_is_known_or_said_to_be_missing():
     options = [p.name for p in inspect.signature(compile_step).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert sorted(options) == sorted({*KNOWN, *OF_WHOLE_STEPS} - {"model", "ignore"})
+    assert sorted(options) == sorted({*KNOWN, *OF_WHOLE_STEPS} - {"model", "ignore", "inductor"})
