@@ -99,12 +99,15 @@ def _compressors(gm: GraphModule) -> _Names:
 
 
 def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors: _Names) -> str:
-    lines = _unpacked_inputs(gm)
     outputs: Any = gm.graph.output_node().args[0]
     loss: Any = outputs[0]
     announced = loss is None  # a backward pass alone: it changes no parameters
+    saved = _saved_inputs(gm) if loss is None else []
+    lines = _unpacked_inputs(gm)
+    if saved:
+        lines.append(f"    {ARGUMENTS[InputKind.BATCH]}.clear()")
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
-    dead_after = _dead_after(gm, pieces, undoing)
+    dead_after = _dead_after(gm, pieces, undoing, saved)
     for piece in pieces:
         if _changes_parameters(piece) and not announced:
             lines += _before_update(gm, loss)
@@ -134,6 +137,12 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
     return [
         wrapped("    (", names, f",) = {ARGUMENTS[kind]}", indent="    ") for kind, names in by_kind.items() if names
     ]
+
+
+def _saved_inputs(gm: GraphModule) -> list[Node]:
+    """List what a forward pass outside has saved: it comes in a list, and goes as soon as it is used."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [n for n in inputs if (source := info(n).source) is not None and source.kind is InputKind.BATCH]
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
@@ -187,11 +196,14 @@ def _region_call(region: Region) -> str:
     return wrapped(f"{assigned}{region.name}(", [node.name for node in region.inputs], ")", indent="    ")
 
 
-def _dead_after(gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node]) -> dict[int, list[str]]:
-    """List the regions' results that nobody needs after a piece, by the piece's id."""
-    kept = {*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes, *undoing}
+def _dead_after(
+    gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node], saved: Sequence[Node]
+) -> dict[int, list[str]]:
+    """List the regions' results, and what was saved for them, that nobody needs after a piece, by the piece's id."""
+    inputs = set(gm.graph.find_nodes(op="placeholder")) - set(saved)
+    kept = {*inputs, *gm.graph.output_node().all_input_nodes, *undoing}
     last_user: dict[Node, Region | Node] = {}
-    made: set[Node] = set()
+    made: set[Node] = set(saved)
     for piece in pieces:
         used = piece.inputs if isinstance(piece, Region) else piece.all_input_nodes
         last_user.update((node, piece) for node in used if node in made)

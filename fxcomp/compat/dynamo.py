@@ -261,8 +261,8 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     """
     from torch._inductor import standalone_compile as compile_graph
 
-    # Inductor's own generator would draw other numbers than eager.
-    patches: dict[str, Any] = {"fallback_random": True}
+    # Inductor's own generator would draw other numbers than eager, where the graph does not name it.
+    patches: dict[str, Any] = {"fallback_random": not any(map(draws_by_seed, module.graph.nodes))}
     if keeps_order:
         patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
     if any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes):

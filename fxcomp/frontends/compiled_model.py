@@ -147,10 +147,8 @@ class CompiledModel:
         kept: dict[InputKind, Sequence[Any]] = {InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states}
 
         def backward(values: list[Any]) -> Sequence[Any]:
-            given = tuple(values)
-            values.clear()
             with torch.no_grad():
-                _, results = module.step(self.runtime, *arguments_of({**kept, InputKind.BATCH: given}))
+                _, results = module.step(self.runtime, *arguments_of({**kept, InputKind.BATCH: values}))
                 self.runtime.finish()
                 self.runtime.buffers.give_away([results[place] for place in places.values()])
                 self.state.settle()
