@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from models import MODELS
 from records import Records, options, show_progress, spread, table
+
+from torch.multiprocessing.spawn import spawn
 
 from fxcomp.frontends.torch_compile import compiled_model
 from fxcomp.runtime.transport import NullTransport
@@ -43,7 +44,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(run, (parser.parse_args(), port), nprocs=RANKS)  # pyright: ignore[reportUnknownMemberType]
+    spawn(run, (parser.parse_args(), port), nprocs=RANKS)
 
 
 def run(rank: int, arguments: Any, port: int) -> None:

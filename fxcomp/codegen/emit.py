@@ -102,7 +102,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     outputs: Any = gm.graph.output_node().args[0]
     loss: Any = outputs[0]
     announced = loss is None  # a backward pass alone: it changes no parameters
-    saved = _saved_inputs(gm) if loss is None else []
+    saved = _saved_inputs(gm) if announced else []
     lines = _unpacked_inputs(gm)
     if saved:
         lines.append(f"    {ARGUMENTS[InputKind.BATCH]}.clear()")

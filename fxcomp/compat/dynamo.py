@@ -116,7 +116,8 @@ def compile_training_with_inductor(
     with functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False, enable_autograd_cache=False
     ):
-        return compile_fx(gm, list(inputs), inner_compile=compile_graph, config_patches=patches)
+        compile_both: Any = compile_fx  # typed for what Inductor itself makes
+        return compile_both(gm, list(inputs), inner_compile=compile_graph, config_patches=patches)
 
 
 class _MadeLater:
@@ -137,7 +138,7 @@ class _MadeLater:
 
 
 def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
-    """Let a graph's fakes follow from other inputs: what Inductor's forward pass saves may lie otherwise than traced."""
+    """Let a graph's fakes follow from others: what Inductor's forward pass saves may lie otherwise than traced."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 

@@ -9,8 +9,9 @@ machine's roofline, because a backward graph cannot be timed before there are ac
 
 Options, in `options={...}`: `compress`, as far as it is about gradients, `cluster`, `costs` and `process_group` as in
 compile_step; `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters
-that the graph does not reach; `ignore`, names of those that need no reduction. Without `model`, parameters must start
-equal, and the first backward passes are compared between ranks.
+that the graph does not reach; `ignore`, names of those that need no reduction; `inductor`, True to let Inductor compile
+both passes, which is usual on CUDA. Without `model`, parameters must start equal, and the first backward passes are
+compared between ranks.
 
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with

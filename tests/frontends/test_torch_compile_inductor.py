@@ -26,9 +26,7 @@ from fxcomp.plan.strategy import DENSE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
 
-TWO_BUCKETS = Plan(
-    (Bucket(("2.bias", "2.weight"), (10, 480), DENSE), Bucket(("0.bias", "0.weight"), (48, 960), DENSE))
-)
+TWO_BUCKETS = Plan((Bucket(("2.bias", "2.weight"), (10, 480), DENSE), Bucket(("0.bias", "0.weight"), (48, 960), DENSE)))
 
 
 def mlp() -> nn.Module:
