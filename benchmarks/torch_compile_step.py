@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from models import MODELS
 from records import Records, options, show_progress, spread, table
-
 from torch.multiprocessing.spawn import spawn
 
 from fxcomp.frontends.torch_compile import compiled_model
