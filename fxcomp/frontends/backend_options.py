@@ -26,7 +26,7 @@ class Options:
     """Inductor compiles; None where it depends on the device."""
 
     def uses_inductor(self, inputs: Sequence[Any]) -> bool:
-        """Tell if Inductor compiles a graph with these inputs: as asked, else on devices whose regions it compiles."""
+        """Ask if Inductor compiles a graph with these inputs: as asked, else on devices whose regions it compiles."""
         if self.inductor is not None:
             return self.inductor
         return any(isinstance(value, Tensor) and value.device.type in program.INDUCTOR_DEVICES for value in inputs)
