@@ -128,7 +128,7 @@ def two_forwards(run: Callable[..., Any]) -> Tensor:
 
 
 def passes_of_an_mlp() -> dict[str, Any]:
-    """Tell what Inductor compiled, gaps to `backend="inductor"` and to eager, and what became of gradients that are held."""
+    """Tell what Inductor compiled, gaps to `backend="inductor"` and to eager, and what became of gradients held."""
     found: dict[str, Any] = {}
     found["two forward passes"] = compared(mlp, two_forwards, plan=TWO_BUCKETS)
     torch._dynamo.reset()
