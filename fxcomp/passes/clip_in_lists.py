@@ -120,8 +120,9 @@ def _seen_in(gradient: Node) -> Node | None:
 
 def _source_of(piece: Any) -> Node | None:
     split: Any = piece.args[0] if isinstance(piece, Node) and piece.target is operator.getitem else None
-    is_unpack = split is not None and info(split).role is Role.UNPACK
-    return split.args[0] if is_unpack and split.target is _aten.split_with_sizes.default else None
+    if split is None or info(split).role is not Role.UNPACK:
+        return None
+    return split.args[0] if split.target is _aten.split_with_sizes.default else None
 
 
 def _by_type(nodes: Iterable[Node]) -> list[list[Node]]:
