@@ -136,20 +136,26 @@ class Follower:
 
     # The stages of a warm-up
 
-    def begin_stage(self, plan: Plan) -> None:
+    def begin_stage(self, stage: Plan) -> None:
         """Lay the state out for a stage that nothing goes on into: a job starts, or its state is loaded."""
-        if not self._is_laid_out_for(plan):
-            self.now.state = self.trained.fresh(plan)
+        if (fresh := self._laid_out_for(stage)) is not None:
+            self.now.state = fresh
+        self.state.enter_stage(stage, self._site)
 
-    def enter_stage(self, plan: Plan, units: Mapping[str, Tensor]) -> None:
+    def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]]) -> None:
         """Lay the state out for another stage, in other units, and lose nothing; every rank calls it."""
-        self.state.change_unit(units)
-        if not self._is_laid_out_for(plan):
-            before, self.now.state = self.state, self.trained.fresh(plan)
-            before.carry_to(self.state, self.trained_sizes, self.sharing("the next stage of the warm-up"))
+        if self.state.owes_something:
+            self.state.change_unit(units())
+        if (fresh := self._laid_out_for(stage)) is not None:
+            self.state.carry_to(fresh, self.trained_sizes, self.sharing("the next stage of the warm-up"))
+            self.now.state = fresh
+        self.state.enter_stage(stage, self._site)
 
-    def _is_laid_out_for(self, plan: Plan) -> bool:
-        return self.trained.residual_layout(plan) == self.state.residuals.layout
+    def _laid_out_for(self, stage: Plan) -> GradientState | None:
+        """Make a state for a stage, where it lies otherwise than that of now; one that keeps nothing has the last's."""
+        plan = stage if self.trained.keeps_something(stage) else self.decision.plan
+        lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
+        return None if lies_alike else self.trained.fresh(plan)
 
     # Taking turns
 

@@ -59,7 +59,7 @@ class PlanInForce:
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
-        self._lay_out()
+        self._follower.begin_stage(self.plan)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
@@ -107,21 +107,13 @@ class PlanInForce:
         if runs:
             self.momenta.before_step(step, self.plan)
         if is_other := before is not self.plan:
-            self._lay_out(after=before if runs else None)
+            if runs:
+                self._follower.enter_stage(self.plan, lambda: self.momenta.units_between(before, self.plan))
+            else:
+                self._follower.begin_stage(self.plan)
             self.runtime.gradients.owed = self.state.owed
             self.runtime.forget_buffers()
         return is_other
-
-    def _lay_out(self, after: Plan | None = None) -> None:
-        """Lay out the state of gradients for the stage, and hand on what is kept after another one."""
-        follower = self._follower
-        laid_out_for = self.plan if follower.trained.keeps_something(self.plan) else self.plans[-1]
-        if after is None:
-            follower.begin_stage(laid_out_for)
-        else:
-            units = self.momenta.units_between(after, self.plan) if self.state.owes_something else {}
-            follower.enter_stage(laid_out_for, units)
-        self.state.enter_stage(self.plan, self._site)
 
     @property
     def predicted(self) -> Timeline:
