@@ -136,18 +136,16 @@ class Follower:
 
     # The stages of a warm-up
 
-    def begin_stage(self, stage: Plan) -> None:
-        """Lay the state out for a stage that nothing goes on into: a job starts, or its state is loaded."""
-        if (fresh := self._laid_out_for(stage)) is not None:
-            self.now.state = fresh
-        self.state.enter_stage(stage, self._site)
+    def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+        """Lay the state out for a stage, in its units, and lose nothing; every rank calls it.
 
-    def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Lay the state out for another stage, in other units, and lose nothing; every rank calls it."""
-        if self.state.owes_something:
+        Without `units` nothing goes on into it: a job starts, or its state is loaded.
+        """
+        if units is not None and self.state.owes_something:
             self.state.change_unit(units())
         if (fresh := self._laid_out_for(stage)) is not None:
-            self.state.carry_to(fresh, self.trained_sizes, self.sharing("the next stage of the warm-up"))
+            if units is not None:
+                self.state.carry_to(fresh, self.trained_sizes, self.sharing("the next stage of the warm-up"))
             self.now.state = fresh
         self.state.enter_stage(stage, self._site)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -59,7 +60,7 @@ class PlanInForce:
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
-        self._follower.begin_stage(self.plan)
+        self._follower.enter_stage(self.plan)
         self.runtime = Runtime(site.transport, site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
@@ -107,12 +108,9 @@ class PlanInForce:
         if runs:
             self.momenta.before_step(step, self.plan)
         if is_other := before is not self.plan:
-            if runs:
-                self._follower.enter_stage(self.plan, lambda: self.momenta.units_between(before, self.plan))
-            else:
-                self._follower.begin_stage(self.plan)
-            self.runtime.gradients.owed = self.state.owed
-            self.runtime.forget_buffers()
+            units = partial(self.momenta.units_between, before, self.plan) if runs else None
+            self._follower.enter_stage(self.plan, units)
+            self._go_on()
         return is_other
 
     @property
