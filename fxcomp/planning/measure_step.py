@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -21,7 +21,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
-from fxcomp.graph.info import ARGUMENTS, InputKind, has_info, info
+from fxcomp.graph.info import ARGUMENTS, InputKind, info
 from fxcomp.graph.lines import line_of
 from fxcomp.graph.regions import Region, cut, regions
 from fxcomp.graph.work import is_free
@@ -75,8 +75,8 @@ def measure_step(
     budget, the first one alone says how a region's time is shared out.
     """
     device = program.captured.device
-    arguments = _lent(program, arguments)
-    before = [(value, value.detach().to("cpu", copy=True)) for value in _trained(arguments)]
+    arguments, written = _lent(program, arguments)
+    before = [(value, value.detach().to("cpu", copy=True)) for value in written]
     runs = [_MeasuredRun(program, Runtime(transport, device)) for transport in transports]
     nodes = _NodeTimes(program.graph, device)
     one_by_one = rebound(program.module, nodes.timed)
@@ -97,11 +97,11 @@ def measure_step(
             if sum(runs[0].totals) <= budget_us:
                 one_by_one(runs[0].lines, *arguments)
     finally:
-        for run in runs:
-            run.runtime.close()
         with torch.no_grad():
             for value, was in before:
                 value.copy_(was)
+        for run in runs:
+            run.runtime.close()
     return [run.measurement(nodes.us) for run in runs]
 
 
@@ -258,22 +258,34 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _lent(program: Program, arguments: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Copy what cannot be put back, as memory that is read-only or shared by elements: buffers, and the batch.
+def _lent(program: Program, arguments: Sequence[Sequence[Any]]) -> tuple[list[Sequence[Any]], list[Tensor]]:
+    """Prepare arguments for steps that nobody asked for, and list what must be put back after them.
 
-    Frozen parameters are copied where the step writes them.
+    What is trained is written in place; so are tensors outside the model. The rest is copied, as it may be memory that
+    is read-only or shared by elements, but for frozen parameters that the step only reads.
     """
-    written = {_memory(place) for node in program.graph.graph.nodes for place in written_nodes(node)}
-    named = {source.name for node in written if has_info(node) and (source := info(node).source) is not None}
-    names = [source.name for source in program.inputs if source.kind is InputKind.PARAMETER]
+    places = {_memory(place) for node in program.graph.graph.nodes for place in written_nodes(node)}
+    sources = {info(place).source for place in places if place.op == "placeholder"}
+    written: list[Tensor] = [getattr(program.graph, str(place.target)) for place in places if place.op == "get_attr"]
     lent: list[Sequence[Any]] = []
     for kind, values in zip(ARGUMENTS, arguments, strict=True):
-        if kind is InputKind.PARAMETER:
-            pairs = zip(values, names, strict=True)
-            lent.append([v if v.requires_grad or name not in named else _copy(v) for v, name in pairs])
-        else:
-            lent.append(list(map(_copy, values)) if kind in (InputKind.BUFFER, InputKind.BATCH) else values)
-    return lent
+        if kind in (InputKind.PARAMETER, InputKind.STATE):
+            pairs = zip(values, (source for source in program.inputs if source.kind is kind), strict=True)
+            lent.append([_lent_one(value, source in sources, written) for value, source in pairs])
+        elif kind in (InputKind.BUFFER, InputKind.BATCH):
+            lent.append(list(map(_copy, values)))
+        else:  # numbers, and memory of our own
+            written += [value for value in values if isinstance(value, Tensor)]
+            lent.append(values)
+    return lent, written
+
+
+def _lent_one(value: Any, is_written: bool, written: list[Tensor]) -> Any:
+    is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+    if is_frozen != is_written and isinstance(value, Tensor):
+        written += [] if is_frozen else [value]
+        return value
+    return _copy(value)
 
 
 def _memory(node: Node) -> Node:
@@ -281,14 +293,6 @@ def _memory(node: Node) -> Node:
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
-
-
-def _trained(arguments: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
-    """Find what a step overwrites of what is lent as it is."""
-    for kind, values in zip(ARGUMENTS, arguments, strict=True):
-        if kind not in (InputKind.BUFFER, InputKind.BATCH):
-            tensors = (value for value in values if isinstance(value, Tensor))
-            yield from (v for v in tensors if v.requires_grad or kind is not InputKind.PARAMETER)
 
 
 def _us(clock: Clock, start: Any, end: Any) -> float:

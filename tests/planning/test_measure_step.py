@@ -3,7 +3,7 @@
 import copy
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy
@@ -214,3 +214,55 @@ def test_measuring_writes_into_nothing_that_a_step_only_reads_and_leaves_all_as_
     measured_here(training, captured, job.batch, CostTable(), Compiler(PAIR))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert float(model.table.weight.norm(dim=1).max()) > 0.5, "nothing has shortened it"
+
+
+class Masked(torch.optim.Optimizer):
+    """Reads a mask that it keeps, and writes a mean."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                if not kept:
+                    kept.update(mask=torch.ones_like(p), mean=torch.zeros_like(p))
+                kept["mean"].mul_(0.9).add_(p.grad)
+                p.add_(kept["mean"] * kept["mask"], alpha=-group["lr"])
+
+
+def read_only(shape: torch.Size, file: Path) -> torch.Tensor:
+    numpy.ones(shape, dtype=numpy.float32).tofile(file)
+    with warnings.catch_warnings(action="ignore"):
+        return torch.from_numpy(numpy.memmap(file, numpy.float32, "r", shape=tuple(shape)))
+
+
+def inference(shape: torch.Size, _: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(shape)
+
+
+MASKS = {"expanded": lambda shape, _: torch.ones(1).expand(shape), "inference": inference, "read-only": read_only}
+CALLS = torch.zeros(())
+
+
+def counted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    CALLS.add_(1)
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_states_that_are_only_read_stay_and_what_is_written_is_put_back(kind: str, tmp_path: Path):
+    model = nn.Linear(4, 4)
+    optimizer = Masked(model.parameters())
+    for number, p in enumerate(model.parameters()):
+        optimizer.state[p].update(mask=MASKS[kind](p.shape, tmp_path / str(number)), mean=torch.ones_like(p))
+    job = fxcomp.Job(model, counted, optimizer, torch.ones(2, 4))
+    before, calls = copy.deepcopy(dict(model.state_dict())), float(CALLS)
+    training, captured = capture_job(job)
+    measured_here(training, captured, job.batch, CostTable(), Compiler(PAIR))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(bool((optimizer.state[p]["mean"] == 1).all()) for p in model.parameters())
+    assert float(CALLS) == calls
