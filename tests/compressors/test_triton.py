@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import pytest
 import torch
 from helpers.compressor_cases import COMPRESSORS
 from helpers.devices import round_on
+from helpers.pretended import runs_triton
 from helpers.ptx import compiled
 
-from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, kernels, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, parse_compressor, triton
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
@@ -199,22 +201,8 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     return re.sub(r"\S+\.f64|abs\.ftz\.f32", "", made["ptx"]) if "math.log" in made["ttir"] else made["ptx"]
 
 
-class _on_device:
-    """Take the processor's tensors for the device's, and fail where a compressor with kernels runs its reference."""
-
-    def __init__(self, compressor: Compressor) -> None:
-        reason = AssertionError(f"{compressor} did not run its kernels")
-        kind: Callable[..., Any] = type(compressor)
-        self.patches = [
-            patch.object(kernels, "can_run_on", return_value=False),
-            patch.object(triton, "can_run_on", return_value=True),
-            patch.object(kind, "compress_reference", side_effect=reason),
-        ]
-
-    def __enter__(self) -> None:
-        for one in self.patches:
-            one.start()
-
-    def __exit__(self, *_: object) -> None:
-        for one in self.patches:
-            one.stop()
+def _on_device(compressor: Compressor) -> AbstractContextManager[None]:
+    """Fail where a compressor with kernels runs its reference."""
+    reason = AssertionError(f"{compressor} did not run its kernels")
+    kind: Callable[..., Any] = type(compressor)
+    return runs_triton(patch.object(kind, "compress_reference", side_effect=reason))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.pretended import runs_triton
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, kernels, parse_compressor, triton
+from fxcomp.compressors import Compressor, parse_compressor, triton
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import decode, encode, payload_elements
 from fxcomp.compressors.triton import language
@@ -34,27 +36,13 @@ INTERPRETS = pytest.mark.skipif(
 )
 
 
-class OnDevice:
-    """Take the processor's tensors for the device's; with `starts`, count launches and run nothing."""
+def counted(starts: list[str]) -> AbstractContextManager[None]:
+    """Count launches on the device, and run nothing."""
 
-    def __init__(self, starts: list[str] | None = None) -> None:
-        def count(kernel: Any, *_: Any) -> None:
-            assert starts is not None
-            starts.append(getattr(kernel, "__name__", ""))
+    def count(kernel: Any, *_: Any) -> None:
+        starts.append(getattr(kernel, "__name__", ""))
 
-        self.patches = [
-            patch.object(kernels, "can_run_on", return_value=False),
-            patch.object(triton, "can_run_on", return_value=True),
-            *([] if starts is None else [patch.object(language, "start", count)]),
-        ]
-
-    def __enter__(self) -> None:
-        for one in self.patches:
-            one.start()
-
-    def __exit__(self, *_: object) -> None:
-        for one in self.patches:
-            one.stop()
+    return runs_triton(patch.object(language, "start", count))
 
 
 def launches(compressor: Compressor, ranks: int) -> tuple[int, int]:
@@ -63,10 +51,10 @@ def launches(compressor: Compressor, ranks: int) -> tuple[int, int]:
     flat = tuple(size for piece in pieces for size in piece)
     payload = torch.zeros(payload_elements(compressor, pieces), dtype=compressor.payload_dtype)
     encodes, decodes = list[str](), list[str]()
-    with OnDevice(encodes):
+    with counted(encodes):
         given = EncoderInput(torch.zeros(sum(flat)), None, flat, fresh_state(compressor, flat))
         encode(compressor, given, payload, pieces)
-    with OnDevice(decodes):
+    with counted(decodes):
         decode(compressor, DecoderInput(payload, 1, flat), torch.zeros(sum(flat)), pieces)
     return len(encodes), len(decodes)
 
@@ -103,6 +91,6 @@ def test_pieces_at_once_have_the_bits_of_the_references(text: str, ranks: int):
     compressor = parse_compressor(text)
     with plain_torch():
         expected = of_all_pieces(compressor, ranks)
-    with OnDevice():
+    with runs_triton():
         found = of_all_pieces(compressor, ranks)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.before_after import before_after
 from helpers.graphs import TWO
-from helpers.pretended import as_accelerator
+from helpers.pretended import as_accelerator, mean_square
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
 
@@ -33,13 +33,9 @@ def _accelerator() -> Generator[None]:
         yield
 
 
-def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
 def stepped(plan: Plan, dtype: torch.dtype = torch.float32) -> GraphModule:
     model = nn.Linear(3, 2, dtype=dtype)
-    training = Training.of(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), 0.01)
+    training = Training.of(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.5), 0.01)
     graph = capture(training, (torch.ones(4, 3, dtype=dtype),)).graph
     compiler = Compiler(TWO)
     if not plan.buckets:

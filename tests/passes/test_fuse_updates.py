@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.before_after import before_after
 from helpers.graphs import TWO
-from helpers.pretended import as_accelerator
+from helpers.pretended import as_accelerator, mean_square
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -32,13 +32,9 @@ def _accelerator() -> Generator[None]:
         yield
 
 
-def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
 def labelled(make: Any, model: nn.Module | None = None, limit: float | None = None, **options: Any) -> GraphModule:
     model = model or nn.Linear(3, 2)
-    training = Training.of(model, loss, make(model.parameters(), **options), None, limit)
+    training = Training.of(model, mean_square, make(model.parameters(), **options), None, limit)
     return run(capture(training, (torch.ones(4, 3),)).graph, Compiler(TWO).labelling())
 
 

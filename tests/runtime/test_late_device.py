@@ -8,7 +8,7 @@ SCHEDULES = 40
 
 
 def shown() -> dict[str, tuple[int, int]]:
-    """So many schedules show each fault: as planted, and mended."""
+    """Count the schedules that show each fault: as it is planted, and after its mend."""
     from helpers import late
     from helpers.late.planted import FAULTS
 
@@ -24,7 +24,7 @@ def shown() -> dict[str, tuple[int, int]]:
 
 
 def waits() -> dict[str, list[str]]:
-    """Where the host waits for each thing that it does."""
+    """List, for each thing that the host does, the functions in which it waits for the device."""
     import torch
     from helpers import late
     from helpers.late.planted import pageable_copy

@@ -149,7 +149,7 @@ class Trained:
     wrong: list[int]
     """The schedules after which it is not what it is on the CPU."""
     waits: dict[str, int]
-    """Where the threads that give work waited for the device, and how often; but for the first schedules."""
+    """Numbers of waits for the device, by the function of fxcomp that waited; the first schedules are left out."""
 
 
 class HookTraining(Training):
