@@ -1,0 +1,170 @@
+"""Check and time every compressor's kernels on a GPU.
+
+`gpu_all.py` runs it. A round of two ranks on the GPU against the same in plain torch on the CPU, bit for bit where it
+has Triton kernels; that a step waits for the GPU nowhere; and GB/s over the bytes that it must touch, as a share of a
+copy on the device, `{compressor, device, kernels, n, encode_gbps, decode_gbps, copy_gbps, encode_share,
+decode_share}`. Buckets below about 2^23 values stay in the GPU's cache, and so does the copy that they are compared
+with.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from gpu_records import Results
+from helpers.devices import round_on
+
+from fxcomp.compressors import CATALOGUE, Compressor, Feedback, parse_compressor, triton
+from fxcomp.testing import SAMPLES, replicas_of
+from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
+from fxcomp.testing.samples import NOT_FINITE
+
+TIMED = 15
+SIZES = (1 << 26, 1 << 23, 1 << 20, 1 << 16)
+NEEDED = ("0.01", "2", "2.0, 0.01")  # what the first parameters may be where a compressor has no defaults
+VARIANTS = (
+    "int8(stochastic=true)",
+    "int4(stochastic=true)",
+    "int2(stochastic=true)",
+    "shared_int8(stochastic=false)",
+    "randomk(0.01, scaled=true)",
+    "topk(0.1)",
+)
+SEGMENTS = ((0, 1, 513, 0, 66, 3), (65_537,), (3_000_000, 70_000))
+CPU = torch.device("cpu")
+
+
+def every_compressor() -> list[Compressor]:
+    """All that are registered, with their defaults, or else with the first parameters that they take; and variants."""
+    found: list[Compressor] = []
+    for name in sorted(CATALOGUE):
+        for text in (name, *(f"{name}({value})" for value in NEEDED)):
+            try:
+                found.append(parse_compressor(text))
+                break
+            except ValueError:
+                continue
+    return found + [parse_compressor(text) for text in VARIANTS]
+
+
+def has_kernels(compressor: Compressor) -> bool:
+    return triton.available() and triton.has_kernels(type(compressor))
+
+
+def bits(results: Results, device: torch.device, share: tuple[int, int]) -> None:
+    """Check the i-th of n shares of all compressors."""
+    for compressor in every_compressor()[share[0] :: share[1]]:
+        name = f"{compressor} on the device"
+        results.check(name, lambda compressor=compressor: same_as_on_the_cpu(compressor, device))
+        results.check(f"{name}, without waiting", lambda compressor=compressor: waits_nowhere(compressor, device))
+
+
+def speeds(results: Results, device: torch.device, sizes: tuple[int, ...] = SIZES) -> None:
+    """Time every compressor: those with kernels first, the largest bucket first."""
+    for compressor in sorted(every_compressor(), key=lambda each: not has_kernels(each)):
+        for n in sizes:
+            results.check(f"{compressor}, {n} values", lambda c=compressor, n=n: speed(results, c, n, device))
+
+
+def same_as_on_the_cpu(compressor: Compressor, device: torch.device) -> tuple[bool, str]:
+    """Bit for bit if it has kernels; a reference may round otherwise on a GPU, and only says how far it is off."""
+    off = 0.0
+    for segments in SEGMENTS:
+        for name in SAMPLES if sum(segments) < 1000 else ("laplace",):
+            bucket, feedback = SAMPLES[name](sum(segments)), compressor.feedback is not Feedback.FORBIDDEN
+            with plain_torch():
+                expected = round_on(CPU, compressor, bucket, segments, feedback=feedback)
+            actual = round_on(device, compressor, bucket, segments, feedback=feedback)
+            if has_kernels(compressor):
+                for what, tensor in expected.items():
+                    # A GPU's sum of a NaN is another NaN than a processor's, and a payload has them as bytes.
+                    if name not in NOT_FINITE or tensor.is_floating_point():
+                        assert_same_bits(actual[what], tensor, f"{name}, {segments}, {what}")
+            one, two = actual["mean of 1"].nan_to_num(), expected["mean of 1"].nan_to_num()
+            off = max(off, ((one - two).abs().sum() / two.abs().sum().clamp_min(1e-30)).item())
+    if has_kernels(compressor):
+        return True, "bits equal the reference's on the CPU"
+    return off < 1e-2, f"no kernels; the reference on the device is off by {off:.1e}"
+
+
+def step_of(
+    compressor: Compressor, segments: tuple[int, ...], device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Propose if ranks agree, encode with error feedback where it may have it, and decode one payload; in place."""
+    bound, n = compressor.bound_to((), 1), sum(segments)  # without shapes, low rank sees squares
+    [replica] = replicas_of(bound, segments, feedback=compressor.feedback is not Feedback.FORBIDDEN)
+    residual = None if replica.residual is None else replica.residual.to(device)
+    state = None if replica.state is None else replica.state.to(device)
+    bucket, out = torch.randn(n, device=device), torch.empty(n, device=device)
+    payload = torch.empty(bound.payload_elements(segments), dtype=bound.payload_dtype, device=device)
+    agreed = None
+    if bound.facts.agreement is not None:
+        agreed = torch.empty(bound.proposal_elements(segments), dtype=bound.facts.proposal_dtype, device=device)
+    seen = state if bound.facts.decode_needs_state else None
+
+    def encode() -> None:
+        if agreed is not None:
+            bound.propose(bucket, residual, segments, state, agreed)
+        bound.encode(bucket, residual, payload, segments, state, agreed)
+
+    return encode, lambda: bound.decode(payload, 1, segments, out, agreed, seen)
+
+
+def waits_nowhere(compressor: Compressor, device: torch.device) -> tuple[bool, str]:
+    encode, decode = step_of(compressor, (1 << 16, 70_001, 3), device)
+    encode(), decode()  # compiles, and makes the tables of this division
+    if device.type != "cuda":
+        return True, "there is nothing to wait for"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        encode(), decode()
+    except RuntimeError as error:
+        # A kernel must not wait; for a reference it is worth knowing.
+        return not has_kernels(compressor), f"waits: {str(error).splitlines()[0]}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True, "the host waits for nothing"
+
+
+def speed(results: Results, compressor: Compressor, n: int, device: torch.device) -> tuple[bool, str]:
+    encode, decode = step_of(compressor, (n,), device)
+    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
+    contestants: dict[str, Callable[[], object]] = {
+        "encode": encode,
+        "decode": decode,
+        "copy": lambda: target.copy_(source),
+    }
+    payload = compressor.bound_to((), 1).payload_bytes((n,))
+    is_fed_back = compressor.feedback is not Feedback.FORBIDDEN
+    proposing = 0 if compressor.facts.agreement is None else 8 if is_fed_back else 4
+    touched = {
+        "encode": ((12 if is_fed_back else 4) + proposing) * n + payload,
+        "decode": 4 * n + payload,
+        "copy": 8 * n,
+    }
+    gbps = {name: touched[name] / us / 1e3 for name, us in median_us(contestants, device).items()}
+    shares = {f"{name}_share": gbps[name] / gbps["copy"] for name in ("encode", "decode")}
+    results.add(
+        {"compressor": str(compressor), "device": str(device), "kernels": has_kernels(compressor), "n": n}
+        | {f"{name}_gbps": value for name, value in gbps.items()}
+        | shares
+    )
+    text = ", ".join(f"{name} {gbps[name]:.0f} GB/s ({shares[f'{name}_share']:.2f})" for name in ("encode", "decode"))
+    return True, f"{text}; a copy {gbps['copy']:.0f} GB/s"
+
+
+def median_us(contestants: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """In turns, by the GPU's own clock, so that launching does not count while the GPU is busy."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(TIMED + 3):
+        for name, run in contestants.items():
+            start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            if turn >= 3:  # the first ones compile and warm up
+                times[name].append(1e3 * start.elapsed_time(end))
+    return {name: statistics.median(found) for name, found in times.items()}

@@ -1,0 +1,279 @@
+"""Time whole steps on one GPU: fxcomp's beside DDP's and its hooks', with Inductor on both sides.
+
+    python benchmarks/gpu_steps.py --json steps.json --trace traces
+
+Two ranks share the GPU and compile; then rank 0 times alone, with nothing on
+the network: DDP in a group of one rank, fxcomp on a transport that ends at once. So what differs is how forward and
+backward run, and what packing, compressing, clipping and updating take on the device. Contestants take turns, step by
+step, each until the GPU is done; `wall_ms` is the host's clock, `launch_ms` when the host had handed out the step.
+
+    ddp_eager, ddp              eager, and `torch.compile(DDP(model))`; clipping over lists, fused AdamW
+    ddp_bf16, ddp_powersgd      the same with torch's hooks
+    step_*                      `fxcomp.compile_step` under a plan
+    backend_*                   `torch.compile(model, backend="fxcomp")`
+
+A record has the peak of device memory beyond what lay there before the contestant was made, and what a profile of a
+step counts: kernels, the device's time in them, calls by which the host launched and waited. With `--trace`, profiles
+are kept for Perfetto (https://ui.perfetto.dev).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_records import Results
+from records import options, read, spread, table
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fxcomp
+from fxcomp.commands.demo.gpt import GPT, GPTConfig
+from fxcomp.commands.demo.launch_ranks import join, run_ranks
+from fxcomp.frontends.torch_compile import compiled_model
+from fxcomp.runtime.transport import NullTransport
+
+MODELS = {
+    "127m": (GPTConfig(layers=6, heads=16, width=1024, context=1024, vocabulary=50304), 8),
+    "tiny": (GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=64), 2),
+}
+"""The configuration, and the passages of a batch."""
+CONTESTANTS = (
+    "ddp_eager,ddp,ddp_bf16,ddp_powersgd,step_dense,step_int8,step_int4,step_powersgd(4),backend_dense,backend_int8"
+)
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
+PROFILED = 3  # steps
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[], object]
+
+
+class Maker:
+    """Makes contestants, each with its own model, optimizer and batch."""
+
+    def __init__(self, model: str, device: torch.device) -> None:
+        self.config, self.size = MODELS[model]
+        self.device = device
+        self.alone = dist.new_group([0], backend="nccl" if device.type == "cuda" else "gloo")
+        dist.new_group([1])
+
+    def __call__(self, name: str) -> Step:
+        torch.manual_seed(0)
+        model = GPT(self.config).to(self.device)
+        kind, _, rest = name.partition("_")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        drawn = torch.randint(0, self.config.vocabulary, (self.size, self.config.context + 1), generator=draw)
+        tokens = drawn.to(self.device)
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        made = {"ddp": self.parallel, "step": self.compiled, "backend": self.backend}[kind]
+        return made(rest, model, optimizer, batch)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def eager(self, call: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self.loss(call, batch).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+
+        return step
+
+    def parallel(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+        if dist.get_rank():
+            return lambda: None
+        whole = DistributedDataParallel(model, process_group=self.alone, gradient_as_bucket_view=True)
+        if rest == "bf16":
+            whole.register_comm_hook(self.alone, bf16_compress_hook)
+        if rest == "powersgd":
+            state = PowerSGDState(self.alone, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            whole.register_comm_hook(state, powerSGD_hook)
+        return self.eager(whole if rest == "eager" else torch.compile(whole), optimizer, batch)
+
+    def compiled(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+        made = fxcomp.compile_step(model, self.loss, optimizer, batch, max_grad_norm=1.0, compress=rest)
+        made(batch)
+        made.in_force.runtime.transport = NullTransport(made.in_force.runtime.transport)
+        return lambda: made(batch)
+
+    def backend(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+        call: Any = torch.compile(model, backend="fxcomp", options={"compress": rest, "model": model})
+        step = self.eager(call, optimizer, batch)
+        step()
+        runtime = compiled_model(model).runtime
+        runtime.transport = NullTransport(runtime.transport)
+        return step
+
+
+def made_and_run(maker: Maker, name: str, device: torch.device) -> tuple[Step | None, dict[str, Any]]:
+    """Make a contestant and let it take three steps; returns what it took, or what it raised."""
+    begun, before = time.perf_counter(), allocated(device)
+    try:
+        step = maker(name)
+        for _ in range(3):
+            step()
+        wait(device)
+        made_s = time.perf_counter() - begun
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    except Exception as error:
+        traceback.print_exc()
+        return None, {"failed": f"{type(error).__name__}: {error}"[:2000]}
+    return step, {"made_s": made_s, "kept_mb": (allocated(device) - before) / 1e6, "peak_mb": (peak - before) / 1e6}
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Time steps until the device is done, and until the host is."""
+    walls: dict[str, list[float]] = {name: [] for name in steps}
+    hosts: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            wait(device)
+            start = time.perf_counter()
+            step()
+            hosts[name].append(1e3 * (time.perf_counter() - start))
+            wait(device)
+            walls[name].append(1e3 * (time.perf_counter() - start))
+    return {name: {"wall_ms": spread(walls[name]), "launch_ms": spread(hosts[name])} for name in steps}
+
+
+def profiled(name: str, step: Step, device: torch.device, folder: Path | None) -> dict[str, Any]:
+    """Count what a step launches and waits for, and where the device's time goes, in three steps."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(PROFILED):
+            with torch.profiler.record_function(f"step of {name}"):
+                step()
+        wait(device)
+    kernels, calls = Counter[str](), Counter[str]()
+    busy = Counter[str]()
+    for event in profile.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            if not event.name.startswith("step of"):
+                kernels[event.name] += 1
+                busy[event.name] += event.device_time_total
+        elif event.name in (*LAUNCHES, *WAITS):
+            calls[event.name] += 1
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = folder / f"{name}.json"
+        profile.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(f"{plain}.gz", "wb") as target:
+            shutil.copyfileobj(source, target)
+        plain.unlink()
+    return {
+        "kernels": sum(kernels.values()) / PROFILED,
+        "kernel_ms": sum(busy.values()) / PROFILED / 1e3,
+        "calls": {call: count / PROFILED for call, count in sorted(calls.items())},
+        "most": {
+            kernel[:120]: [round(us / PROFILED / 1e3, 4), kernels[kernel] / PROFILED]
+            for kernel, us in busy.most_common(40)
+        },
+    }
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """Make all contestants on both ranks; rank 0 takes the times."""
+    join()
+    device = torch.device(arguments.device)
+    leads = dist.get_rank() == 0
+    results = Results(arguments.json if leads else None, model=arguments.model, device=arguments.device)
+    maker = Maker(arguments.model, device)
+    steps, facts = dict[str, Step](), dict[str, dict[str, Any]]()
+    for name in arguments.names.split(","):
+        step, found = made_and_run(maker, name, device)
+        failed = torch.tensor(float(step is None))
+        dist.all_reduce(failed)
+        if step is not None and not failed.item():
+            steps[name], facts[name] = step, found
+        if leads:
+            print(f"{name}: {found}", flush=True)
+            if step is None:
+                results.add({"contestant": name, **found})
+    if leads:
+        times = take_turns(steps, arguments.rounds, device)
+        for name, step in steps.items():
+            found = profiled(name, step, device, arguments.trace)
+            results.add({"contestant": name, **facts[name], **times[name], **found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tell(path: Path) -> None:
+    found = [record for record in read(path) if "wall_ms" in record]
+    head = "step | wall ms > | p10 > | p90 > | until launched > | kernels > | in kernels, ms > | peak MB > | made, s >"
+    rows = [
+        (
+            r["contestant"], *(f"{r['wall_ms'][each]:.2f}" for each in ("median", "p10", "p90")),
+            f"{r['launch_ms']['median']:.2f}", f"{r['kernels']:.0f}", f"{r['kernel_ms']:.2f}", f"{r['peak_mb']:.0f}",
+            f"{r['made_s']:.0f}",
+        )
+        for r in found
+    ]  # fmt: skip
+    print(table(head, rows))
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="127m")
+    parser.add_argument("--names", default=CONTESTANTS)
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each contestant that count")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="keep profiles here")
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(arguments)
+        return 0
+    if arguments.json is None:
+        parser.error("--json FILE is needed: ranks write there")
+
+    def hear(rank: int, line: str) -> None:
+        print(line if rank == 0 else f"[rank {rank}] {line}", flush=True)
+
+    run_ranks([__file__, *sys.argv[1:]], ranks_per_host=2, timeout_s=arguments.timeout, on_line=hear)
+    tell(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
