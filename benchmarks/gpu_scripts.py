@@ -121,8 +121,8 @@ def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool,
     return apart <= script.bound, f"{apart:.3g} after {steps} steps, at most {script.bound:g}"
 
 
-SHARDED = {"dense": 0.0, "int8": 1e-3, "int4": 5e-3, "topk(0.1)": 5e-2}
-"""Tolerances of a fully_shard model's parameters against native ones, by the plan of its gradients."""
+SHARDED = {"dense": 0.0, "int8": 3e-3, "int4": 1e-2, "topk(0.1)": 5e-2}
+"""Tolerances of a fully_shard model's parameters against native ones after 20 steps, by the plan of its gradients."""
 
 
 def sharded_distance(plan: str, device: torch.device, steps: int) -> tuple[bool, str]:

@@ -13,7 +13,8 @@ and aten._fused_adamw_([%weight], [%gradient], [%weight_exp_avg], [%weight_exp_a
 It passes over memory once, and `codegen/region_source.py` joins the parameters of a region in one call. A counter of
 steps that the host keeps is counted there, and what the operator reads is filled in on the device. The exchange of
 momenta needs the operators as they were traced, so updates that it has changed stay; so do those whose gradient lies
-in memory otherwise than the parameter.
+in memory otherwise than the parameter. Updates in fp16 stay too: there the traced operators lose small squares, which
+the fused one, in fp32, does not, so that a parameter would move otherwise than the user's optimizer moves it.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class _Fusion:
             self._gradient = _gradient_of(update)
 
     def fits(self) -> bool:
-        """Return False for what is fused already, lacks a state, or lies in memory in several ways."""
+        """Return False for what is fused already, is in fp16, lacks a state, or lies in memory in several ways."""
         if any(node.target is self._rule.operator for node in self._nodes):
+            return False
+        if self._parameter.meta["val"].dtype is torch.float16:
             return False
         wanted = [key for key in (*self._rule.states, self._rule.counter) if key]
         if self._gradient is None or any(key not in self._states for key in wanted):

@@ -108,6 +108,19 @@ def test_a_gradient_that_lies_otherwise_keeps_its_operators():
     assert updates(fuse_updates(gm)) == before
 
 
+@pytest.mark.parametrize(("dtype", "is_fused"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_an_update_in_fp16_keeps_the_small_squares_that_the_optimizer_loses(dtype: torch.dtype, is_fused: bool):
+    gm = labelled(OPTIM.AdamW, nn.Linear(3, 2, bias=False))
+    parameter = next(
+        node for node in gm.graph.nodes if (s := info(node).source) is not None and s.kind is InputKind.PARAMETER
+    )
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.shape == parameter.meta["val"].shape:
+            node.meta["val"] = value.to(dtype)
+    assert ("_fused_adamw_" in str(fuse_updates(gm).graph)) is is_fused
+
+
 def test_an_update_whose_exchange_has_moved_stays():
     plan = Plan((Bucket(("weight",), (6,), DENSE, at=ExchangePoint.MOMENTUM),))
     gm = run(

@@ -383,6 +383,29 @@ def test_an_update_is_held_against_its_movement():
     assert compare.moved_otherwise(before, infinite, before) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_fused_update_may_round_otherwise_in_its_type_and_another_rate_may_not(dtype: torch.dtype, steps: int):
+    torch.manual_seed(0)
+    start = (0.02 * torch.randn(4096)).to(dtype)
+    gradients = [torch.randn(4096).to(dtype) for _ in range(steps)]
+
+    def updated(rate: float, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        value = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([value], lr=1e-3, eps=1e-4, fused=fused)
+        before = start
+        for step, gradient in enumerate(gradients, 1):
+            before, value.grad = value.detach().clone(), gradient
+            optimizer.param_groups[0]["lr"] = rate if step == steps else 1e-3
+            optimizer.step()
+        return before, value.detach()
+
+    before, expected = updated(1e-3, fused=False)
+    if steps == 1:
+        assert compare.moved_otherwise(before, updated(1e-3, fused=True)[1], expected) is None
+    assert compare.moved_otherwise(before, updated(1.2e-3, fused=False)[1], expected) is not None
+
+
 # Several ranks
 
 
