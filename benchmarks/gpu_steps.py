@@ -52,7 +52,7 @@ MODELS = {
 }
 """The configuration, and the passages of a batch."""
 CONTESTANTS = (
-    "ddp_eager,ddp,ddp_bf16,ddp_powersgd,step_dense,step_int8,step_int4,step_powersgd(4),backend_dense,backend_int8"
+    "ddp,step_dense,backend_dense,step_int8,ddp_eager,ddp_powersgd,step_powersgd(4),ddp_bf16,backend_int8,step_int4"
 )
 LAUNCHES = (
     "cudaLaunchKernel",
