@@ -88,6 +88,24 @@ def test_the_kernels_give_the_bits_of_the_references(compressor: Compressor) -> 
 
 
 @RUNS
+@pytest.mark.parametrize("hidden", ["large between sampled places", "large at sampled places", "all large are sampled", "few"])
+def test_topk_kernels_give_the_bits_whatever_their_sample_shows(hidden: str) -> None:
+    size = 40_000  # sampled at every second place
+    bucket = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    if hidden == "large between sampled places":
+        bucket[1::64] = 5.0
+    elif hidden == "large at sampled places":
+        bucket[::4] = 5.0
+    elif hidden == "all large are sampled":  # 300 of 20,000, and 300 of 40,000, where 400 are to be sent
+        bucket[:600:2] = 5.0
+    else:
+        bucket[:] = 0.0
+        bucket[1::8192] = 1.0
+    for text in ("topk(0.01)", "topk(0.0001)"):
+        assert_kernels_give_the_bits(parse_compressor(text), bucket, (size,), feedback=True, where=hidden)
+
+
+@RUNS
 @pytest.mark.parametrize("chunk", [2, 8, 16, 64, 128])
 def test_cmax_kernels_give_the_bits_around_chunks_and_runs_and_beside_chunks_of_zeros(chunk: int) -> None:
     """Sizes about a chunk and more than a run of 1024 chunks; chunks of zeros that stay so with their residual."""

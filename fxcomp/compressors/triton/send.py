@@ -35,18 +35,25 @@ from fxcomp.compressors.triton.tiles import INFINITY, TILE, Tiles, compensated, 
 
 BINS = 2048
 DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
+COPIES = 8  # of a histogram while there are few: most values fall in few bins, and additions to one bin wait  # assumed
 DECISION_COLUMNS = constant(3)
 
 
+def copies_of(segments: int) -> int:
+    return COPIES if segments <= COPIES else 1
+
+
 @jit
-def pick(decisions, histograms, SHIFT: constexpr, BINS: constexpr):
+def pick(decisions, histograms, SHIFT: constexpr, BINS: constexpr, COPIES: constexpr):
     """Append the next digit to an open decision: the last bin, from the largest on, that holds the rank."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
     known = tl.load(decision + 1)
     rank = tl.load(decision + 2)
     digit = tl.arange(0, BINS)
-    found = tl.load(histograms + tl.program_id(0) * BINS + digit)
+    found = tl.zeros([BINS], tl.int32)
+    for copy in range(COPIES):
+        found += tl.load(histograms + (tl.program_id(0) * COPIES + copy) * BINS + digit)
     up_to = tl.cumsum(found, axis=0)
     above = tl.sum(found, axis=0) - up_to
     is_it = (above < rank) & (rank <= above + found)
@@ -55,12 +62,11 @@ def pick(decisions, histograms, SHIFT: constexpr, BINS: constexpr):
 
 
 @jit
-def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr, BINS: constexpr):
-    """Count the next digits of magnitudes that begin with the known digits."""
+def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr):
+    """Count the next digits of magnitudes that begin with the known digits, value by value: there are few."""
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
-    found = tl.histogram(tl.where(is_ours, digit, 0), BINS, mask=is_ours)
-    tl.atomic_add(histogram + tl.arange(0, BINS), found, mask=found > 0)
+    tl.atomic_add(histogram + digit, 1, mask=is_ours, sem="relaxed")
 
 
 @jit
@@ -84,8 +90,7 @@ def _digit_histogram(
     place = tl.arange(0, TILE)
     is_there = (place < size) & (tl.load(decision) != 0)
     magnitude = tl.load(sample + start + place, is_there, other=-1)
-    histogram = histograms + which * BINS
-    add_to_histogram(histogram, magnitude, magnitude >= 0, tl.load(decision + 1), SHIFT, ABOVE, BINS)
+    add_to_histogram(histograms + which * BINS, magnitude, magnitude >= 0, tl.load(decision + 1), SHIFT, ABOVE)
 
 
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
@@ -95,7 +100,7 @@ def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> No
         constants = {"SHIFT": shift, "ABOVE": above, "BINS": BINS}
         rows = len(decisions) // max(segments, 1)
         tiles.launch(_digit_histogram, sample, decisions, histograms, segments, rows=rows, **constants)
-        launch(pick, len(decisions), decisions, histograms, SHIFT=shift, BINS=BINS)
+        launch(pick, len(decisions), decisions, histograms, SHIFT=shift, BINS=BINS, COPIES=1)
 
 
 TALLY_COLUMNS = constant(3)
@@ -115,10 +120,12 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
     tiles.launch(_gather, given.bucket, given.residual, cuts, segments, listed, lengths, tally)
     launch(_open, segments, layout.sections, cuts, segments, tally, decisions)
     lists = (given.bucket, given.residual, listed, lengths, decisions)
+    copies = copies_of(segments)
     for shift, above in DIGITS:
-        histograms = torch.zeros(segments, BINS, dtype=torch.int32, device=device)
-        tiles.launch(_histogram, *lists, histograms, SHIFT=shift, ABOVE=above, BINS=BINS)
-        launch(pick, segments, decisions, histograms, SHIFT=shift, BINS=BINS)
+        histograms = torch.zeros(segments * copies, BINS, dtype=torch.int32, device=device)
+        constants = {"SHIFT": shift, "BINS": BINS, "COPIES": copies}
+        tiles.launch(_histogram, *lists, histograms, ABOVE=above, **constants)
+        launch(pick, segments, decisions, histograms, **constants)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
     tiles.launch(_count, *lists, counts, count)
     places = (payload, layout.sections, counts, counts.cumsum(dim=1), count)
@@ -144,9 +151,11 @@ def _gather(table, bucket, residual, cuts, segments, listed, lengths, tally, SHA
     tl.store(lengths + tl.program_id(0), length)
     is_reached = is_there & (magnitude >= tl.load(cuts + segment))
     counter = tally + segment * TALLY_COLUMNS
-    tl.atomic_add(counter, tl.sum(is_reached.to(tl.int32), axis=0))
-    tl.atomic_add(counter + 1, length)
-    tl.atomic_add(counter + 2, tl.sum((magnitude >= INFINITY).to(tl.int32), axis=0))
+    reached = tl.sum(is_reached.to(tl.int32), axis=0)
+    infinite = tl.sum((magnitude >= INFINITY).to(tl.int32), axis=0)
+    tl.atomic_add(counter, reached, mask=reached > 0, sem="relaxed")
+    tl.atomic_add(counter + 1, length, mask=length > 0, sem="relaxed")
+    tl.atomic_add(counter + 2, infinite, mask=infinite > 0, sem="relaxed")
     if residual is not None:
         left_out = tl.where(magnitude < INFINITY, value, old)
         tl.store(residual + start + place, left_out, is_there & (is_listed == 0))
@@ -191,6 +200,7 @@ def _histogram(
     SHIFT: constexpr,
     ABOVE: constexpr,
     BINS: constexpr,
+    COPIES: constexpr,
     SHAPE: constexpr,
 ):
     start, _, _, _ = tile_of(table, SHAPE)
@@ -198,8 +208,8 @@ def _histogram(
     decision = decisions + segment * DECISION_COLUMNS
     length = tl.load(lengths + tl.program_id(0)) * (tl.load(decision) != 0).to(tl.int32)
     _, _, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
-    histogram = histograms + segment * BINS
-    add_to_histogram(histogram, magnitude, is_there, tl.load(decision + 1), SHIFT, ABOVE, BINS)
+    histogram = histograms + (segment * COPIES + tl.program_id(0) % COPIES) * BINS
+    add_to_histogram(histogram, magnitude, is_there, tl.load(decision + 1), SHIFT, ABOVE)
 
 
 @jit
@@ -280,4 +290,4 @@ def _before(counts, ends, tile):
 @jit
 def _or_bits(words, bit, bits, is_there):
     """Set bits of a payload that was cleared; others may set theirs in the same word."""
-    tl.atomic_or(words + (bit >> 5), bits << (bit & 31).to(tl.int32), mask=is_there)
+    tl.atomic_or(words + (bit >> 5), bits << (bit & 31).to(tl.int32), mask=is_there, sem="relaxed")

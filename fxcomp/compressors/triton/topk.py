@@ -1,11 +1,16 @@
 """The k values of largest magnitude: the bits of `fxcomp/compressors/topk.py`.
 
-A histogram of the upper 11 bits of all magnitudes gives a cut that k values reach, and few more; `send.py` does the
-rest with these. So the bucket is read twice whole, and what reaches the cut some times more.
+    sample      the upper 11 bits of a sample's magnitudes give a cut that k values and some more should reach
+    count       one pass over the bucket says where they do
+    histogram   where they do not, the same bits of all magnitudes give one that they do, and few more
+
+`send.py` does the rest with these cuts: any cut that k values reach ends with the same bits. So the bucket is read
+twice whole, and what reaches the cut some times more.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -14,27 +19,53 @@ from torch import Tensor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import TopK, counts
 from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
-from fxcomp.compressors.triton.send import BINS, DIGITS, pick, send
+from fxcomp.compressors.triton.send import BINS, DECISION_COLUMNS, DIGITS, pick, send
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import COLUMNS, TILE, compensated, cut, magnitude_of
 
-_STRETCH = 1 << 16  # values of a program of the histogram, which then adds 2048 bins to the segment's  # assumed
+_STRETCH = 1 << 16  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
+_SAMPLE = 1 << 14  # values of a segment  # assumed
 
 
 @cache
-def _first_decisions(segments: tuple[int, ...], ratio: float, device: torch.device) -> Tensor:
-    rows = [(int(k > 0), 0, k) for k in counts(segments, ratio)]
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 3)
+def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Make open decisions on samples and on whole segments, and the table of samples: first value, stride, length.
+
+    In a sample the k-th value has a rank that strays like a Poisson variable's; four deviations are added.
+    """
+    sampled: list[tuple[int, int, int]] = []
+    whole: list[tuple[int, int, int]] = []
+    table: list[tuple[int, int, int]] = []
+    start = 0
+    for n, k in zip(segments, counts(segments, ratio), strict=True):
+        stride = max(1, n // _SAMPLE)
+        length = n // stride
+        share = k * length / max(n, 1)
+        rank = k if stride == 1 else min(length, math.ceil(share + 4 * math.sqrt(share) + 4))
+        sampled.append((int(k > 0), 0, rank))
+        whole.append((int(k > 0), 0, k))
+        table.append((start, stride, length))
+        start += n
+    made = (torch.tensor(rows, dtype=torch.int32).view(-1, 3) for rows in (sampled, whole))
+    return *(each.to(device) for each in made), torch.tensor(table, dtype=torch.int64, device=device).view(-1, 3)  # pyright: ignore[reportReturnType]
 
 
 def encode(compressor: TopK, given: EncoderInput, payload: Tensor) -> None:
-    segments, ratio, device = given.segments, compressor.ratio, given.bucket.device
-    stretches = cut(segments, _STRETCH, device).table
-    decisions = _first_decisions(segments, ratio, device).clone()
-    histograms = torch.zeros(len(segments), BINS, dtype=torch.int32, device=device)
-    constants = {"SHIFT": DIGITS[0][0], "BINS": BINS}
-    launch(_histogram, len(stretches), stretches, given.bucket, given.residual, histograms, **constants, TILE=TILE)
-    launch(pick, len(segments), decisions, histograms, **constants)
+    segments, ratio, device, count = given.segments, compressor.ratio, given.bucket.device, len(given.segments)
+    sampled, whole, table = _ranks(segments, ratio, device)
+    guesses, decisions, values = sampled.clone(), whole.clone(), (given.bucket, given.residual)
+    digit = {"SHIFT": DIGITS[0][0], "BINS": BINS}
+    histograms = torch.zeros(2, count, BINS, dtype=torch.int32, device=device)
+    reached = torch.zeros(count, dtype=torch.int32, device=device)
+    programs = -(-min(max(segments, default=0), 2 * _SAMPLE) // TILE)
+    launch(_sample, count, table, *values, histograms[0], rows=programs, **digit, TILE=TILE)
+    launch(pick, count, guesses, histograms[0], **digit, COPIES=1)
+    stretches = cut(segments, _STRETCH, device)
+    shape = {"TILE": TILE, "ALIGNMENT": stretches.shape[3]}
+    launch(_count, len(stretches), stretches.table, *values, guesses, reached, **shape)
+    launch(_histogram, len(stretches), stretches.table, *values, decisions, reached, histograms[1], **digit, **shape)
+    launch(_keep, count, guesses, decisions, reached)
+    launch(pick, count, decisions, histograms[1], **digit, COPIES=1)
     cuts = decisions[:, 1].expand(2, -1).contiguous()
     send(given, payload, layout_of_largest(segments, ratio, device), cuts)
 
@@ -44,11 +75,57 @@ def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
 
 
 @jit
-def _histogram(table, bucket, residual, histograms, SHIFT: constexpr, BINS: constexpr, TILE: constexpr):
-    """Count the upper bits of a stretch's magnitudes."""
+def _sample(table, bucket, residual, histograms, SHIFT: constexpr, BINS: constexpr, TILE: constexpr):
+    """Count the upper bits of a part of a segment's sample."""
+    entry = table + tl.program_id(0) * 3
+    number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_there = number < tl.load(entry + 2)
+    value, _ = compensated(bucket, residual, tl.load(entry) + number * tl.load(entry + 1), is_there)
+    digit = magnitude_of(value) >> SHIFT
+    tl.atomic_add(histograms + tl.program_id(0) * BINS + digit, 1, mask=is_there, sem="relaxed")
+
+
+@jit
+def _stretch_of(table, ALIGNMENT: constexpr):
+    """Look up this program's first value, number of values, and segment."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    start = tl.load(entry)
-    size = tl.load(entry + 1).to(tl.int32)
+    start = tl.multiple_of(tl.load(entry), ALIGNMENT)
+    return start, tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT), tl.load(entry + 4)
+
+
+@jit
+def _count(table, bucket, residual, guesses, reached, TILE: constexpr, ALIGNMENT: constexpr):
+    """Count the values of a stretch that reach the guessed cut."""
+    start, size, segment = _stretch_of(table, ALIGNMENT)
+    least = tl.load(guesses + segment * DECISION_COLUMNS + 1)
+    found = tl.zeros([TILE], tl.int32)
+    first = size * 0
+    while first < size:
+        place = first + tl.arange(0, TILE)
+        is_there = place < size
+        value, _ = compensated(bucket, residual, start + place, is_there)
+        found += (is_there & (magnitude_of(value) >= least)).to(tl.int32)
+        first += TILE
+    tl.atomic_add(reached + segment, tl.sum(found, axis=0), sem="relaxed")
+
+
+@jit
+def _histogram(
+    table,
+    bucket,
+    residual,
+    decisions,
+    reached,
+    histograms,
+    SHIFT: constexpr,
+    BINS: constexpr,
+    TILE: constexpr,
+    ALIGNMENT: constexpr,
+):
+    """Count the upper bits of a stretch's magnitudes, where too few reach the guessed cut."""
+    start, size, segment = _stretch_of(table, ALIGNMENT)
+    is_guessed = tl.load(reached + segment) >= tl.load(decisions + segment * DECISION_COLUMNS + 2)
+    size = tl.where(is_guessed, 0, size)
     found = tl.zeros([BINS], tl.int32)
     first = size * 0
     while first < size:
@@ -57,4 +134,13 @@ def _histogram(table, bucket, residual, histograms, SHIFT: constexpr, BINS: cons
         value, _ = compensated(bucket, residual, start + place, is_there)
         found += tl.histogram(magnitude_of(value) >> SHIFT, BINS, mask=is_there)
         first += TILE
-    tl.atomic_add(histograms + tl.load(entry + 4) * BINS + tl.arange(0, BINS), found, mask=found > 0)
+    tl.atomic_add(histograms + segment * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
+
+
+@jit
+def _keep(guesses, decisions, reached):
+    """Close the decisions whose guessed cut enough values reach, with that cut."""
+    decision = decisions + tl.program_id(0) * DECISION_COLUMNS
+    is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
+    tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)
+    tl.store(decision, 0, is_guessed)
