@@ -10,6 +10,7 @@ with.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -144,27 +145,48 @@ def speed(results: Results, compressor: Compressor, n: int, device: torch.device
         "decode": 4 * n + payload,
         "copy": 8 * n,
     }
-    gbps = {name: touched[name] / us / 1e3 for name, us in median_us(contestants, device).items()}
+    device_us, host_us = median_us(contestants, device)
+    gbps = {name: touched[name] / us / 1e3 for name, us in device_us.items()}
     shares = {f"{name}_share": gbps[name] / gbps["copy"] for name in ("encode", "decode")}
     results.add(
         {"compressor": str(compressor), "device": str(device), "kernels": has_kernels(compressor), "n": n}
         | {f"{name}_gbps": value for name, value in gbps.items()}
+        | {f"{name}_us": value for name, value in device_us.items()}
+        | {f"{name}_host_us": value for name, value in host_us.items()}
         | shares
     )
-    text = ", ".join(f"{name} {gbps[name]:.0f} GB/s ({shares[f'{name}_share']:.2f})" for name in ("encode", "decode"))
+    text = ", ".join(
+        f"{name} {gbps[name]:.0f} GB/s ({shares[f'{name}_share']:.2f}, launched in {host_us[name]:.0f} us)"
+        for name in ("encode", "decode")
+    )
     return True, f"{text}; a copy {gbps['copy']:.0f} GB/s"
 
 
-def median_us(contestants: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """In turns, by the GPU's own clock, so that launching does not count while the GPU is busy."""
+def median_us(
+    contestants: dict[str, Callable[[], object]], device: torch.device
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time contestants in turns: by the GPU's own clock, and what the host takes to launch them.
+
+    The GPU sleeps first, until the host has launched all, so that launching does not count in its time.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    hosts: dict[str, list[float]] = {name: [] for name in contestants}
+    asleep = 2_000_000  # cycles: about a millisecond, and more if launching took more
     for turn in range(TIMED + 3):
         for name, run in contestants.items():
             start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+            if device.type == "cuda":
+                torch.cuda._sleep(asleep)  # pyright: ignore[reportPrivateUsage] nothing public waits on the device
             start.record()
+            begun = time.perf_counter()
             run()
+            took = 1e6 * (time.perf_counter() - begun)
             end.record()
             end.synchronize()
             if turn >= 3:  # the first ones compile and warm up
                 times[name].append(1e3 * start.elapsed_time(end))
-    return {name: statistics.median(found) for name, found in times.items()}
+                hosts[name].append(took)
+            elif turn == 2:
+                asleep = max(asleep, int(4000 * took))  # twice as long, at 2 cycles a nanosecond
+    medians = [{name: statistics.median(found) for name, found in each.items()} for each in (times, hosts)]
+    return medians[0], medians[1]

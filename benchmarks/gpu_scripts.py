@@ -86,7 +86,7 @@ SCRIPTS = {
     "dropout": Script(1e-5, dropout=0.1),
     "checkpointed dropout": Script(1e-5, dropout=0.1, checkpoints=True),
     "clipping by value": Script(1e-5, options={"max_grad_value": 1e-3}),
-    "NAdam": Script(1e-5, optimizer=partial(torch.optim.NAdam, lr=1e-3)),
+    "NAdam": Script(1e-5, optimizer=partial(torch.optim.NAdam, lr=1e-3, eps=1e-4)),
     "Nesterov's momentum": Script(1e-5, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
 }
 

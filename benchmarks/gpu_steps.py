@@ -2,14 +2,19 @@
 
     python benchmarks/gpu_steps.py --json steps.json --trace traces
 
-Two ranks share the GPU and compile; then rank 0 times alone, with nothing on
-the network: DDP in a group of one rank, fxcomp on a transport that ends at once. So what differs is how forward and
-backward run, and what packing, compressing, clipping and updating take on the device. Contestants take turns, step by
-step, each until the GPU is done; `wall_ms` is the host's clock, `launch_ms` when the host had handed out the step.
+Two ranks share the GPU and compile; then rank 0 times alone, with nothing on the network: DDP in a group of one rank,
+fxcomp on a transport that ends at once. So what differs is how forward and backward run, and what packing, compressing,
+clipping and updating take on the device. With `--network` both ranks time, and gradients cross NCCL's sockets on the
+loopback interface, as if each rank were a host; the GPU is theirs in turns.
+
+Contestants take turns, step by step, each until the GPU is done: `wall_ms` is the host's clock, `launch_ms` when the
+host had handed out the step, `through_ms` a step's share of ten that were handed out one after the other.
 
     ddp_eager, ddp              eager, and `torch.compile(DDP(model))`; clipping over lists, fused AdamW
-    ddp_bf16, ddp_powersgd      the same with torch's hooks
-    step_*                      `fxcomp.compile_step` under a plan
+    ddp_whole                   the loss compiled with the model
+    ddp_bf16, ddp_powersgd      as `ddp`, with torch's hooks
+    hook_*                      as `ddp`, with `fxcomp.ddp_hook` under a plan or mode
+    step_*                      `fxcomp.compile_step` under a plan or mode
     backend_*                   `torch.compile(model, backend="fxcomp")`
 
 A record has the peak of device memory beyond what lay there before the contestant was made, and what a profile of a
@@ -52,7 +57,7 @@ MODELS = {
 }
 """The configuration, and the passages of a batch."""
 CONTESTANTS = (
-    "ddp,step_dense,backend_dense,step_int8,ddp_eager,ddp_powersgd,step_powersgd(4),ddp_bf16,backend_int8,step_int4"
+    "ddp,step_dense,ddp_whole,backend_dense,step_int8,ddp_eager,ddp_powersgd,step_powersgd(4),ddp_bf16,backend_int8"
 )
 LAUNCHES = (
     "cudaLaunchKernel",
@@ -63,6 +68,7 @@ LAUNCHES = (
     "cudaMemsetAsync",
 )
 PROFILED = 3  # steps
+IN_A_ROW, ROWS = 10, 3
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 UNVERIFIED = fxcomp.Checks(verify="never")  # what one rank has is no mean of two
@@ -74,11 +80,13 @@ Step = Callable[[], object]
 class Maker:
     """Makes contestants, each with its own model, optimizer and batch."""
 
-    def __init__(self, model: str, device: torch.device) -> None:
+    def __init__(self, model: str, device: torch.device, *, network: bool) -> None:
         self.config, self.size = MODELS[model]
-        self.device = device
-        self.alone = dist.new_group([0], backend="nccl" if device.type == "cuda" else "gloo")
-        dist.new_group([1])
+        self.device, self.network = device, network
+        self.group: dist.ProcessGroup | None = None
+        if not network:
+            self.group = dist.new_group([0], backend="nccl" if device.type == "cuda" else "gloo")
+            dist.new_group([1])
 
     def __call__(self, name: str) -> Step:
         torch.manual_seed(0)
@@ -89,49 +97,64 @@ class Maker:
         drawn = torch.randint(0, self.config.vocabulary, (self.size, self.config.context + 1), generator=draw)
         tokens = drawn.to(self.device)
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        made = {"ddp": self.parallel, "step": self.compiled, "backend": self.backend}[kind]
+        made = {"ddp": self.parallel, "hook": self.hooked, "step": self.compiled, "backend": self.backend}[kind]
         return made(rest, model, optimizer, batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
             return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    def eager(self, call: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+    def eager(
+        self, call: Any, optimizer: torch.optim.Optimizer, batch: Batch, loss: Callable[..., torch.Tensor]
+    ) -> Step:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            self.loss(call, batch).backward()
+            loss(call, batch).backward()
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
             optimizer.step()
 
         return step
 
     def parallel(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
-        if dist.get_rank():
+        if dist.get_rank() and not self.network:
             return lambda: None
-        whole = DistributedDataParallel(model, process_group=self.alone, gradient_as_bucket_view=True)
+        whole = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
         if rest == "bf16":
-            whole.register_comm_hook(self.alone, bf16_compress_hook)
+            whole.register_comm_hook(self.group, bf16_compress_hook)
         if rest == "powersgd":
-            state = PowerSGDState(self.alone, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            state = PowerSGDState(self.group, matrix_approximation_rank=4, start_powerSGD_iter=2)
             whole.register_comm_hook(state, powerSGD_hook)
-        return self.eager(whole if rest == "eager" else torch.compile(whole), optimizer, batch)
+        if rest == "whole":
+            return self.eager(whole, optimizer, batch, torch.compile(self.loss))
+        return self.eager(whole if rest == "eager" else torch.compile(whole), optimizer, batch, self.loss)
+
+    def hooked(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
+        whole = DistributedDataParallel(model)
+        whole.register_comm_hook(None, fxcomp.ddp_hook(compress=rest))
+        return self.eager(torch.compile(whole), optimizer, batch, self.loss)
 
     def compiled(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
         made = fxcomp.compile_step(
             model, self.loss, optimizer, batch, max_grad_norm=1.0, compress=rest, checks=UNVERIFIED
         )
         made(batch)
-        made.in_force.runtime.transport = NullTransport(made.in_force.runtime.transport)
+        if not self.network:
+            made.in_force.runtime.transport = NullTransport(made.in_force.runtime.transport)
+        while made.is_racing:
+            made(batch)
+        if dist.get_rank() == 0:
+            print(made.explain(), flush=True)
         return lambda: made(batch)
 
     def backend(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
         call: Any = torch.compile(model, backend=fxcomp_backend, options={"compress": rest, "model": model})
-        step = self.eager(call, optimizer, batch)
+        step = self.eager(call, optimizer, batch, self.loss)
         step()
-        runtime = compiled_model(model).runtime
-        runtime.transport = NullTransport(runtime.transport)
+        if not self.network:
+            runtime = compiled_model(model).runtime
+            runtime.transport = NullTransport(runtime.transport)
         return step
 
 
@@ -163,19 +186,29 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Time steps until the device is done, and until the host is."""
+def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device, *, network: bool) -> dict[str, Any]:
+    """Time steps until the device is done, and until the host is; then without waiting between them."""
     walls: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    through: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + ROWS):
         for name, step in steps.items():
             wait(device)
+            if network:
+                dist.barrier()
             start = time.perf_counter()
-            step()
-            hosts[name].append(1e3 * (time.perf_counter() - start))
+            for _ in range(1 if number < rounds else IN_A_ROW):
+                step()
+            launched = 1e3 * (time.perf_counter() - start)
             wait(device)
-            walls[name].append(1e3 * (time.perf_counter() - start))
-    return {name: {"wall_ms": spread(walls[name]), "launch_ms": spread(hosts[name])} for name in steps}
+            done = 1e3 * (time.perf_counter() - start)
+            if number < rounds:
+                hosts[name].append(launched)
+                walls[name].append(done)
+            else:
+                through[name].append(done / IN_A_ROW)
+    kinds = {"wall_ms": walls, "launch_ms": hosts, "through_ms": through}
+    return {name: {kind: spread(found[name]) for kind, found in kinds.items()} for name in steps}
 
 
 def profiled(name: str, step: Step, device: torch.device, folder: Path | None) -> dict[str, Any]:
@@ -216,21 +249,28 @@ def profiled(name: str, step: Step, device: torch.device, folder: Path | None) -
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """Make all contestants on both ranks; rank 0 takes the times."""
-    join()
-    device = torch.device(arguments.device)
+    """Make all contestants on both ranks; rank 0 takes the times, with a network both step."""
+    device, network = torch.device(arguments.device), arguments.network
+    if network and device.type == "cuda":
+        # Else two ranks may not share a GPU.
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        join()
     leads = dist.get_rank() == 0
-    results = Results(arguments.json if leads else None, model=arguments.model, device=arguments.device)
-    maker = Maker(arguments.model, device)
+    made = {"model": arguments.model, "device": arguments.device, "network": network}
+    results = Results(arguments.json if leads else None, **made)
+    maker = Maker(arguments.model, device, network=network)
     steps, facts = dict[str, Step](), dict[str, dict[str, Any]]()
     begun = time.perf_counter()
+    on = device if network else "cpu"
     for name in arguments.names.split(","):
-        took = torch.tensor(time.perf_counter() - begun)
+        took = torch.tensor(time.perf_counter() - begun, device=on)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         if took > arguments.make_s:
             break
         step, found = made_and_run(maker, name, device)
-        failed = torch.tensor(float(step is None))
+        failed = torch.tensor(float(step is None), device=on)
         dist.all_reduce(failed)
         if step is not None and not failed.item():
             steps[name], facts[name] = step, found
@@ -238,10 +278,10 @@ def rank_main(arguments: argparse.Namespace) -> None:
             print(f"{name}: {found}", flush=True)
             if step is None:
                 results.add({"contestant": name, **found})
-    if leads:
-        times = take_turns(steps, arguments.rounds, device)
+    if leads or network:
+        times = take_turns(steps, arguments.rounds, device, network=network)
         for name, step in steps.items():
-            found = profiled(name, step, device, arguments.trace)
+            found = profiled(name, step, device, arguments.trace if leads else None)
             results.add({"contestant": name, **facts[name], **times[name], **found})
     dist.barrier()
     dist.destroy_process_group()
@@ -249,12 +289,12 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 def tell(path: Path) -> None:
     found = [record for record in read(path) if "wall_ms" in record]
-    head = "step | wall ms > | p10 > | p90 > | until launched > | kernels > | in kernels, ms > | peak MB > | made, s >"
+    head = "step | wall ms > | p10 > | p90 > | launched > | of ten > | kernels > | in kernels > | peak MB > | made, s >"
     rows = [
         (
             r["contestant"], *(f"{r['wall_ms'][each]:.2f}" for each in ("median", "p10", "p90")),
-            f"{r['launch_ms']['median']:.2f}", f"{r['kernels']:.0f}", f"{r['kernel_ms']:.2f}", f"{r['peak_mb']:.0f}",
-            f"{r['made_s']:.0f}",
+            *(f"{r[each]['median']:.2f}" for each in ("launch_ms", "through_ms")), f"{r['kernels']:.0f}",
+            f"{r['kernel_ms']:.2f}", f"{r['peak_mb']:.0f}", f"{r['made_s']:.0f}",
         )
         for r in found
     ]  # fmt: skip
@@ -268,6 +308,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="steps of each contestant that count")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="keep profiles here")
+    parser.add_argument("--network", action="store_true", help="gradients cross NCCL's sockets between the ranks")
     parser.add_argument("--make-s", type=float, default=180, metavar="SECONDS", help="after them no more are made")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS")
     arguments = parser.parse_args()

@@ -88,7 +88,9 @@ def test_the_kernels_give_the_bits_of_the_references(compressor: Compressor) -> 
 
 
 @RUNS
-@pytest.mark.parametrize("hidden", ["large between sampled places", "large at sampled places", "all large are sampled", "few"])
+@pytest.mark.parametrize(
+    "hidden", ["large between sampled places", "large at sampled places", "all large are sampled", "few"]
+)
 def test_topk_kernels_give_the_bits_whatever_their_sample_shows(hidden: str) -> None:
     size = 40_000  # sampled at every second place
     bucket = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
