@@ -11,6 +11,7 @@ from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import graph_after, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
+from fxcomp.pipeline import pass_names
 from fxcomp.planning.count_launches import count_launches
 from fxcomp.report.terminal import encodable
 
@@ -25,7 +26,8 @@ EXAMPLES = """\
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
-    parser.add_argument("--after", metavar="PASS", help="the graph after this pass (default: the last)")
+    passes = ", ".join(pass_names())
+    parser.add_argument("--after", metavar="PASS", help=f"the graph after this pass (default: the last): {passes}")
     parser.add_argument("--device", metavar="NAME", help="the step for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--source", action="store_true", help="print the emitted step instead of the graph")
 

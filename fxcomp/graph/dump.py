@@ -26,10 +26,14 @@ def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:
     return [*(_row(node, costs) for node in gm.graph.nodes if node.op != "output"), (output,)]
 
 
+WIDEST = (48, 16, 40, 24, 80)
+"""The widest that each column is: what is longer stands out of it, and pads no other line."""
+
+
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Write rows as lines with columns of one width."""
     nodes = [row for row in rows if len(row) > 1]
-    widths = [max((len(row[i]) for row in nodes), default=0) for i in range(5)]
+    widths = [max((len(row[i]) for row in nodes if len(row[i]) <= most), default=0) for i, most in enumerate(WIDEST)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + list(row[5:]) for row in rows]
     return [("  ".join(cells) if len(cells) > 1 else cells[0]).rstrip() for cells in padded]
 
