@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
-from fxcomp.commands import calibrate, diff, dump, explain, job_options
+from fxcomp.commands import calibrate, diff, dump, explain, status_line
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except FxcompError as error:
-        job_options.clear()
+        status_line.clear()
         print(f"fxcomp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        job_options.clear()
+        status_line.clear()
         return 130
     except BrokenPipeError:  # the reader has seen enough; Python must not complain when it closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,6 @@
 """Keep golden texts, which are read as carefully as code, and order and select tests."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from helpers.machine import keep_costs_of_memory_and_compressors
 # The same examples in every run of the same tests: a failure on one machine is a failure on all.
 hypothesis.settings.register_profile("fxcomp", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("fxcomp")
+
+os.environ.pop("COLUMNS", None)  # reports are as wide as where nobody says how wide
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
-from fxcomp.commands import job_options
+from fxcomp.commands import status_line
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, names_links
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
     )
     found = what_if(job, cluster, question, _tell)
-    job_options.clear()
+    status_line.clear()
     if arguments.save_plan:
         _save(found.plan.to_json(), arguments.save_plan)
     explanation = replace(found, notes=(*assumed, *found.notes))
@@ -93,7 +93,7 @@ def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
 
 
 def _tell(what: str) -> None:
-    job_options.show(f"{what} ...")
+    status_line.show(f"{what} ...")
 
 
 def _save(plan: object, path: str) -> None:

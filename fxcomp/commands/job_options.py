@@ -1,9 +1,8 @@
-"""Options of the commands that ask about a job on a cluster, and the line that says what such a command does."""
+"""Options of the commands that ask about a job on a cluster."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +14,6 @@ from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.pins import parse_pins
-
-
-def show(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def clear() -> None:
-    show("")
-
 
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
 

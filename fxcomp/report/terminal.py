@@ -99,6 +99,8 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
 
 
 WIDTH = 100
+"""Columns where nobody says how many there are."""
+_NARROWEST = 20  # a report is not legible in fewer
 _NARROW = 64  # below this many columns, tables leave out their optional ones
 _STYLES = {Tone.COMPRESS: "bold green", Tone.DENSE: "bold yellow", Tone.GIVEN: "bold"}
 
@@ -120,7 +122,7 @@ def sections_to_text(headline: str, sections: Sequence[Section], *, width: int =
 def print_report(explanation: Explanation, stream: TextIO) -> None:
     """Write the report in the stream's width, colors and characters."""
     colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    text = to_text(explanation, width=min(WIDTH, width_of(stream)), colors=colors)
+    text = to_text(explanation, width=width_of(stream), colors=colors)
     stream.write(encodable(text, stream.encoding))
 
 
@@ -134,7 +136,7 @@ def print_costs(costs: CostTable, notes: Sequence[str], stream: TextIO) -> None:
 
 def print_sections(headline: str, sections: Sequence[Section], stream: TextIO) -> None:
     """Write a headline and sections in the stream's width and characters."""
-    width = min(WIDTH, width_of(stream))
+    width = width_of(stream)
     text = _render([Text(headline), *_sections(sections, width)], width, colors=False)
     stream.write(encodable(text, stream.encoding))
 
@@ -167,9 +169,12 @@ def encodable(text: str, encoding: str | None) -> str:
     return text
 
 
-def width_of(stream: TextIO) -> int:
-    """Return a terminal's columns; WIDTH for what is none."""
-    return Console(file=stream).width if stream.isatty() else WIDTH
+def width_of(stream: TextIO, *, otherwise: int = WIDTH) -> int:
+    """Return the number of columns: what COLUMNS says, else a terminal's; `otherwise` for what is none."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told):
+        return max(_NARROWEST, int(told))
+    return max(_NARROWEST, Console(file=stream).width) if stream.isatty() else otherwise
 
 
 def _render(parts: Iterable[RenderableType], width: int, colors: bool) -> str:

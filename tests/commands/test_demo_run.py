@@ -70,13 +70,15 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds():
     assert out.getvalue() == "   0 s  start\n   4 s  plan\n   8 s  plan\n"
 
 
-def test_on_a_terminal_one_line_is_written_over():
+def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
     out, clock = io.StringIO(), Clock()
     with Progress(out, in_place=True, clock=clock) as progress:
         progress.say("start")
         clock.now = 2
         progress.say("plan")
-    assert out.getvalue() == "\r\x1b[K   0 s  start\r\x1b[K   2 s  plan\r\x1b[K"
+    blank = f"\r{' ' * 79}\r"
+    assert out.getvalue() == f"{blank}   0 s  start{blank}   2 s  plan{blank}"
 
 
 def test_a_narrow_terminal_sees_one_line_too(monkeypatch: pytest.MonkeyPatch):
@@ -84,4 +86,5 @@ def test_a_narrow_terminal_sees_one_line_too(monkeypatch: pytest.MonkeyPatch):
     out, clock = io.StringIO(), Clock()
     with Progress(out, in_place=True, clock=clock) as progress:
         progress.say("fxcomp captures the step, measures the machine and the link, and plans")
-    assert out.getvalue() == "\r\x1b[K   0 s  fxcomp \r\x1b[K"
+    blank = f"\r{' ' * 15}\r"
+    assert out.getvalue() == f"{blank}   0 s  fxcomp {blank}"

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from fxcomp.__main__ import main
+from fxcomp.cost.measured import MeasuredCollective
+from fxcomp.cost.table import CostTable
+from fxcomp.pipeline import pass_names
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +31,31 @@ def test_explain_prints_the_report(capsys: pytest.CaptureFixture[str]):
 def test_what_the_user_does_not_say_is_named(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", EXAMPLE]) == 0
     assert "Assumed, because not given: --cluster 2x1, --inter 10gbit." in capsys.readouterr().out
+
+
+def test_links_of_a_table_and_assumed_ones_are_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    kind = CollectiveKind.ALL_REDUCE
+    measured = {(kind, "1x2"): MeasuredCollective.line(kind, 2, 30.0, 1.0, source="measured, 9 samples")}
+    path = tmp_path / "costs.json"
+    CostTable(collectives=measured).save(path)
+    asked = ["explain", EXAMPLE, "--cluster", "8x4", "--costs", str(path)]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8 hosts x 4 ranks, 10gbit between hosts (assumed), 8gbit inside (measured)")
+    assert "Assumed, because not given: --inter 10gbit." in text
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["measured"] == ["intra"]
+
+
+def test_reports_are_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def widest(columns: str) -> int:
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["explain", EXAMPLE, "--inter", "10mbit", "--step-ms", "5"]) == 0
+        return max(map(len, capsys.readouterr().out.splitlines()))
+
+    assert widest("70") <= 70
+    assert 100 < widest("160") <= 160
+    assert widest("wide") == widest("") == 100
 
 
 def test_a_link_alone_means_two_hosts(capsys: pytest.CaptureFixture[str]):
@@ -56,6 +85,15 @@ def test_dump_prints_the_graph_after_a_pass(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "pack_0" in text
     assert text.rstrip().splitlines()[-1].startswith("output(")
+
+
+def test_dump_lists_the_passes_that_it_knows(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["dump", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(pass_names()) in told
+    assert main(["dump", EXAMPLE, "--after", "magic"]) == 2
+    assert f"the passes are {', '.join(pass_names())}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_dump_prints_the_emitted_step(capsys: pytest.CaptureFixture[str]):

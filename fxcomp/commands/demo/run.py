@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from fxcomp.cluster.link import parse_gb_per_s
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.result import WIDTH, Contestant, describe
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here
+from fxcomp.commands.status_line import takes_status_lines, written_over
 from fxcomp.errors import BadOption, HostsUnavailable
 from fxcomp.report.terminal import encodable, width_of
 
@@ -56,7 +56,7 @@ class Progress:
         self._done.set()
         self._ticker.join()
         if self._in_place:
-            print("\r\x1b[K", end="", file=self._out, flush=True)
+            print(written_over(""), end="", file=self._out, flush=True)
 
     def say(self, text: str) -> None:
         """Show this now if a line is due, and until something else is said."""
@@ -73,9 +73,8 @@ class Progress:
                 return
             self._shown_at = now
             line = f"{now - self._began:4.0f} s  {self._text}"
-            if self._in_place:  # cut, because a line that wraps cannot be written over
-                cut = line[: shutil.get_terminal_size().columns - 1]
-                print(f"\r\x1b[K{cut}", end="", file=self._out, flush=True)
+            if self._in_place:
+                print(written_over(line), end="", file=self._out, flush=True)
             else:
                 print(line, file=self._out, flush=True)
 
@@ -175,7 +174,7 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
     before = {sign: signal.signal(sign, _leave) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with ExitStack() as stack:
-            is_watched = sys.stderr.isatty() and sys.stdout.isatty()
+            is_watched = takes_status_lines(sys.stderr) and sys.stdout.isatty()
             progress = stack.enter_context(Progress(sys.stderr, in_place=is_watched))
             progress.say(f"two ranks start, over {place}")
             hosts = stack.enter_context(ShapedHosts(RANKS, inter, place.rights)) if place.inter else None
@@ -195,9 +194,7 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
         print(json.dumps({**facts, "contestants": contestants}, indent=2))
     else:
         title = f"Two ranks trained a GPT of {found.parameters / 1e6:.1f} M parameters over {place}."
-        text = describe(
-            found.contestants, title, found.plan, width=width_of(sys.stdout) if sys.stdout.isatty() else WIDTH
-        )
+        text = describe(found.contestants, title, found.plan, width=width_of(sys.stdout, otherwise=WIDTH))
         print(encodable(text, sys.stdout.encoding))
     return 0
 
