@@ -42,8 +42,8 @@ the same factor for every plan. A plan *wins* a draw if its step is at least {ga
 """
 
 GATE_END = """
-A plan that wins {trying} of the draws may race; dense and bf16 always may. The fastest plan is followed if it wins
-{following}, otherwise dense is. That holds until the race is over, or for good where nothing races
+A plan that wins {trying} of the draws may race; dense and bf16 always may. The plan predicted best is followed if it
+wins {following}, otherwise dense is. That holds until the race is over, or for good where nothing races
 (`Checks(race="off")`, and `fxcomp explain`, which only predicts).
 
 """

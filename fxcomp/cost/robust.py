@@ -34,7 +34,7 @@ class Jitter:
 
 def jitter_of(costs: CostTable, ranks: int) -> Jitter:
     """Return the measured jitter: compute's distance from its median, the links' from their fits; else the assumed."""
-    compute = [measured.spread for measured in costs.compute.values() if measured.spread]
+    compute = [math.log1p(measured.spread) for measured in costs.compute.values() if measured.spread]
     links = [measured.spread for measured in costs.collectives.values() if measured.spread]
     assumed = Jitter(ranks=ranks)
     return replace(
@@ -45,7 +45,7 @@ def jitter_of(costs: CostTable, ranks: int) -> Jitter:
 
 
 RANGE = 2.5
-"""A spread is from the smallest to the largest of about six steps: as many standard deviations as this (normal)."""
+"""From the smallest to the largest of about six steps it is as many standard deviations as this (normal)."""
 
 
 @dataclass(frozen=True, slots=True)

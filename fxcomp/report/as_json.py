@@ -12,6 +12,7 @@ from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.by_layer import Layer, LayerPart, layers_of
 from fxcomp.report.explanation import Explanation, Variation, exposed_by_bucket, moves_json, variation
+from fxcomp.report.links import measured_links
 from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
@@ -72,6 +73,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "shape": cluster.shape,
             "inter": str(cluster.inter),
             "intra": str(cluster.intra),
+            "measured": measured_links(cluster, explanation.costs),
         },
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
         "launches": None if explanation.launches is None else explanation.launches.to_json(),

@@ -17,7 +17,7 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
-from fxcomp.cost.table import CostTable, collective_source
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, critical_path, exposed_by_task, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.work import NO_UNKNOWNS, Unknowns
@@ -29,6 +29,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Compress, Strategy
 from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
 from fxcomp.report.launches import StepLaunches
+from fxcomp.report.links import links_in_sources
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice
@@ -301,18 +302,15 @@ def machine_of(costs: CostTable) -> str:
 
 def sources_of(explanation: Explanation) -> Pairs:
     """Say where each number of a report is from."""
-    costs, buckets, unknowns = explanation.costs, explanation.plan.buckets, explanation.unknowns
+    costs, plan, unknowns = explanation.costs, explanation.plan, explanation.unknowns
     rows = [("compute", explanation.compute_source)]
     if unknowns.unpriced:
         rows.append(("unpriced", _operators(unknowns.unpriced)))
     if unknowns.by_bytes:
         rows.append(("priced by bytes alone", _operators(unknowns.by_bytes)))
-    if costs.collectives:
-        rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
-    else:
-        sent = dict.fromkeys(step for bucket in buckets for step in bucket.strategy.collectives)
-        rows += [(str(s), collective_source(costs, s.kind, s.level, explanation.cluster)) for s in sent]
-    steps = (step for bucket in buckets for step in bucket.strategy.steps)
+    rows += links_in_sources(plan, explanation.cluster, costs)
+    rows += [(f"{kind.value}@{reach}", fit.describe(kind)) for (kind, reach), fit in costs.collectives.items()]
+    steps = (step for bucket in plan.buckets for step in bucket.strategy.steps)
     for compressor, device in dict.fromkeys((s.compressor, s.device) for s in steps if isinstance(s, Compress)):
         name = costs.shown(f"{compressor}@{device.value}")
         rows.append((name, costs.compressor_source(compressor, device)))

@@ -35,9 +35,11 @@ from fxcomp.report.explanation import (
     sources_of,
     variation,
 )
+from fxcomp.report.links import links_in_words, measured_links
+from fxcomp.report.not_taken import not_taken
 from fxcomp.report.whole_job import lasting_plan, momenta_section
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
-from fxcomp.search.choose import Alternative, Choice
+from fxcomp.search.choose import Choice
 from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE
 
@@ -82,7 +84,7 @@ def report_of(explanation: Explanation) -> Report:
     if explanation.pins and plan.buckets:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
-        sections.append(Section("Not taken", [_not_taken(explanation, choice, digits)]))
+        sections.append(Section("Not taken", not_taken(explanation, choice, digits)))
     if rows := accumulated(explanation):
         sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
@@ -108,12 +110,7 @@ def _headline(explanation: Explanation) -> str:
     where = f"{count(cluster.hosts, 'host')} x {count(cluster.ranks_per_host, 'rank')}"
     if not cluster.is_even or cluster.above:
         where = f"{count(cluster.hosts, 'host')}, {count(cluster.world_size, 'rank')} ({cluster.shape})"
-    links = [f"{format_gbit(cluster.inter.gb_per_s)} between hosts"] if cluster.hosts > 1 else []
-    links += [f"{format_gbit(tier.link.gb_per_s)} between {tier.name}s" for tier in cluster.above]
-    links += [f"{format_gbit(cluster.intra.gb_per_s)} inside"] if cluster.ranks_per_host > 1 else []
-    if explanation.costs.collectives:
-        links = ["links as measured"]
-    parts = [", ".join([where, *links])]
+    parts = [", ".join([where, *links_in_words(cluster, explanation.costs)])]
     parts.append(
         f"{count(len(workload.gradients), 'gradient')}{in_types(workload.types)}, {mb(workload.dense_bytes)} MB"
     )
@@ -174,7 +171,7 @@ def _steps(explanation: Explanation, digits: int) -> Table:
             chosen = "chosen at first" if explanation.has_moved else "fxcomp's choice"
             steps.append(("chosen by prediction" if explanation.has_won else chosen, choice.step_us))
         elif choice.fastest != explanation.plan:
-            steps.append(("fastest, not chosen", choice.fastest_us))
+            steps.append(("predicted best, not chosen", choice.fastest_us))
         steps += [("dense", choice.dense_us), ("bf16 everywhere", choice.bf16_us), ("no communication", free_us)]
     rows: list[Sequence[str]] = []
     for name, us in steps:
@@ -320,37 +317,6 @@ def _pinned(explanation: Explanation) -> Table:
     return Table(columns, rows)
 
 
-def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> Table:
-    """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
-    columns = (
-        Column("bucket"),
-        Column("instead of", is_text=True, is_optional=True),
-        Column("best other", is_text=True),
-        Column("a step", is_optional=True),
-        Column("longer by"),
-    )
-    runs: list[tuple[int, int, Sequence[str]]] = []
-    for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
-        best = _best_other(others)
-        limit = "mode's limit" if explanation.budget is None else "budget"
-        why = "pinned by hand" if choice.pins.is_pinned(bucket) else f"nothing within the {limit}"
-        taken = explanation.short(bucket.strategy)
-        cells = (taken, why, "", "")
-        if best is not None:
-            longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits) + 0.0
-            step = f"{ms(best.step_us, digits)} ms"
-            cells = (taken, explanation.short(best.strategy), step, f"{longer_ms:+.{digits}f} ms")
-        first = runs.pop()[0] if runs and runs[-1][2] == cells else k
-        runs.append((first, k, cells))
-    rows = [(str(first) if first == last else f"{first}-{last}", *cells) for first, last, cells in runs]
-    return Table(columns, rows)
-
-
-def _best_other(others: Sequence[Alternative]) -> Alternative | None:
-    possible = [other for other in others if math.isfinite(other.step_us)]
-    return min(possible, key=lambda other: other.step_us, default=None)
-
-
 # Sources
 
 
@@ -383,6 +349,7 @@ def _flip(explanation: Explanation) -> str:
         verdict = "not to compress" if stays_dense else "to compress"
         return f"None: from 1 Mbit/s to 1 Tbit/s between hosts the verdict is {verdict}."
     text = f"Below {format_gbit(gbit / 8)} between hosts compression pays, above it does not"
-    if explanation.costs.collectives:
-        return f"{text}, with latencies of {explanation.cluster.inter.alpha_us:g} us; the links here are listed below."
-    return f"{text}; here it is {format_gbit(explanation.cluster.inter.gb_per_s)}."
+    inter, costs = explanation.cluster.inter, explanation.costs
+    if "inter" in measured_links(explanation.cluster, costs):
+        return f"{text}, with latencies of {inter.alpha_us:g} us; the links here are listed below."
+    return f"{text}; here it is {format_gbit(inter.gb_per_s)}{' (assumed)' if costs.collectives else ''}."

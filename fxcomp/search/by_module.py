@@ -30,7 +30,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import Choice
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, price_bucket
 from fxcomp.search.question import Terms
-from fxcomp.search.runners import DENSE, FASTEST, Runner
+from fxcomp.search.runners import DENSE, PREDICTED_BEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.workload import Gradient, Workload
 
@@ -206,7 +206,7 @@ class _Search:
         if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
             best = dense  # costs are not known that well
         plan, runner = self._plan(best), self._runner(DENSE, dense)
-        others = () if best == dense else (self._runner(FASTEST, best),)
+        others = () if best == dense else (self._runner(PREDICTED_BEST, best),)
         return Choice(
             plan=plan,
             step_us=self._step_us(best),
@@ -232,7 +232,7 @@ class _Search:
     def _runner(self, name: str, strategies: Sequence[Strategy]) -> Runner:
         lost = math.fsum(self._lost(k, strategy) for k, strategy in enumerate(strategies))
         loss = lost / max(1, self._losses.elements)
-        return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == FASTEST), loss)
+        return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == PREDICTED_BEST), loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
         """Change one module at a time while the step gets shorter, the longest first."""

@@ -29,7 +29,7 @@ from fxcomp.search.question import Question, Terms
 from fxcomp.search.runners import (
     BF16,
     DENSE,
-    FASTEST,
+    PREDICTED_BEST,
     WORTH_FOLLOWING,
     Runner,
     is_worth_following,
@@ -104,7 +104,7 @@ class Choice:
             return "no compressed plan is predicted to be faster than the best dense one"
         verdict = "stays dense" if self.stays_dense else "leaves dense"
         return (
-            f"{verdict}: the fastest plan is predicted to save {self.gain:.1%}; with the costs as wrong as they may be"
+            f"{verdict}: the plan predicted best saves {self.gain:.1%}; with the costs as wrong as they may be"
             f" it saves {LEAST_GAIN:.0%} or more in {self.wins:.0%} of {DRAWS} draws, and {WORTH_FOLLOWING:.0%} are"
             " needed"
         )
@@ -163,7 +163,7 @@ def choose(
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
         is_allowed = plan_error(bf16, cluster, terms.table) <= terms.limit(workload, cluster)
-        always = {DENSE: dense.plan, FASTEST: least.plan, **({BF16: bf16} if is_allowed else {})}
+        always = {DENSE: dense.plan, PREDICTED_BEST: least.plan, **({BF16: bf16} if is_allowed else {})}
         uniforms = _uniform_plans(searches[0], least.found)
         runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact, terms.table)
     chosen = least if is_worth_following(least.plan, runners) else dense
@@ -320,7 +320,7 @@ def flip_gbit(
         if fastest[0].value.us > dense[0].value.us * (1 - LEAST_GAIN):
             return True
         plans = [search.plan(found) for found, search in (dense, fastest)]
-        always = {DENSE: plans[0], FASTEST: plans[1]}
+        always = {DENSE: plans[0], PREDICTED_BEST: plans[1]}
         runners = pick_runners(always, (), ExactPlans(workload, costs, cluster.with_inter(gbit / 8)))
         return not is_worth_following(plans[1], runners)
 

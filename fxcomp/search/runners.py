@@ -43,7 +43,7 @@ NEARLY_ALL = 0.02
 SAME = 1e-3
 """Relative: predictions that are closer than this are equal."""
 
-DENSE, BF16, FASTEST = "dense", "bf16", "fastest"
+DENSE, BF16, PREDICTED_BEST = "dense", "bf16", "predicted best"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,14 @@ def test_a_plan_that_depends_on_the_link_is_less_sure():
 
 def test_a_measured_spread_is_a_range_of_several_deviations():
     costs = CostTable(compute={"a": Measured(1.0, 0.25), "b": Measured(1.0, 0.25), "c": Measured(1.0)})
-    assert jitter_of(costs, 3).compute == pytest.approx(0.1)
+    assert jitter_of(costs, 3).compute == pytest.approx(math.log(1.25) / 2.5)
+
+
+def test_a_machine_that_stood_still_once_is_not_predicted_to_stand_still_for_ever():
+    """A pause of sixty steps within a short step is a factor of sixty, not e to the power of 24."""
+    jitter = jitter_of(CostTable(compute={"a": Measured(1.0, 60.0)}), 1)
+    drawn = draw_steps(step(10.0), jitter)
+    assert drawn.at(0.9) / drawn.at(0.1) < 61
 
 
 def test_every_task_varies_by_itself():

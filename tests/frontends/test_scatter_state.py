@@ -23,7 +23,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
 from fxcomp.frontends.scatter_plan import ModulePlanner
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.runners import DENSE, FASTEST, Runner
+from fxcomp.search.runners import DENSE, PREDICTED_BEST, Runner
 from fxcomp.step.step_times import StepTimes
 
 # Taking turns
@@ -52,7 +52,7 @@ def chosen_as(plan: str) -> Any:
         choice, notes = choose(*given)
         way = Strategy.scattered(parse_compressor(plan))
         followed = choice.plan.with_strategies([way] * len(choice.plan.buckets))
-        runners = Runner(FASTEST, followed, 1e3, 1.0, 0.5), Runner(DENSE, choice.dense, 1e3, 0.0, 0.0)
+        runners = Runner(PREDICTED_BEST, followed, 1e3, 1.0, 0.5), Runner(DENSE, choice.dense, 1e3, 0.0, 0.0)
         return replace(choice, plan=followed, fastest=followed, runners=runners), notes
 
     return other
@@ -101,7 +101,7 @@ def test_nothing_owed_is_lost_while_followedand_dense_take_turns_and_after(wins:
         assert 8 < found["raced"] < 30
         assert found["seen"][-9:] == [wins == "plan"] * 9
         assert (found["owes"] > 0) == (wins == "plan")
-        winner = "fastest" if wins == "plan" else "dense"
+        winner = "predicted best" if wins == "plan" else "dense"
         assert f"{winner} stays with 1 ms a step" in found["report"]
 
 

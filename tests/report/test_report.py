@@ -123,7 +123,7 @@ def by_hand(**changes: object) -> Explanation:
             (Alternative(DENSE, 31_000.0), Alternative(int8, math.inf)),
         ),
         runners=(
-            Runner("fastest", plan, timeline.step_time_us, 0.95, 1e-4),
+            Runner("predicted best", plan, timeline.step_time_us, 0.95, 1e-4),
             Runner("dense", dense, 40_000.0, 0.0, 0.0),
         ),
     )
@@ -172,13 +172,13 @@ def test_a_race_shows_what_each_runner_was_predicted_and_measured_at_and_what_it
     runners = (measured(fastest, 21.5, 12), measured(dense, 40.5, 1), idle)
     explained = by_hand(raced=Raced(runners, 0, 2, 17, 43.0))
     text = " ".join(to_text(explained).split())
-    assert "fastest 19.96 ms 21.50 ms 12 stays" in text
+    assert "predicted best 19.96 ms 21.50 ms 12 stays" in text
     assert "dense 40.00 ms 40.50 ms 1" in text
     assert "bf16 40.00 ms not timed 0" in text
     assert "The plans took turns in steps 2 to 16, which cost 43.00 ms: 0.2% of the first 1,000 steps." in text
     data = to_json(explained)
     assert [each["measured_ms"] for each in data["race"]["runners"]] == [21.5, 40.5, None]
-    assert data["race"]["winner"] == "fastest"
+    assert data["race"]["winner"] == "predicted best"
     assert [each["wins"] for each in data["runners"]] == [0.95, 0.0]
 
 
@@ -189,18 +189,33 @@ def test_a_plan_that_the_race_measured_best_is_no_plan_that_somebody_gave():
     runners = (measured(fastest, 50.0, 12), measured(dense, 40.5, 12))
     explained = by_hand(plan=choice.dense, raced=Raced(runners, 1, 2, 17, 43.0))
     text = " ".join(to_text(explained).split())
-    assert "Do not compress Measured in a race of 2 plans: dense stays with 40.5 ms a step; fastest 50." in text
+    assert "Do not compress Measured in a race of 2 plans: dense stays with 40.5 ms a step; predicted best 50." in text
     assert "chosen by prediction 19.96 ms" in text
     assert "would choose another" not in text
     turn = " ".join(to_text(replace(explained, is_racing=True)).split())
     assert "The plan in use is dense; plans are racing, and this is its turn" in turn
 
 
+def test_a_race_says_why_the_lowest_time_lost():
+    choice = by_hand().choice
+    assert choice is not None
+    best, dense = choice.runners
+    noise = str(Raced((measured(best, 40.0, 12), measured(dense, 40.4, 12)), 1, 2, 17, 43.0))
+    assert (
+        "dense stays with 40.4 ms a step; predicted best 40. predicted best is lower by 1.0%, less than the steps vary:"
+        " of plans that the clock cannot tell apart, the one that loses least of the gradient stays." in noise
+    )
+    allocating = str(Raced((measured(best, 40.0, 0), measured(dense, 40.4, 12)), 1, 2, 17, 43.0))
+    assert "predicted best ran only the first step of a turn, which allocates and does not count." in allocating
+    clear = Raced((measured(best, 41.0, 12), measured(dense, 40.4, 12)), 1, 2, 17, 43.0)
+    assert clear.rule_that_decided == ""
+
+
 def test_a_race_without_a_timed_step_says_so():
     choice = by_hand().choice
     assert choice is not None
     raced = Raced(choice.runners, 0, 2, 102, 0.0)
-    assert "fastest stays, because no step was timed by all ranks" in str(raced)
+    assert "predicted best stays, because no step was timed by all ranks" in str(raced)
 
 
 def test_a_measured_step_stands_beside_its_prediction():
@@ -215,6 +230,22 @@ def test_a_plan_that_was_given_is_told_from_the_choice():
     text = to_text(explanation(where, plan=plan, timeline=simulate(plan_tasks(workload(), plan, COSTS, where))))
     assert "The plan in use is dense; fxcomp would choose another" in text
     assert "Not taken" not in text
+
+
+def test_a_shorter_step_that_was_not_taken_is_called_shorter_and_says_why():
+    dense_first = by_hand()
+    choice = dense_first.choice
+    assert choice is not None
+    others = ((Alternative(DENSE, choice.step_us - 180.0),), (Alternative(DENSE, choice.step_us),), ())
+    text = " ".join(to_text(replace(dense_first, choice=replace(choice, alternatives=others))).split())
+    assert "0.18 ms shorter" in text
+    assert "19.96 ms none" in text
+    assert "by exact prices, this plan was the best of those compared" in text
+    int8 = Alternative(choice.plan.buckets[0].strategy, choice.step_us - 180.0)
+    unsure = replace(choice, alternatives=((int8,), (), ()), fastest=choice.dense)
+    text = " ".join(to_text(replace(dense_first, choice=unsure)).split())
+    assert "must save 1% of the step in 75% of the draws, and the best one does so in 0%." in text
+    assert "-0." not in text.partition("Not taken")[2].partition("Collectives")[0]
 
 
 def test_a_report_without_a_comparison_says_what_it_knows():

@@ -70,7 +70,7 @@ def test_a_gain_below_the_predictions_error_is_followed_where_both_plans_have_th
     assert 0.01 < choice.gain < choice.error
     assert choice.plan == choice.fastest
     assert choice.wins >= WORTH_FOLLOWING
-    assert choice.reason.startswith("leaves dense: the fastest plan is predicted to save")
+    assert choice.reason.startswith("leaves dense: the plan predicted best saves")
 
 
 def test_a_gain_that_may_as_well_be_a_loss_is_not_followed_but_worth_trying():
@@ -82,7 +82,7 @@ def test_a_gain_that_may_as_well_be_a_loss_is_not_followed_but_worth_trying():
     assert WORTH_TRYING <= choice.wins < WORTH_FOLLOWING
     assert choice.plan == choice.dense
     assert choice.step_us == choice.dense_us
-    assert choice.reason.startswith("stays dense: the fastest plan is predicted to save")
+    assert choice.reason.startswith("stays dense: the plan predicted best saves")
     assert choice.fastest in [each.plan for each in choice.runners]
 
 
