@@ -196,10 +196,6 @@ class StepOptions:
         options = {
             "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
             "max_grad_value=": (self.max_grad_value is not None, "the mean gradient is not known then"),
-            "find_unused_parameters=": (
-                self.find_unused_parameters,
-                "what stands still on all ranks is not known then",
-            ),
         }
         for name in ("momentum", "scale_with_lr", "everywhere"):
             why = "residuals would have another unit, or be scaled twice"

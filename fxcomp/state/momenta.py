@@ -1,6 +1,8 @@
 """Keep what an exchange of momenta needs of the optimizer's state, and of saved states.
 
     warm-up ─► the freeze: second moments stay, none almost zero ─► the thaw, if they stop fitting: gradients again
+      ▲  │
+      └──┘ while a parameter has been updated too seldom for its second moment to say anything
 
 Residuals change from the gradient's unit to the momentum's at the freeze, and back at the thaw: a residual e of `m / d`
 is one of `d e / s`, where `s` is what the mean takes of a gradient, Adam's 1 - beta1.
@@ -20,6 +22,7 @@ from torch.fx import GraphModule
 
 from fxcomp.capture.optimizer import Owned
 from fxcomp.errors import BadState
+from fxcomp.plan.compress import LEAST_WARM
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.state.moved_state import MovedState, moved_states
@@ -29,7 +32,15 @@ LEAST_MAGNITUDE = 0.01
 """The least part of its tensor's mean that a frozen second moment has: its first gradient moves a value that never had
 one at most some ten times as far as others move."""
 
-_MOVED, _THAWED = "momenta", "thawed"
+_MOVED, _THAWED, _FREEZES_AT = "momenta", "thawed", "freezes_at"
+
+
+class Lacking(NamedTuple):
+    """A parameter that has been updated too seldom for a freeze."""
+
+    name: str
+    updates: int
+    needed: int
 
 
 class Momenta:
@@ -39,7 +50,9 @@ class Momenta:
         self._owners = owners
         self._states_by = lru_cache(2)(partial(moved_states, graph))
         """Those of the parameters that a plan moves: the guard asks again and again."""
-        self._first = next((step for step, plan in stages.items() if plan.moves_exchange), None)
+        self._planned_for = next((step for step, plan in stages.items() if plan.moves_exchange), None)
+        self.freezes_at = self._planned_for
+        """The first step that exchanges momenta; None if none does."""
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
@@ -47,11 +60,28 @@ class Momenta:
 
     def resume(self, steps: int) -> None:
         """Go on after so many steps, forwards or back."""
-        self._goes_on = self._is_frozen = self._first is not None and steps > self._first
+        self._goes_on = self._is_frozen = self.freezes_at is not None and steps > self.freezes_at
+
+    def freeze_saved(self, saved: Sequence[SavedMomenta]) -> int | None:
+        """Return the first step that exchanges momenta in a job that goes on from saved states."""
+        put_off = next((each.freezes_at for each in saved if each.freezes_at is not None), None)
+        return self._planned_for if put_off is None else put_off
+
+    def is_due(self, step: int) -> bool:
+        """Return whether second moments freeze before this step."""
+        return step == self.freezes_at and not self._is_frozen
+
+    def lacking(self, plan: Plan) -> Lacking | None:
+        """Find the parameter that lacks most updates for a freeze; skipped and unused steps do not count."""
+        needed = min(LEAST_WARM, self._planned_for or 0)
+        moved = (name for name, each in self._states_by(plan).items() if each.magnitude is not None)
+        updates = {name: int(self._owners[name].state["step"]) for name in moved}
+        name = min(updates, key=updates.__getitem__, default=None)
+        return Lacking(name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
         """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
-        if step == self._first and not self._is_frozen:
+        if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
         elif self._goes_on:
@@ -95,7 +125,8 @@ class Momenta:
     def saved(self, plan: Plan) -> dict[str, Any]:
         """Return what a saved state tells of it: whose momentum ranks exchange, or that they have thawed."""
         moved = {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
-        return moved | ({_THAWED: True} if self.is_thawed else {})
+        put_off = {_FREEZES_AT: self.freezes_at} if self.freezes_at != self._planned_for else {}
+        return moved | put_off | ({_THAWED: True} if self.is_thawed else {})
 
     def thaw(self, plan: Plan, energies: Mapping[str, float]) -> None:
         """Let second moments go on, larger where means have grown beyond them."""
@@ -117,8 +148,9 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
     known = [mean for mean in means if 0 < mean < math.inf]
     if found and not any(means):
         raise BadState(
-            "ranks exchange momenta from this step on, and no step before has updated a second moment: all of the"
-            " warm-up's were left out.\n  Compile the step again with a longer warm-up."
+            "ranks exchange momenta from this step on, in units of second moments, and all of these are zero: no"
+            " gradient of the warm-up was anything else.\n"
+            "  See that the loss depends on the parameters, or compile the step again with a longer warm-up."
         )
     for value, mean in zip(found, means, strict=True):
         if known and mean < math.inf:
@@ -131,6 +163,8 @@ class SavedMomenta(NamedTuple):
     moved: list[str]
     """The parameters of which ranks exchanged the momentum."""
     is_thawed: bool
+    freezes_at: int | None
+    """The first step that exchanges momenta, where the freeze was put off."""
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
@@ -141,7 +175,11 @@ class SavedMomenta(NamedTuple):
     @classmethod
     def _read(cls, given: Given) -> SavedMomenta | None:
         found = states_given(given)
-        return cls(list(map(str, found[0].get(_MOVED, ()))), bool(found[0].get(_THAWED))) if found else None
+        if not found:
+            return None
+        freezes_at = found[0].get(_FREEZES_AT)
+        moved = list(map(str, found[0].get(_MOVED, ())))
+        return cls(moved, bool(found[0].get(_THAWED)), None if freezes_at is None else int(freezes_at))
 
 
 def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:

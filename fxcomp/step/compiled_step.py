@@ -75,8 +75,8 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        guard = Guard(force, site.ranks, self.monitor.follow, self.notes.append)
-        acting = guard, self._steering, self._steering.referee
+        self._guard = Guard(force, site.ranks, self.monitor.follow, self.notes.append)
+        acting = self._guard, self._steering, self._steering.referee
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
@@ -108,6 +108,8 @@ class CompiledStep:
             if scale is not None:
                 scale.check_updated()
                 group.check_scale()
+            if self._guard.before_step(self.steps):
+                self._steering.referee.wait(self.steps)
             if self.in_force.enter_stage_of(self.steps):
                 self.monitor.forget(self.steps)
             if not group.ends(last=last):

@@ -1,5 +1,6 @@
-"""Watch whether frozen second moments still fit, and let ranks exchange gradients again where they do not.
+"""Watch whether second moments can be frozen, and still fit then; let ranks exchange gradients where they do not.
 
+    before the freeze          a parameter with too few updates      the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       about 1 at most while v is a mean of squares
     above LIMIT on any rank    from the next step on gradients in int8, second moments go on
 
@@ -36,6 +37,29 @@ class Guard(Observer):
         note: Callable[[str], None],
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
+        self._has_noted = False
+
+    def before_step(self, step: int) -> bool:
+        """Put the freeze off if it is due, and a parameter has been updated too seldom; returns whether it was.
+
+        Every rank calls it. The wait is as many steps as updates are lacking.
+        """
+        force, topic = self._force, "freezing second moments"
+        if not force.momenta.is_due(step):
+            return False
+        with self._ranks.together(topic):
+            found = self._ranks.from_rank_0(topic, lambda: force.momenta.lacking(force.plans[-1]))
+        if found is None:
+            return False
+        name, updates, needed = found
+        force.freeze_at(step + needed - updates)
+        if not self._has_noted:
+            self._has_noted = True
+            self._note(
+                f"step {step}: ranks go on exchanging gradients, because {name!r} has been updated in {updates} steps"
+                f" so far, and momenta are exchanged once every parameter has been in {needed}"
+            )
+        return True
 
     def between(self, steps: int) -> None:
         """Look, if that is due after so many steps; all ranks go on with the same plan."""

@@ -113,6 +113,12 @@ class PlanInForce:
             self._go_on()
         return is_other
 
+    def freeze_at(self, step: int | None) -> None:
+        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
+        if step is not None and step != self.momenta.freezes_at:
+            self.momenta.freezes_at = step
+            self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
+
     @property
     def predicted(self) -> Timeline:
         """The predicted step of the plan that is followed, for batches like the first one, whatever ran last."""
@@ -248,6 +254,8 @@ class PlanInForce:
         momenta = SavedMomenta.told(given, self._site.ranks)
         if any(each.is_thawed for each in momenta) and self.plans[-1].moves_exchange:
             self.thaw("load_state_dict")
+        if self.plans[-1].moves_exchange:
+            self.freeze_at(self.momenta.freeze_saved(momenta))
         plans = {plan.digest for plan in self.plans}
         steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, momenta))
         if steps is not None:

@@ -72,7 +72,11 @@ class Referee(Observer):
             self._race, self.raced = None, race.result
             self._settle(race.result)
 
+    def wait(self, step: int) -> None:
+        """Let a race that is not over begin later: a warm-up lasts longer, or a state is loaded."""
+        if self._race is not None:
+            self.line_up(self._race.runners, step)
+
     def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
         """Let a race that was not over begin again."""
-        if self._race is not None:
-            self.line_up(self._race.runners, steps)
+        self.wait(steps)

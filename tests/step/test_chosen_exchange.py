@@ -81,7 +81,6 @@ def said(make: Any, **options: Any) -> tuple[str, tuple[str, ...]]:
     [
         (partial(torch.optim.Adam, amsgrad=True), {}, "several magnitudes"),
         (torch.optim.AdamW, {"max_grad_norm": 1.0}, "max_grad_norm="),
-        (torch.optim.AdamW, {"find_unused_parameters": True}, "find_unused_parameters="),
         (torch.optim.AdamW, {"steps": 5}, "fewer than 3,000 steps"),
         (torch.optim.AdamW, {"steps": None, "checks": fxcomp.Checks(replan="auto")}, "steps= is not given"),
     ],

@@ -326,17 +326,39 @@ def test_a_job_that_is_rolled_back_to_the_freeze_freezes_again():
     assert len({fingerprint for pair in results for fingerprint in pair}) == 1
 
 
-def left_out() -> None:
+def left_out() -> tuple[list[bool], list[str]]:
     model = JOB.build()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = compiled(model, optimizer, DENSE, warmup={"dense_steps": 1}, skip_nonfinite=True)
+    step = compiled(model, optimizer, DENSE, warmup={"dense_steps": 2}, skip_nonfinite=True)
     inputs, target = JOB.batch(0, dist.get_rank())
-    step((inputs * math.inf, target))
-    step((inputs, target))
+    moves: list[bool] = []
+    for is_finite in (False, True, False, True, True):
+        step((inputs if is_finite else inputs * math.inf, target))
+        moves.append(step.plan.moves_exchange)
+    return moves, [note for note in step.notes if "go on exchanging gradients" in note]
 
 
-def test_a_warm_up_of_steps_that_were_left_out_is_told():
-    assert all("all of the warm-up's were left out" in outcome.text for outcome in try_ranks(2, left_out))
+def test_steps_that_were_left_out_are_no_part_of_a_warm_up():
+    for moves, notes in run_ranks(2, left_out):
+        assert moves == [False, False, False, False, True]
+        assert len(notes) == 1
+        assert "has been updated in 1 steps so far" in notes[0]
+        assert "has been in 2" in notes[0]
+
+
+def of_nothing() -> None:
+    model = JOB.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = moved(plan_in_turns(model, [DENSE], 2))
+    compress = fxcomp.Compress(plan=plan, warmup=fxcomp.Warmup(dense_steps=1))
+    batch = JOB.batch(0, dist.get_rank())
+    step = fxcomp.compile_step(model, lambda m, b: 0.0 * cross_entropy(m, b), optimizer, batch, compress=compress)
+    step(batch)
+    step(batch)
+
+
+def test_second_moments_that_are_all_zero_are_told():
+    assert all("second moments, and all of these are zero" in outcome.text for outcome in try_ranks(2, of_nothing))
 
 
 def without_the_optimizers_state() -> None:
@@ -418,7 +440,6 @@ def with_options(make: str, **options: Any) -> None:
     [
         ("sgd", {"max_grad_norm": 1.0}, "does not go with max_grad_norm="),
         ("sgd", {"max_grad_value": 1.0}, "does not go with max_grad_value="),
-        ("sgd", {"find_unused_parameters": True}, "does not go with find_unused_parameters="),
         ("adamw", {}, "there is no warm-up"),
         ("plain", {}, "it keeps no mean of gradients"),
         ("amsgrad", {"warmup": {"dense_steps": 1}}, "several magnitudes of gradients"),
