@@ -17,6 +17,7 @@ from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.cost.timeline import Timeline
+from fxcomp.errors import BadOption
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import value_bytes
 from fxcomp.graph.info import Role, Source, info
@@ -88,6 +89,15 @@ class Program:
     def source(self) -> str:
         """The step as Python source, with the numbers that it runs with."""
         return self.emitted if self.numbers is AS_WRITTEN else emit(self.graph)
+
+    def graph_after(self, name: str | None) -> GraphModule:
+        """Return the graph after a pass, by default the last. Raises BadOption naming the passes."""
+        if name is None:
+            return self.graph
+        history = self.replay()
+        if name not in history:
+            raise BadOption(f"there is no pass {name!r}; the passes are {', '.join(history)}")
+        return history[name]
 
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
         """Follow a graph of the same lines with other numbers; nothing is emitted."""

@@ -16,7 +16,7 @@ from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import WhatIf, what_if
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.compress import Compress
-from fxcomp.report.as_json import to_json
+from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import print_report
 
 NAME = "explain"
@@ -32,6 +32,7 @@ EXAMPLES = """\
   fxcomp explain train.py --compress aggressive --steps 3000    momenta, where the job is over sooner
   fxcomp explain train.py --accumulate 4                        gradients of four batches, sent once
   fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
+  fxcomp explain train.py --html report.html                    drawn, for a browser; --trace for Perfetto
 """
 
 
@@ -49,12 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="estimate for such ranks: a100, h100, h200, l40s, ...")
     parser.add_argument("--costs", metavar="FILE", help="a table that fxcomp calibrate wrote, here or elsewhere")
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan, for compile_step(compress=FILE)")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one page for a browser, with drawings")
+    parser.add_argument("--trace", metavar="FILE", help="write the predicted steps for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print data instead of a report")
 
 
 @gc_paused()
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report, and save the plan if asked to."""
+    """Print the report, and save what is asked for."""
     costs = CostTable.read(arguments.costs) if arguments.costs else None
     cluster, assumed = chosen_cluster(arguments, costs)
     if costs is not None and names_links(arguments):
@@ -76,8 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save_plan:
         _save(found.plan.to_json(), arguments.save_plan)
     explanation = replace(found, notes=(*assumed, *found.notes))
+    report = StepReport(explanation)
+    if arguments.html:
+        report.save_html(arguments.html)
+    if arguments.trace:
+        report.save_trace(arguments.trace)
     if arguments.json:
-        print(json.dumps(to_json(explanation), indent=1))
+        print(json.dumps(report.to_json(), indent=1))
     else:
         print_report(explanation, sys.stdout)
     return 0

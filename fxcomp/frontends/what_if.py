@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.step_capture import SharedBuffers
@@ -245,16 +244,6 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, devi
         at_gradients = choose(workload, costs, cluster, terms)
         wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
     return compiler.emit(captured, wanted, costs)
-
-
-def graph_after(program: Program, after: str | None) -> GraphModule:
-    """The graph after a pass, by default the last. Raises BadOption naming the passes."""
-    if after is None:
-        return program.graph
-    history = program.replay()
-    if after not in history:
-        raise BadOption(f"there is no pass {after!r}; the passes are {', '.join(history)}")
-    return history[after]
 
 
 def capture_job(job: Job, *, imagined: bool = False) -> tuple[Training, Captured]:

@@ -10,7 +10,7 @@ told by the simulated step in which all buckets that hold it travel otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxcomp.cluster.cluster import Level
@@ -40,6 +40,8 @@ class LayerPart:
     spent: float
     saved_us: float
     dense_bytes: int
+    sent_bytes: float
+    """Its share of the bytes that a rank sends of its bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Layer:
         return sum(part.dense_bytes for part in self.parts)
 
     @property
+    def sent_bytes(self) -> float:
+        return sum(part.sent_bytes for part in self.parts)
+
+    @property
     def squares(self) -> float:
         return sum(part.squares for part in self.parts)
 
@@ -102,18 +108,18 @@ class Layer:
 
 
 def layers_of(explanation: Explanation) -> list[Layer]:
-    """List the layers, those that spend most first."""
-    buckets, account = explanation.plan.buckets, _Account(explanation)
-    groups: dict[tuple[str, Strategy, bool], list[LayerPart]] = {}
-    for part in account.parts:
-        is_pinned = explanation.pins.rule_for(part.name) is not None
-        groups.setdefault((alike(part.name), buckets[part.bucket].strategy, is_pinned), []).append(part)
+    """List the layers with their alternatives, those that spend most first."""
+    account = _Account(explanation)
     others = _Others(explanation, account)
-    layers: list[Layer] = []
-    for (pattern, strategy, is_pinned), parts in groups.items():
-        names = {part.name for part in parts}
-        layer = Layer(parts[0].name if len(names) == 1 else pattern, strategy, is_pinned, parts)
-        layers.append(layer if is_pinned else others.told(layer))
+    return _in_order(each if each.is_pinned else others.told(each) for each in account.layers())
+
+
+def layers_alone(explanation: Explanation) -> list[Layer]:
+    """List the layers without alternatives, which take a search to find."""
+    return _in_order(_Account(explanation).layers())
+
+
+def _in_order(layers: Iterable[Layer]) -> list[Layer]:
     return sorted(layers, key=lambda layer: (-layer.spent, -layer.saved_us, -layer.elements))
 
 
@@ -132,12 +138,26 @@ class _Account:
         sizes, whole = plan.sizes, max(1, self.losses.elements)
         self.parts: list[LayerPart] = []
         for k, bucket in enumerate(plan.buckets):
-            saved_us = self._saved_us(bucket)
+            saved_us, sent_bytes = self._saved_us(bucket), explanation.sent_bytes(bucket)
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
                 weight = float(self.losses.weights[self._places[name]]) * (size / sizes[name] if size else 0.0)
-                saved = saved_us * size / max(1, bucket.elements)
-                part = LayerPart(name, k, size, weight / whole, 0.0, saved, bucket.element_type.itemsize * size)
+                saved, sent = (all_of_it * size / max(1, bucket.elements) for all_of_it in (saved_us, sent_bytes))
+                dense = bucket.element_type.itemsize * size
+                part = LayerPart(name, k, size, weight / whole, 0.0, saved, dense, sent)
                 self.parts.append(replace(part, spent=self.spent([part], bucket.strategy)))
+
+    def layers(self) -> list[Layer]:
+        """Group the parts."""
+        explanation, groups = self._explanation, dict[tuple[str, Strategy, bool], list[LayerPart]]()
+        for part in self.parts:
+            is_pinned = explanation.pins.rule_for(part.name) is not None
+            strategy = explanation.plan.buckets[part.bucket].strategy
+            groups.setdefault((alike(part.name), strategy, is_pinned), []).append(part)
+        layers: list[Layer] = []
+        for (pattern, strategy, is_pinned), parts in groups.items():
+            names = {part.name for part in parts}
+            layers.append(Layer(parts[0].name if len(names) == 1 else pattern, strategy, is_pinned, parts))
+        return layers
 
     def spent(self, parts: Sequence[LayerPart], strategy: Strategy) -> float:
         """Return the error of a strategy on these parts."""

@@ -8,16 +8,8 @@ from fxcomp.cost.timeline import Span, Timeline
 from fxcomp.plan.kinds import Stream
 from fxcomp.report.document import decimals, ms
 from fxcomp.report.explanation import bucket_of, kind_of, parts_us
+from fxcomp.report.tracks import LANES
 
-_ROWS = {
-    Stream.COMPUTE: "compute",
-    Stream.D2H: "to host",
-    Stream.CPU: "cpu pool",
-    Stream.CPU_ARRIVING: "arriving",
-    Stream.INTRA: "in host",
-    Stream.INTER: "between",
-    Stream.H2D: "to device",
-}
 _MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
 _BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE = "·"
@@ -66,11 +58,11 @@ def _cells(width: int) -> int:
 def _rows(timeline: Timeline, width: int, scale_us: float) -> list[str]:
     """Draw the streams that have work to do; the whole scale fills the width."""
     cells = max(1, round(_cells(width) * timeline.step_time_us / scale_us)) if scale_us else _cells(width)
-    return [f"  {_ROWS[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
+    return [f"  {LANES[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
 
 
 def _busy(timeline: Timeline) -> list[Stream]:
-    return [stream for stream in _ROWS if timeline.busy_us(stream) > 0]
+    return [stream for stream in LANES if timeline.busy_us(stream) > 0]
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:

@@ -52,8 +52,8 @@ def kind_of(task: str) -> str:
 
 
 def bucket_of(task: str) -> int | None:
-    """`all_reduce 3`, `start all_gather_3_intra` and `d2h_3` belong to bucket 3."""
-    match = re.search(r"(?<![A-Za-z\d])\d+", task)
+    """`all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3` belong to bucket 3."""
+    match = re.search(r"(?<![A-Za-z\d(])\d+", task)
     return int(match[0]) if match else None
 
 
@@ -180,6 +180,8 @@ class Explanation:
     """The length of the job, if that is known."""
     launches: StepLaunches | None = None
     """The work that the emitted step hands to a named device; None if none was named, or nothing could be counted."""
+    measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])
+    """Steps as they ran, line by line, by the step's number; empty where none was profiled."""
     batch: str = ""
     """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
 

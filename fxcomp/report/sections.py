@@ -37,6 +37,7 @@ from fxcomp.report.explanation import (
 )
 from fxcomp.report.links import links_in_words, measured_links
 from fxcomp.report.not_taken import not_taken
+from fxcomp.report.tracks import tracks_of
 from fxcomp.report.whole_job import lasting_plan, momenta_section
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
 from fxcomp.search.choose import Choice
@@ -327,10 +328,8 @@ def _collectives(explanation: Explanation) -> list[Block]:
 
 
 def _timelines(explanation: Explanation) -> Timelines:
-    """The dense plan's step above this one's, where they were compared."""
-    dense = explanation.dense_timeline
-    above = [] if dense is None else [("dense", dense)]
-    return Timelines([*above, ("chosen" if explanation.is_chosen else "this plan", explanation.timeline)])
+    """The dense plan's step above this one's where they were compared, and one that was measured below."""
+    return Timelines([(track.name, track.timeline) for track in tracks_of(explanation)])
 
 
 def _critical_path(explanation: Explanation, digits: int) -> str:

@@ -13,11 +13,11 @@ from fxcomp import compat
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import FxcompError, UnsupportedFeature, UnsupportedMode
+from fxcomp.errors import UnsupportedFeature, UnsupportedMode
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.report.plan_diff import note_on_another_plan
-from fxcomp.report.terminal import to_text
+from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
@@ -231,20 +231,19 @@ class CompiledStep:
         return self.in_force.predicted
 
     def graph(self, after: str | None = None) -> GraphModule:
-        """The final graph, or the graph after a pass. Raises FxcompError naming the passes if there is no such one."""
-        if after is None:
-            return self.in_force.program.graph
-        history = self.in_force.program.replay()
-        if after not in history:
-            raise FxcompError(f"there is no pass {after!r}; the passes are {', '.join(history)}")
-        return history[after]
+        """The final graph, or the graph after a pass. Raises BadOption naming the passes if there is no such one."""
+        return self.in_force.program.graph_after(after)
 
     def explain(self) -> str:
         """Explain the plan and the step as text."""
+        return str(self.report())
+
+    def report(self) -> StepReport:
+        """Report on the plan and the step: `print` it, or `save_html`, `save_trace` and `to_json` it."""
         notes = (*self.notes, *self.counted_notes)
         race = (self.raced, self._steering.referee.takes_turns(self.steps))
         times, errors = self.monitor.times, self.error_table
-        return to_text(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
+        return StepReport(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
 
     @property
     def counted_notes(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.traces import check_trace
 
 from fxcomp.__main__ import main
 from fxcomp.cost.measured import MeasuredCollective
@@ -199,3 +200,13 @@ def test_a_pipe_that_closes_early_and_a_terminal_without_unicode_are_no_error():
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
+
+
+def test_explain_writes_a_page_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page, trace = tmp_path / "report.html", tmp_path / "out.json"
+    arguments = ["explain", EXAMPLE, "--cluster", "2x1", "--inter", "1gbit", "--device", "h100"]
+    assert main([*arguments, "--html", str(page), "--trace", str(trace)]) == 0
+    assert capsys.readouterr().out.splitlines()[2] in page.read_text()
+    check_trace(json.loads(trace.read_text()))
+    assert main([*arguments, "--html", str(page / "below.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err

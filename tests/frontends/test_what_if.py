@@ -18,7 +18,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.errors import BadOption, BadPlan, UnsupportedOptimizer
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
-from fxcomp.frontends.what_if import WhatIf, capture_job, graph_after, rewritten, scaled, what_if
+from fxcomp.frontends.what_if import WhatIf, capture_job, rewritten, scaled, what_if
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.budget import plan_error, polluting_share
 from fxcomp.plan.compress import Compress
@@ -160,9 +160,9 @@ def test_the_graph_for_a_cluster_needs_no_clock():
 
 def test_a_pass_that_does_not_exist_is_answered_with_those_that_do(job: Job):
     program = rewritten(job, cluster("2x1", "1gbit"))
-    assert "pack_0" in {node.name for node in graph_after(program, "bucket_gradients").graph.nodes}
+    assert "pack_0" in {node.name for node in program.graph_after("bucket_gradients").graph.nodes}
     with pytest.raises(BadOption, match=r"no pass 'bucket'; the passes are sum_gradients, .*order_for_overlap"):
-        graph_after(program, "bucket")
+        program.graph_after("bucket")
 
 
 def test_one_rank_runs_the_plain_step(job: Job):

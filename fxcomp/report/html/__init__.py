@@ -1,0 +1,1 @@
+"""Draw a report as one HTML file."""

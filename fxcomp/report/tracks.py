@@ -1,0 +1,161 @@
+"""Line up the timelines of a report, and say of each task what it is of and where its price is from."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from fxcomp.cluster.cluster import Level
+from fxcomp.cost.table import collective_source
+from fxcomp.cost.timeline import Span, Task, Timeline
+from fxcomp.plan.kinds import POOL, WIRES, CollectiveKind, Stream
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import Device
+from fxcomp.report.document import members
+from fxcomp.report.explanation import Explanation, bucket_of, kind_of
+
+LANES = {
+    Stream.COMPUTE: "compute",
+    Stream.D2H: "to host",
+    Stream.CPU: "cpu pool",
+    Stream.CPU_ARRIVING: "arriving",
+    Stream.INTRA: "in host",
+    Stream.INTER: "between",
+    Stream.H2D: "to device",
+}
+"""The streams as drawings name them, from top to bottom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One step, predicted or measured."""
+
+    name: str
+    timeline: Timeline
+    plan: Plan
+    is_measured: bool = False
+
+
+def tracks_of(explanation: Explanation) -> list[Track]:
+    """List the dense plan's step, this plan's, and one that was measured: of each what there is."""
+    found = predicted_tracks(explanation)
+    measured = explanation.measured
+    if measured:
+        middle = statistics.median_low(timeline.step_time_us for timeline in measured.values())
+        step = next(step for step, timeline in measured.items() if timeline.step_time_us == middle)
+        found.append(measured_track(explanation, step))
+    return found
+
+
+def predicted_tracks(explanation: Explanation) -> list[Track]:
+    """List the dense plan's step above this one's, where they were compared."""
+    dense, choice = explanation.dense_timeline, explanation.choice
+    above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
+    name = "chosen" if explanation.is_chosen else "this plan"
+    return [*above, Track(name, explanation.timeline, explanation.plan)]
+
+
+def measured_track(explanation: Explanation, step: int) -> Track:
+    """Make the track of a step that was profiled, by its number."""
+    return Track(f"measured, step {step}", explanation.measured[step], explanation.plan, is_measured=True)
+
+
+class Basis(Enum):
+    """The grounds of a time."""
+
+    MEASURED = "measured"
+    FORMULA = "formula"
+    """A formula over what is known of the links."""
+    ESTIMATED = "estimated"
+    ASSUMED = "assumed"
+    NONE = ""
+    """It takes no time of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """The use of a task, and the grounds of its time."""
+
+    bucket: int | None
+    """The bucket that it belongs to; None for compute that serves several."""
+    of: str
+    """The bucket's strategy and tensors; empty without a bucket."""
+    basis: Basis
+    source: str
+
+
+def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
+    """Say it of every task of a track, by name."""
+    told = _Sources(explanation, track)
+    return {span.task.name: told.facts(span) for span in track.timeline.spans}
+
+
+class _Sources:
+    """Tells where the prices of one plan's tasks are from."""
+
+    def __init__(self, explanation: Explanation, track: Track) -> None:
+        self._explanation, self._track, self._costs = explanation, track, explanation.costs
+        self._seen: Counter[tuple[int, CollectiveKind]] = Counter()
+
+    def facts(self, span: Span) -> TaskFacts:
+        """Say it of the next task of the timeline."""
+        task = span.task
+        number = None if kind_of(task.name) == "compute" else bucket_of(task.name)
+        buckets = self._track.plan.buckets
+        bucket = buckets[number] if number is not None and number < len(buckets) else None
+        of = ""
+        if bucket is not None:
+            of = f"{self._explanation.short(bucket.strategy)}: {members(self._track.plan.labels(bucket))}"
+        if self._track.is_measured:
+            return TaskFacts(number, of, Basis.MEASURED, "between two looks at the clock")
+        if not task.duration_us:
+            return TaskFacts(number, of, Basis.NONE, "")
+        source = self._source(task, number, bucket)
+        return TaskFacts(number, of, _basis(source), source)
+
+    def _source(self, task: Task, number: int | None, bucket: Bucket | None) -> str:
+        costs, kind = self._costs, kind_of(task.name)
+        if task.stream in WIRES:
+            return self._of_a_collective(task, number, bucket)
+        if task.stream in (Stream.D2H, Stream.H2D):
+            return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"
+        if task.name.startswith("start "):
+            return f"{costs.source}, {costs.launch_us:.3g} us to start a collective"
+        if kind == "compute" and task.stream not in POOL:
+            return self._explanation.compute_source
+        if kind == "compression" and bucket is not None and bucket.strategy.compressor is not None:
+            device = Device.CPU if task.stream in POOL else Device.GPU
+            sources = {costs.compressor_source(each, device): str(each) for each in bucket.strategy.compressors}
+            if len(sources) == 1:
+                return next(iter(sources))
+            return "; ".join(f"{source} ({name})" for source, name in sources.items())
+        return f"{costs.source}, {costs.pack_gb_per_s:.4g} GB/s to fill memory"
+
+    def _of_a_collective(self, task: Task, number: int | None, bucket: Bucket | None) -> str:
+        """Find the collective of the strategy that a task is, by its kind and its place among those of that kind."""
+        cluster, kind = self._explanation.cluster, _kind_of_collective(task.name)
+        if bucket is None or number is None or kind is None:
+            kind, level = kind or CollectiveKind.ALL_REDUCE, Level.WORLD
+            return collective_source(self._costs, kind, level, cluster)
+        alike = [each.level for each in bucket.strategy.collectives if each.kind is kind]
+        place = self._seen[number, kind]
+        self._seen[number, kind] += 1
+        level = alike[min(place, len(alike) - 1)] if alike else Level.WORLD
+        return collective_source(self._costs, kind, level, cluster)
+
+
+def _kind_of_collective(task: str) -> CollectiveKind | None:
+    """`all_gather 3`, `all_gather_3_intra` and `broadcast buffers`."""
+    return next((kind for kind in CollectiveKind if task.startswith(kind.value)), None)
+
+
+def _basis(source: str) -> Basis:
+    """Read the grounds from the words of a source."""
+    if "assumed" in source:
+        return Basis.ASSUMED
+    if "estimated" in source or "data sheet" in source:
+        return Basis.ESTIMATED
+    return Basis.MEASURED if "measured" in source else Basis.FORMULA

@@ -1,0 +1,201 @@
+"""The page of a report: it has every number of the text, asks nobody for anything, and draws to scale."""
+
+import html
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from helpers.explained import by_hand, cluster, explanation
+
+from fxcomp.cost.timeline import Span, Timeline
+from fxcomp.errors import BadOption
+from fxcomp.plan.compress import Compress
+from fxcomp.plan.plan import Plan
+from fxcomp.report.explanation import Explanation
+from fxcomp.report.html.figures import FIGURES
+from fxcomp.report.html.page import to_html
+from fxcomp.report.over_bandwidth import over_bandwidth
+from fxcomp.report.step_report import StepReport
+from fxcomp.report.terminal import to_text
+from fxcomp.report.tracks import Basis, facts_of, tracks_of
+from fxcomp.search.decision import Raced
+from fxcomp.search.question import Terms
+
+VOID = {"meta", "link", "br", "img", "input"}
+WIDEST = 4000  # columns in which no cell is folded
+DRAWN = re.compile(r"[█▓░▒·]")
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order, and keeps the text, ids and links."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["style"], ["script"]):
+            self.words.append(data)
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, each, value in self.attributes if each == name]
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def raced(explained: Explanation) -> Explanation:
+    assert explained.choice is not None
+    fastest, dense = explained.choice.runners
+    runners = (replace(fastest, measured_ms=21.5, steps=12), replace(dense, measured_ms=40.5, steps=1))
+    return replace(explained, raced=Raced(runners, 0, 2, 17, 43.0), measured_ms=21.4, exposed_ms=6.25)
+
+
+def profiled(explained: Explanation, slower: float = 1.25) -> Explanation:
+    spans = tuple(Span(span.task, slower * span.start_us, slower * span.end_us) for span in explained.timeline.spans)
+    return replace(explained, measured={7: Timeline(spans)})
+
+
+BUDGET = Terms.of(Compress.parse("like(topk(0.01))")).budget
+CASES = {
+    "by hand": by_hand,
+    "raced and profiled": lambda: profiled(raced(by_hand())),
+    "chosen": lambda: explanation(cluster("1gbit")),
+    "by level": lambda: explanation(cluster("1gbit", 4, 2)),
+    "under a budget": lambda: explanation(cluster("100mbit"), budget=BUDGET),
+    "one host": lambda: explanation(cluster("1gbit", 1, 4)),
+    "one rank": lambda: explanation(cluster("1gbit", 1, 1)),
+    "given": lambda: replace(by_hand(), choice=None, flip_gbit=None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_word_and_number_of_the_text_is_in_the_page(case: str):
+    explained = CASES[case]()
+    shown = " ".join(" ".join(read(to_html(explained)).words).split())
+    lines = [line for line in to_text(explained, width=WIDEST).splitlines() if not DRAWN.search(line)]
+    cells = [cell.strip() for line in lines for cell in re.split(r" {2,}", line) if cell.strip()]
+    axes = re.compile(r"0|[\d.]+ ms|\w+(, enlarged)?, [\d.]+ ms")  # of the drawing in characters
+    missing = [cell for cell in cells if " ".join(cell.split()) not in shown and not axes.fullmatch(cell)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_page_asks_nobody_for_anything(case: str):
+    page = to_html(CASES[case]())
+    reader = read(page)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
+    assert {value for name in ("src", "srcset", "data") for value in reader.values(name)} == set()
+    ids, links = reader.values("id"), reader.values("href")
+    assert len(ids) == len(set(ids))
+    assert {link for link in links if link != "data:,"} <= {f"#{name}" for name in ids}
+    assert "default-src 'none'" in " ".join(reader.values("content"))
+
+
+def test_what_a_parameter_is_called_is_no_markup():
+    explained = explanation(cluster("1gbit"))
+    named = [replace(each, names=tuple(f"<b>{name}</b>&" for name in each.names)) for each in explained.plan.buckets]
+    workload = explained.workload
+    gradients = tuple(replace(each, name=f"<b>{each.name}</b>&") for each in workload.gradients)
+    other = replace(explained, plan=Plan(tuple(named)), workload=replace(workload, gradients=gradients))
+    page = to_html(replace(other, choice=None, notes=("<script>alert(1)</script>",)))
+    assert "<b>" not in page
+    assert "<script>alert" not in page
+    assert html.escape("<b>head.weight</b>&") in page
+
+
+def test_a_task_is_as_wide_as_it_takes_long():
+    """Both tracks are drawn on the scale of the longer one."""
+    explained = profiled(replace(by_hand(), choice=None), slower=2.0)
+    page = to_html(explained)
+    widths = {
+        match[2]: float(match[1]) for match in re.finditer(r'width="([\d.]+)%" height="20"><title>([^\n]+)\n', page)
+    }
+    spans = {span.task.name: span for span in explained.timeline.spans}
+    longest = max(track.timeline.step_time_us for track in tracks_of(explained))
+    assert widths
+    for name, width in widths.items():  # of one name the last that is drawn stays: the measured one
+        assert width == pytest.approx(100 * 2 * (spans[name].end_us - spans[name].start_us) / longest, abs=1e-3)
+
+
+def test_every_task_names_the_grounds_of_its_price():
+    explained = profiled(by_hand())
+    dense, chosen, measured = tracks_of(explained)
+    assert [track.name for track in (dense, chosen, measured)] == ["dense", "chosen", "measured, step 7"]
+    facts = facts_of(explained, chosen)
+    assert facts["compress 0"].source == "measured"
+    assert facts["compress 0"].of == "int8: body[1].weight and 1 more"
+    assert (facts["all_gather 0"].basis, facts["all_gather 0"].source) == (
+        Basis.FORMULA,
+        "the cluster's link, 1gbit@25us",
+    )
+    assert facts["reduce_scatter 2"].source.startswith("the cluster's link, ")
+    assert facts["region 0"].basis is Basis.ASSUMED
+    assert {each.basis for each in facts_of(explained, measured).values()} == {Basis.MEASURED}
+    listed = to_html(explained).partition("Every task, with its price")[2]
+    assert all(f'<td class="text">{span.task.name}</td>' in listed for span in chosen.timeline.spans)
+
+
+def test_curves_pass_through_the_prediction_here_and_the_break_even_is_marked():
+    explained = explanation(cluster("1gbit"))
+    found = over_bandwidth(explained)
+    assert found is not None
+    assert explained.choice is not None
+    here = list(found.gbit).index(found.here_gbit)
+    assert found.step_us["chosen"][here] == pytest.approx(explained.step_us)
+    assert found.step_us["dense"][here] == pytest.approx(explained.choice.dense_us)
+    for steps in found.step_us.values():
+        assert list(steps) == sorted(steps, reverse=True), "a faster link makes no step longer"
+        assert min(steps) >= found.free_us
+    assert explained.flip_gbit is not None
+    assert "break-even, " in to_html(explained)
+    assert over_bandwidth(explanation(cluster("1gbit", 1, 4))) is None
+
+
+def test_every_figure_has_a_section():
+    pages = [read(to_html(make())) for make in CASES.values()]
+    titles = {" ".join(page.words) for page in pages}
+    for title in FIGURES:
+        assert any(title in words for words in titles), f"no section is called {title!r} any more"
+
+
+def test_a_page_of_thousands_of_tasks_stays_below_a_megabyte():
+    explained = by_hand()
+    spans = explained.timeline.spans
+    many = tuple(
+        replace(span, task=replace(span.task, name=f"{span.task.name}{number:03}", after=()))
+        for number in range(150)
+        for span in spans
+    )
+    assert len(many) >= 2400
+    assert len(to_html(replace(explained, timeline=Timeline(many), choice=None)).encode()) < 1_000_000
+
+
+def test_a_report_is_saved_and_shown_in_a_frame_of_its_own(tmp_path: Path):
+    report = StepReport(by_hand())
+    report.save_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == to_html(report.explanation)
+    assert str(report) == to_text(report.explanation)
+    assert html.unescape(report._repr_html_().partition('srcdoc="')[2].rpartition('" style')[0]) == to_html(by_hand())
+    with pytest.raises(BadOption, match="cannot write"):
+        report.save_html(tmp_path / "report.html" / "below.html")
