@@ -1,7 +1,8 @@
-"""Build the C++ kernels; everything else is in pyproject.toml.
+"""Build the C++ kernels, and the readme of the index; everything else is in pyproject.toml.
 
 The kernels need a C++ compiler and Python's headers, not torch. Without them the install goes on, and the references
-in plain torch run instead; why is written beside the package, where fxcomp's reports find it.
+in plain torch run instead; why is written beside the package, where fxcomp's reports find it. Such a wheel is called
+py3-none-any, as it fits every machine. FXCOMP_REQUIRE_KERNELS=1 lets the build fail instead: for who publishes wheels.
 """
 
 import os
@@ -14,6 +15,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, CompileError
 
@@ -36,6 +38,11 @@ FLAGS = (
 NOTICE = "_kernels_not_built.txt"  # fxcomp/compressors/kernels.py reads it
 
 
+REQUIRED = "FXCOMP_REQUIRE_KERNELS"
+
+HOME = "https://github.com/fxcomp/fxcomp"
+
+
 class build_kernels(build_ext):
     """Builds them, or leaves a notice of why not."""
 
@@ -50,7 +57,10 @@ class build_kernels(build_ext):
             reason = self._reason(error, printed[0])
             notice.parent.mkdir(parents=True, exist_ok=True)
             notice.write_text(f"{reason}\n")
-            raise CompileError(reason) from error  # as the extension is optional, setuptools says so and goes on
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # an earlier build's are not this one's
+            if not ext.optional:
+                reason = f"{reason}\n  {REQUIRED} is set: unset it for a build without kernels"
+            raise CompileError(reason) from error  # where the extension is optional, setuptools says so and goes on
 
     def copy_extensions_to_source(self):
         [ext] = self.extensions
@@ -72,6 +82,31 @@ class build_kernels(build_ext):
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)] or lines
         return f"a compiler was found, the build failed: {errors[0] if errors else error}"
+
+
+class name_wheel(bdist_wheel):
+    """Names a wheel after what is in it: without kernels it is for every machine."""
+
+    def get_tag(self):
+        built = Path(self.get_finalized_command("build").build_lib) / "fxcomp"
+        self.root_is_pure = (built / NOTICE).exists()
+        return ("py3", "none", "any") if self.root_is_pure else super().get_tag()
+
+
+def readme():
+    """Return README.md with links that work on an index, to the files of this version."""
+    version = re.search(r'^__version__ = "(.+)"$', Path("fxcomp/__init__.py").read_text(), re.MULTILINE)[1]
+    return re.sub(
+        r"(\]\()(?![a-z]+:|#)", rf"\g<1>{HOME}/blob/v{version}/", Path("README.md").read_text(encoding="utf-8")
+    )
+
+
+def required():
+    """Read whether a build without kernels is to fail."""
+    told = os.environ.get(REQUIRED, "0")
+    if told not in ("", "0", "1"):
+        raise SystemExit(f"{REQUIRED} is 1 (a build without kernels fails) or 0; it is {told!r}")
+    return told == "1"
 
 
 @contextmanager
@@ -103,9 +138,11 @@ setup(
             depends=sorted(glob("csrc/*.h")),
             extra_compile_args=FLAGS,
             py_limited_api=True,
-            optional=True,
+            optional=not required(),
         )
     ],
-    cmdclass={"build_ext": build_kernels},
+    cmdclass={"bdist_wheel": name_wheel, "build_ext": build_kernels},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

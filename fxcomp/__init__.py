@@ -26,6 +26,8 @@ with gc_paused():
     from fxcomp.state.checkpoint import saved_plan
     from fxcomp.step.compiled_step import CompiledStep
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checks",
     "Cluster",
@@ -43,6 +45,7 @@ __all__ = [
     "Strategy",
     "Warmup",
     "WeightedLoss",
+    "__version__",
     "average_replicas",
     "cluster_of_group",
     "compile_step",

@@ -9,9 +9,9 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
+from fxcomp import __version__
 from fxcomp.commands import calibrate, diff, dump, explain, status_line
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
@@ -29,6 +29,8 @@ class Command(Protocol):
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...
     def run(self, arguments: argparse.Namespace) -> int: ...
 
+
+PAGES = "https://github.com/fxcomp/fxcomp/tree/main/docs"
 
 COMMANDS: tuple[Command, ...] = (explain, dump, diff, calibrate, demo)
 
@@ -57,10 +59,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fxcomp",
         description="Work out where gradient compression pays in a training step, and why.",
-        epilog="examples:\n" + "".join(command.EXAMPLES for command in COMMANDS),
+        epilog="".join(["examples:\n", *(command.EXAMPLES for command in COMMANDS), f"\ndocumentation: {PAGES}\n"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"fxcomp {_version()}")
+    parser.add_argument("--version", action="version", version=f"fxcomp {__version__}")
     names = " | ".join(command.NAME for command in COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     for command in COMMANDS:
@@ -78,13 +80,6 @@ def _run(words: list[str]) -> int:
     status = arguments.run(arguments)
     gc.freeze()  # so that Python ends without a last search for garbage
     return status
-
-
-def _version() -> str:
-    try:
-        return version("fxcomp")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,9 @@ import pytest
 from fxcomp.__main__ import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in FRONT), *sorted(ROOT.glob("docs/**/*.md"))]
+HOME = re.compile(r"https://github\.com/fxcomp/fxcomp/(?:blob|tree)/[^/]+/(.+)")
 SOURCES = [
     path
     for folder in ("fxcomp", "benchmarks", "docs/make", "examples")
@@ -90,6 +92,8 @@ def mistake(words: list[str]) -> str | None:
     words = words[1:]
     if words[0] in ("explain", "dump") and (len(words) == 1 or words[1].startswith("-")):
         words = [*words, "train.py"]  # named in a sentence, without its job
+    if words == ["diff"]:
+        words = ["diff", "a.json", "b.json"]
     try:
         make_parser().parse_args(words)
     except SystemExit:
@@ -138,8 +142,9 @@ def paths_in(page: Path) -> Iterator[str]:
     """Links, and files in backticks and blocks."""
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#\s]+)", text):
-        if "://" not in target:
-            yield target
+        at_home = HOME.fullmatch(target)
+        if at_home is not None or "://" not in target:
+            yield at_home[1] if at_home is not None else target
     for word in " ".join((*in_backticks(text), *in_blocks(text))).split():
         if PATH.fullmatch(word) and not word.startswith(PLACEHOLDER):
             yield word.partition(":")[0]
@@ -158,6 +163,8 @@ def test_paths_that_pages_name_exist():
 def test_a_path_that_does_not_exist_is_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
-        "`fxcomp/pipeline.py`, `graph/edit.py`, `graph/no.py`, `fxcomp/no`, [no](no.md), `a/b`, `emit.py`, `no.py`"
+        "`fxcomp/pipeline.py`, `graph/edit.py`, `graph/no.py`, `fxcomp/no`, [no](no.md), `a/b`, `emit.py`, `no.py`,"
+        " [costs](https://github.com/fxcomp/fxcomp/blob/main/docs/costs.md), [torch](https://pytorch.org/gone),"
+        " [gone](https://github.com/fxcomp/fxcomp/blob/v0.1.0/docs/gone.md)"
     )
-    assert missing(page) == ["no.md", "graph/no.py", "fxcomp/no", "no.py"]
+    assert missing(page) == ["no.md", "docs/gone.md", "graph/no.py", "fxcomp/no", "no.py"]

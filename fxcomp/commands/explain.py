@@ -26,7 +26,7 @@ EXAMPLES = """\
   fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
   fxcomp explain train.py --cluster 8x4 --step-ms 120 --json    with your GPU's step, for a program
   fxcomp explain train.py --cluster 8x4 --device h100           estimated for GPUs that are not here
-  fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts: see docs/costs.md
+  fxcomp explain train.py --cluster my_cluster.toml             racks, uneven hosts, other links
   fxcomp explain train.py --pin 'embed.*=dense'                 leave some gradients alone
   fxcomp explain train.py --compress 'like(topk(0.01))'         the same error, in any way that is faster
   fxcomp explain train.py --compress aggressive --steps 3000    momenta, where the job is over sooner

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import transformers
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
 from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
+
+try:
+    import transformers
+    from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+except ImportError as error:
+    raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
 
 FILE = "fxcomp-rank{rank}.safetensors"
 """In each of the trainer's checkpoint folders: the tensors of `DdpHook.checkpoint`, a file a rank."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,3 +40,14 @@ def test_the_trainers_scaler_is_handed_over(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_loss_scaling_there_is_none(monkeypatch: pytest.MonkeyPatch):
     assert hook_options(monkeypatch, None)["scaler"] is None
+
+
+@pytest.mark.parametrize("gone", ["transformers", "safetensors"])
+def test_without_its_libraries_the_callback_says_how_to_get_them(gone: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, gone, None)
+    monkeypatch.setitem(sys.modules, f"{gone}.torch", None)
+    spec = importlib.util.spec_from_file_location("trainer_again", under_test.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=rf"(?s)FxcompCallback needs {gone}.*pip install 'fxcomp\[trainer\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
