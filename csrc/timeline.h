@@ -11,7 +11,7 @@
 
 namespace fxcomp {
 
-constexpr int kStreams = 7;
+constexpr int kStreams = 8;
 constexpr int kCompute = 0;
 constexpr double kLeast = 1e-9;  // of a processor
 

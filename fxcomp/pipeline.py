@@ -47,6 +47,7 @@ from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import DENSE
+from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks, read_momenta, read_workload
 from fxcomp.search.workload import Workload
 
@@ -130,7 +131,11 @@ class Compiler:
         """
         note_work(graph)
         gm = run(graph, (*self.labelling(), *self._annotating(costs)))
-        workload = replace(read_workload(gm, costs.feed_us), keeps_velocity=self.feedback.momentum > 0)
+        workload = replace(
+            read_workload(gm, costs.feed_us),
+            host_us=self.micro_batches * costs.host_us,
+            keeps_velocity=self.feedback.momentum > 0,
+        )
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
             after = run(graph, (*self.labelling(), *bucketing, *self._annotating(costs)))
@@ -190,6 +195,7 @@ class Compiler:
         others = self.micro_batches - 1
         if not others:
             return predicted(gm, costs)
+        costs = replace(costs, host_us=self.micro_batches * costs.host_us)
         one = run(captured, (*self.labelling(), *self._annotating(costs))) if plan.moves_exchange else gm
         return predicted(gm, costs, others * read_workload(one, costs.feed_us).backward_us)
 
@@ -221,7 +227,7 @@ def predicted(gm: GraphModule, costs: CostTable, ahead_us: float = 0.0) -> Timel
     """Simulate a final graph, after compute that takes so long."""
     before = [(AHEAD, ahead_us), (FEED, costs.feed_us)]
     tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
-    return simulate([*tasks, *graph_tasks(gm)], costs.processors)
+    return simulate([*handing_out(costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
 
 
 AHEAD = "backward of the other micro-batches"

@@ -18,6 +18,7 @@ _Readers = Mapping[str, Reader[float]]
 _OWN = {
     "launch_us": _TIME,
     "feed_us": _TIME,
+    "host_us": _TIME,
     "error": _TIME,
     "compute_error": _TIME,
     "pack_gb_per_s": _RATE,

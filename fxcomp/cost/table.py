@@ -71,6 +71,11 @@ class CostTable(MemoryPrices):
     """The factor on the transport's processor time with which the job's own steps slow compute as measured."""
     feed_us: float = 0.0
     """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
+    host_us: float = 0.0
+    """The job's own, on a device that works later: what the host takes to hand a step out, all of it.
+
+    The host runs ahead, so the device hides it until it is the longest; then there is no `feed_us` beside it.
+    """
     error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
     """The additional relative error of estimated compute, on its share of the step."""
@@ -218,6 +223,7 @@ class CostTable(MemoryPrices):
             "contention": self.contention,
             "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
             "feed_us": self.feed_us,
+            "host_us": self.host_us,
             "error": self.error,
             "compute_error": self.compute_error,
             "estimate": self.estimate,
@@ -245,6 +251,7 @@ class CostTable(MemoryPrices):
                 )
             if data["version"] == OLDER:
                 entries.setdefault("feed_us", 0.0)
+            entries.setdefault("host_us", 0.0)  # tables of the first months have none
             return _TABLE(entries, "")
         except BadOption as error:
             raise BadOption(f"this is not a cost table: {error}") from None
@@ -369,6 +376,7 @@ _TABLE = record(
     contention=positive(),
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
     feed_us=number(),
+    host_us=number(),
     error=number(),
     compute_error=number(),
     estimate=TEXT,

@@ -46,7 +46,7 @@ from fxcomp.planning.count_launches import count_launches
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
-from fxcomp.planning.measure_step import apportion, feed_us, measure_step
+from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -273,7 +273,7 @@ def measured_here(
     compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     around_us = feed_us(measured, lambda: example.feed(program, state))
-    costs = replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack, feed_us=around_us)
+    costs = with_feed(replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack), device, around_us)
     return costs, compiler.analyze(captured.graph, costs)
 
 

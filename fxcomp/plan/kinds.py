@@ -24,6 +24,7 @@ class Stream(Enum):
     H2D = "h2d"
     CPU = "cpu"  # the pool's thread that compresses and launches
     CPU_ARRIVING = "arriving"  # the pool's thread that waits and decompresses
+    HOST = "host"  # the main thread, where it hands a step out to a device that works later
 
     # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
     __hash__ = object.__hash__

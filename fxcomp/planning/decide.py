@@ -28,7 +28,7 @@ from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_o
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware
-from fxcomp.planning.measure_step import apportion, feed_us, measure_step
+from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
@@ -100,7 +100,7 @@ def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostT
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
     found = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
     error = min(max(SMALLEST_ERROR, found.error), LARGEST_ERROR)
-    return replace(costs, contention=found.factor, error=error, feed_us=max(around_us))
+    return with_feed(replace(costs, contention=found.factor, error=error), site.device, max(around_us))
 
 
 @dataclass(frozen=True, slots=True)

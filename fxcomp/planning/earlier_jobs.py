@@ -97,4 +97,5 @@ def with_step_of(costs: CostTable, known: CostTable) -> CostTable:
         contention=known.contention,
         error=known.error,
         feed_us=known.feed_us,
+        host_us=known.host_us,
     )

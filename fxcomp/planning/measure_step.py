@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from fxcomp import compat
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.roofline import Measured
+from fxcomp.cost.table import CostTable
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
 from fxcomp.graph.info import ARGUMENTS, InputKind, info
@@ -50,7 +51,7 @@ class StepMeasurement:
     node_us: Mapping[str, float]
     """The time of each operator by itself; regions' times are shared out in proportion."""
     between_us: float = 0.0
-    """The rest of the step: what the emitted code does between regions, buckets and collectives."""
+    """What the host does beside: between regions, buckets and collectives, or to hand all out to a device."""
 
     @property
     def compute_us(self) -> float:
@@ -109,10 +110,16 @@ FEEDS = 5
 """The number of timings of feeding a step; the first one fills caches and does not count."""
 
 
+def with_feed(costs: CostTable, device: torch.device, us: float) -> CostTable:
+    """Put what feeds a step where it counts: before compute, or where a device works later, beside it."""
+    return replace(costs, feed_us=0.0, host_us=us) if compat.works_later(device) else replace(costs, feed_us=us)
+
+
 def feed_us(measured: StepMeasurement, feed: Callable[[], object]) -> float:
     """Return what a step takes beside its regions, buckets and collectives: around the program, and inside it.
 
-    `feed` does what comes before each run of the program. `measured` is a step without a network.
+    `feed` does what comes before each run of the program. `measured` is a step without a network. On a device that
+    works later it is all that the host does.
     """
     feed()
     times: list[float] = []
@@ -129,6 +136,7 @@ class _MeasuredRun:
     def __init__(self, program: Program, runtime: Runtime) -> None:
         self.runtime, self._device = runtime, program.captured.device
         self.totals: list[float] = []
+        self._handed: list[float] = []
         self._watch = Stopwatch(runtime, ("pack",), runtime.clock)
         self._starts = Stopwatch(cast(Runtime, self._watch.lines), ("launch",), HostClock())
         self.step = rebound(program.module, self._watch.region)
@@ -142,8 +150,9 @@ class _MeasuredRun:
         clock = self.runtime.clock
         self._watch.start()
         self._starts.start()
-        start = clock.look()
+        start, begun = clock.look(), time.perf_counter()
         self.step(self.lines, *arguments)
+        self._handed.append(1e6 * (time.perf_counter() - begun))
         end = clock.look()
         self._starts.stop()
         self._watch.stop()
@@ -162,6 +171,7 @@ class _MeasuredRun:
         region_us = {call[0]: statistics.median(us) for call, us in self._us.items() if call not in self._nodes}
         pack_us = _sum_of_medians(packs.values())
         told_us = sum(region_us.values()) + pack_us + _sum_of_medians(starts)
+        works_later = compat.works_later(self._device)
         return StepMeasurement(
             step_us=step_us,
             spread=(max(self.totals) - min(self.totals)) / step_us,
@@ -170,7 +180,7 @@ class _MeasuredRun:
             launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
             pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
             node_us=node_us,
-            between_us=max(0.0, step_us - told_us),
+            between_us=statistics.median(self._handed) if works_later else max(0.0, step_us - told_us),
         )
 
     def _let_pass(self, values: Sequence[Tensor]) -> bool:

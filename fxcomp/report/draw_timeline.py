@@ -10,6 +10,7 @@ from fxcomp.report.document import decimals, ms
 from fxcomp.report.explanation import bucket_of, kind_of, parts_us
 from fxcomp.report.tracks import LANES
 
+_WORKING = (Stream.HOST, Stream.COMPUTE)
 _MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
 _BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE = "·"
@@ -38,7 +39,7 @@ def legend(timelines: Sequence[Timeline]) -> str:
     """Explain the marks that these drawings use."""
     used = {part for timeline in timelines for part, us in parts_us(timeline).items() if us}
     marks = [f"{mark} {name}" for name, mark in _MARKS.items() if name in used]
-    if any(stream is not Stream.COMPUTE for timeline in timelines for stream in _busy(timeline)):
+    if any(stream not in _WORKING for timeline in timelines for stream in _busy(timeline)):
         marks.append("0-9a-z a bucket on the wire")
     return "   ".join([*marks, f"{_IDLE} idle"])
 
@@ -88,7 +89,7 @@ def _fullest(marks: dict[str, float], least_us: float) -> str:
 
 
 def _mark(span: Span) -> str:
-    if span.task.stream is Stream.COMPUTE:
+    if span.task.stream in _WORKING:
         return _MARKS[kind_of(span.task.name)]
     bucket = bucket_of(span.task.name)
     return "*" if bucket is None else _BUCKETS[bucket % len(_BUCKETS)]

@@ -39,7 +39,7 @@ from fxcomp.search.workload import Workload
 
 _NAMES = {
     # The graph says corrected, proposal and mean for what the search calls accumulate, propose and decompress.
-    "compute": ("region", "arrive", "backward", "update", "finish", "accumulate", "corrected"),
+    "compute": ("region", "arrive", "backward", "update", "finish", "accumulate", "corrected", "feed", "hand"),
     "compression": ("mask", "propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
 }

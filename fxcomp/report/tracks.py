@@ -18,6 +18,7 @@ from fxcomp.report.document import members
 from fxcomp.report.explanation import Explanation, bucket_of, kind_of
 
 LANES = {
+    Stream.HOST: "host",
     Stream.COMPUTE: "compute",
     Stream.D2H: "to host",
     Stream.CPU: "cpu pool",

@@ -58,6 +58,11 @@ def ready_times(workload: Workload, plan: Plan) -> list[float]:
     return [workload.gradients[max(position[name] for name in bucket.names)].ready_us for bucket in plan.buckets]
 
 
+def handing_out(host_us: float) -> list[Task]:
+    """Make the host's own task, which nothing waits for: it runs ahead. None where the host computes itself."""
+    return [Task("hand out", Stream.HOST, host_us)] if host_us else []
+
+
 def region_tasks(ready_us: Sequence[float]) -> list[Task]:
     """Make the compute down to each bucket's last gradient, given when that is ready."""
     tasks: list[Task] = []
@@ -81,7 +86,7 @@ def assemble(
     workload: Workload, regions: Sequence[Task], buckets: Sequence[BucketTasks], broadcast: Task | None
 ) -> list[Task]:
     """Put the regions and the buckets' tasks in the order in which they are issued."""
-    tasks: list[Task] = []
+    tasks = handing_out(workload.host_us)
     done_us, entered = 0.0, -1
     for launch in launch_order(tuple(len(bucket.stages) for bucket in buckets)):
         while entered < launch.region:

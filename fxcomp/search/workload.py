@@ -79,11 +79,13 @@ class Workload:
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
     """The time of copying them back."""
+    host_us: float = 0.0
+    """What the host takes to hand the step out to a device that works later, which hides it."""
     keeps_velocity: bool = False
     """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 
     def __post_init__(self) -> None:
-        for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us"):
+        for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us", "host_us"):
             if not 0 <= getattr(self, name) <= MOST_US:
                 raise _bad_time(f"a workload has {name}", getattr(self, name))
         if not 0 <= self.broadcast_bytes < math.inf:

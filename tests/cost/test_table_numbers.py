@@ -24,6 +24,7 @@ SUM = CollectiveKind.ALL_REDUCE
 TABLES: dict[str, Callable[[float], CostTable]] = {
     "launch_us": lambda x: replace(COSTS, launch_us=x),
     "feed_us": lambda x: replace(COSTS, feed_us=x),
+    "host_us": lambda x: replace(COSTS, host_us=x),
     "error": lambda x: replace(COSTS, error=x),
     "compute_error": lambda x: replace(COSTS, compute_error=x),
     "pack_gb_per_s": lambda x: replace(COSTS, pack_gb_per_s=x),

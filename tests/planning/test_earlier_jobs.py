@@ -53,6 +53,7 @@ def keep(facts: list[str] = FACTS) -> EarlierJobs:
         "contention": 1.4,
         "error": 0.2,
         "feed_us": 5.0,
+        "host_us": 6.0,
     }
     jobs.keep(replace(with_links(1.0), **own))
     return jobs
@@ -66,7 +67,8 @@ def test_what_is_a_steps_own_comes_back():
     taken = with_step_of(CostTable(copy_gb_per_s=7.0), CostTable.from_json(known))
     assert taken.compute["aten.mm"].us == 12.0
     assert "by an earlier job (20" in taken.compute["aten.mm"].source
-    assert (taken.launch_us, taken.contention, taken.error, taken.feed_us) == (3.0, 1.4, 0.2, 5.0)
+    assert (taken.launch_us, taken.contention, taken.error) == (3.0, 1.4, 0.2)
+    assert (taken.feed_us, taken.host_us) == (5.0, 6.0)
     assert taken.copy_gb_per_s == 7.0, "what is not the step's own stays"
 
 

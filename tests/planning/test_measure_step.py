@@ -20,7 +20,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.codegen.program import Program
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import simulate
+from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.frontends.what_if import capture_job, measured_here
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.regions import regions
@@ -28,7 +28,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.planning import measure_step
-from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_us
+from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_us, with_feed
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import uniform
@@ -80,6 +80,35 @@ def test_feeding_is_the_median_of_a_few_times_and_what_lies_between_the_lines(mo
     alone = StepMeasurement(100.0, 0.0, {"a": 80.0}, 10.0, None, None, {}, between_us=7.0)
     assert feed_us(alone, clock.feed) == pytest.approx(30e6 + 7.0)
     assert clock.fed == FEEDS + 1
+
+
+def test_what_feeds_a_step_stands_beside_compute_where_a_device_works_later(monkeypatch: pytest.MonkeyPatch):
+    device = torch.device("cpu")
+    here = with_feed(CostTable(host_us=3.0), device, 5.0)
+    assert (here.feed_us, here.host_us) == (5.0, 3.0)
+    monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
+    later = with_feed(CostTable(feed_us=3.0), device, 5.0)
+    assert (later.feed_us, later.host_us) == (0.0, 5.0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_is_hidden_by_the_device_until_handing_it_out_takes_longest(micro_batches: int):
+    job = JOBS["mlp"]
+    model = job.build()
+    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    _, captured = capture_job(asked)
+    compiler = Compiler(PAIR, micro_batches=micro_batches)
+
+    def step_us(costs: CostTable) -> float:
+        workload = compiler.analyze(captured.graph, costs)
+        plan = uniform("int8", workload, costs, PAIR)
+        in_search = step_time_us(plan_tasks(workload, plan, costs, PAIR), costs.processors)
+        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(in_search)
+        return in_search
+
+    alone = step_us(CostTable())
+    assert step_us(CostTable(host_us=0.9 * alone / micro_batches)) == pytest.approx(alone)
+    assert step_us(CostTable(host_us=2.0 * alone)) == pytest.approx(2.0 * alone * micro_batches)
 
 
 def test_a_question_about_a_job_includes_what_feeds_it():
