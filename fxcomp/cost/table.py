@@ -72,7 +72,7 @@ class CostTable(MemoryPrices):
     feed_us: float = 0.0
     """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
     host_us: float = 0.0
-    """The job's own, on a device that works later: what the host takes to hand a step out, all of it.
+    """The job's own, on a device that works later: the host's time for handing a step out, all of it.
 
     The host runs ahead, so the device hides it until it is the longest; then there is no `feed_us` beside it.
     """

@@ -51,7 +51,7 @@ class StepMeasurement:
     node_us: Mapping[str, float]
     """The time of each operator by itself; regions' times are shared out in proportion."""
     between_us: float = 0.0
-    """What the host does beside: between regions, buckets and collectives, or to hand all out to a device."""
+    """The host's time beside: between regions, buckets and collectives, or to hand all out to a device."""
 
     @property
     def compute_us(self) -> float:

@@ -80,7 +80,7 @@ class Workload:
     buffers_us: float = 0.0
     """The time of copying them back."""
     host_us: float = 0.0
-    """What the host takes to hand the step out to a device that works later, which hides it."""
+    """The host's time for handing the step out to a device that works later, which hides it."""
     keeps_velocity: bool = False
     """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 

@@ -23,9 +23,8 @@ and cmax have kernels of their own.
 - The bits are those of the reference on the CPU. On a GPU, torch divides by a number by multiplying with its inverse,
   so a reference that runs there may differ in last bits: the ranks of a job all use kernels, or none does.
 
-No GPU was at hand: the kernels have run in Triton's interpreter on the CPU, against the references, and have been
-compiled to machine code for compute capability 9.0. Their speed is unknown. `benchmarks/gpu_all.py` checks and times
-them in one call on a machine with a GPU.
+On an H200 they have the bits of the references, and quantisers run at the speed of a copy (docs/benchmarks/gpu.md).
+Tests run them in Triton's interpreter on the CPU, and compile them for compute capability 9.0.
 """
 
 from fxcomp.compressors.triton.dispatch import (
