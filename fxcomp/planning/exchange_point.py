@@ -1,14 +1,15 @@
 """Choose where the mean stands in `aggressive`: at gradients, or at momenta where the whole job is over sooner by it.
 
 choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► two jobs, warm-up included
-                                no: the reason is noted
+                                no: the reason is noted                   └─► after the warm-up it races with bf16
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from fxcomp import compressors
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer
@@ -16,7 +17,7 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.kinds import ElementType
-from fxcomp.plan.modes import Mode
+from fxcomp.plan.modes import Mode, one_shot_ways
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.search.choose import Choice, fastest_of
@@ -24,6 +25,7 @@ from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, stretches
 from fxcomp.search.question import Terms
+from fxcomp.search.runners import BF16, PREDICTED_BEST, Runner, in_draws, made_runner
 from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.search.workload import Workload
 
@@ -60,9 +62,11 @@ class PointChooser:
         choice = replace(choice, exchanged=found)
         if not found.pays:
             return choice, workload, (_note(found.reason),)
-        step_us = ExactPlans(known, self.costs, self.cluster).step_us(plan)
-        taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us)
-        return replace(taken, alternatives=(), runners=()), known, ()  # plans of other units cannot take turns
+        exact = ExactPlans(known, self.costs, self.cluster)
+        step_us = exact.step_us(plan)
+        taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us, alternatives=())
+        dense_us = in_draws(choice.dense, ExactPlans(workload, self.costs, self.cluster))
+        return replace(taken, runners=runners_at_momenta(plan, exact, dense_us)), known, ()
 
     def _movable(self, workload: Workload) -> list[str]:
         """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
@@ -135,3 +139,15 @@ def fastest_at_momenta(
     searches = searches_of(there, TracedPrices(costs, cluster), at_momenta)
     found = fastest_of(searches, ExactPlans(there, costs, cluster), dense_only=False)
     return found.plan.at_momenta(staying=[name for name in workload.sizes if name not in moved])
+
+
+def runners_at_momenta(plan: Plan, exact: ExactPlans, dense_us: Sequence[float]) -> tuple[Runner, ...]:
+    """List the plan and its control, bf16 in the same buckets: plans of one exchange point can take turns."""
+    ways = one_shot_ways(compressors.BF16(), exact.cluster, offload=exact.costs.offloads)
+    controls = [
+        plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])
+        for way in ways
+    ]
+    named = {PREDICTED_BEST: plan, BF16: min(controls, key=exact.step_us)}
+    found = [made_runner(name, each, exact, dense_us) for name, each in named.items()]
+    return tuple(sorted(found, key=lambda each: each.step_us))

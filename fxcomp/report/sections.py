@@ -151,7 +151,7 @@ def _reason(explanation: Explanation) -> str:
     """Say why the plan is followed: it was measured fastest, or chosen by prediction."""
     choice, raced = explanation.choice, explanation.raced
     if raced is not None and explanation.has_won:
-        return f"Measured in a race of {len(raced.runners)} plans: {raced.verdict}."
+        return f"Measured in a race of {raced.what}: {raced.verdict}."
     if explanation.has_moved:
         return f"Follows the gradients since step {explanation.moves[-1].step}."
     if choice is not None and explanation.is_chosen:

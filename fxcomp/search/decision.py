@@ -42,6 +42,11 @@ class Raced:
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
+    def what(self) -> str:
+        """The plans that took turns: `3 plans`, or `2 plans at the momentum`."""
+        return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
+
+    @property
     def share(self) -> float:
         """The cost as a share of the first thousand steps under the winner."""
         ms = self.stays.measured_ms
@@ -85,7 +90,7 @@ class Raced:
 
     def __str__(self) -> str:
         return (
-            f"raced {len(self.runners)} plans in {self.when}: {self.verdict}. Racing cost {self.cost_ms:.4g} ms,"
+            f"raced {self.what} in {self.when}: {self.verdict}. Racing cost {self.cost_ms:.4g} ms,"
             f" {self.share:.1%} of the first thousand steps."
         )
 

@@ -4,6 +4,8 @@
     bf16 everywhere, flat or by level, if the mode allows it
     the plan with the shortest predicted step, and up to two more that differ from all of these
 
+Where ranks exchange momenta, these are the fastest plan there and bf16 in the same buckets, once the warm-up is over.
+
 What a prediction cannot tell apart the running job can: `fxcomp.step.race` lets the runners take turns. Here is what is
 said about each beforehand: its predicted step, and the share of the draws (`shared_draws`) in which it beats dense.
 
@@ -18,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxcomp.cost.timeline import step_time_us
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
@@ -87,13 +88,10 @@ def pick_runners(
     steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
     precise.
     """
-    costs, cluster = exact.costs, exact.cluster
-    dense_us = steps_in_draws(always[DENSE], exact.tasks(always[DENSE]), costs)
+    dense_us = in_draws(always[DENSE], exact)
 
     def runner(name: str, plan: Plan) -> Runner:
-        tasks = exact.tasks(plan)
-        wins = share_won(steps_in_draws(plan, tasks, costs), dense_us)
-        return Runner(name, plan, step_time_us(tasks, costs.processors), wins, plan_error(plan, cluster, table))
+        return made_runner(name, plan, exact, dense_us, table)
 
     picked: list[Runner] = []
     for name, plan in always.items():
@@ -103,13 +101,26 @@ def pick_runners(
             picked.append(runner(name, plan))
     most = len(picked) + OTHERS
     for plan, step_us in others:
-        loss = plan_error(plan, cluster, table)
+        loss = plan_error(plan, exact.cluster, table)
         is_worse = any(known.loss <= loss and known.step_us <= step_us * (1 + SAME) for known in picked)
         if len(picked) < most and not is_worse and _differs(plan, picked, DIFFERENT):
             each = runner(_name_of(plan), plan)
             if each.wins >= WORTH_TRYING:
                 picked.append(each)
     return tuple(sorted(picked, key=lambda each: each.step_us))
+
+
+def in_draws(plan: Plan, exact: ExactPlans) -> list[float]:
+    """Simulate a plan once in each draw of the costs, in µs."""
+    return steps_in_draws(plan, exact.tasks(plan), exact.costs)
+
+
+def made_runner(
+    name: str, plan: Plan, exact: ExactPlans, dense_us: Sequence[float], table: ErrorTable = ASSUMED
+) -> Runner:
+    """Predict a plan that may race; `dense_us` is the dense plan in the same draws."""
+    wins = share_won(in_draws(plan, exact), dense_us)
+    return Runner(name, plan, exact.step_us(plan), wins, plan_error(plan, exact.cluster, table))
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:

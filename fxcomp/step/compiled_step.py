@@ -75,7 +75,7 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        self._guard = Guard(force, site.ranks, self.monitor.follow, self.notes.append)
+        self._guard = Guard(force, site.ranks, self._steering.follow, self.notes.append)
         acting = self._guard, self._steering, self._steering.referee
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
@@ -266,7 +266,7 @@ class CompiledStep:
         The plan, in a warm-up the one that it leads to, and the states of the default random generators are there, too.
         `load_state_dict` takes it back: the rank of this number, of as many, goes on with the same random numbers.
         """
-        about = {PLAN: self.in_force.plans[-1].to_json(), GENERATORS: generators(self._site.device)}
+        about = {PLAN: self.in_force.lasting.to_json(), GENERATORS: generators(self._site.device)}
         return to_tensors({**self.state_dict(), **about})
 
     def load_state_dict(self, state: Given) -> None:

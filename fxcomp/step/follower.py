@@ -101,6 +101,11 @@ class Follower:
         assert self.now.state is not None, "what is followed has a state"
         return self.now.state
 
+    @property
+    def lasting(self) -> Followed:
+        """The plan that is followed; in a race the one of before it, as long as nothing has been decided."""
+        return self.racing[0] if self.racing else self.now
+
     def _entered(self, decision: Decision, state: GradientState | None = None) -> Followed:
         return Followed(decision, next(self._numbers), state)
 
@@ -160,6 +165,7 @@ class Follower:
     def line_up(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns with the one in force; every rank calls it."""
         assert not self.racing, "one race at a time"
+        assert all(set(each.moved) == set(self.decision.plan.moved) for each in plans), "residuals have one unit"
         for plan in plans:
             self._site.make_groups_for(plan)
         others = [self._entered(replace(self.decision, plan=plan)) for plan in plans]

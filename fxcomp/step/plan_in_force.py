@@ -86,6 +86,11 @@ class PlanInForce:
         return self.plans[self.stage]
 
     @property
+    def lasting(self) -> Plan:
+        """The plan that the job leads to: the last stage's, in a race the one that was followed before it."""
+        return self._follower.lasting.decision.plan
+
+    @property
     def is_warm(self) -> bool:
         """The plan that stays is followed."""
         return self.stage == len(self.plans) - 1
@@ -168,6 +173,8 @@ class PlanInForce:
 
     def thaw(self, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
         """Let ranks exchange gradients in int8 from the next step on, in the place of momenta; every rank calls it."""
+        if self._follower.racing:
+            self.settle_on(0)
         moved = self.plan
         self.switch(replace(self.decision, plan=with_gradients_in_int8(self.plans[-1])), topic)
         self.momenta.thaw(moved, energies)
@@ -225,7 +232,8 @@ class PlanInForce:
             self.programs.forget_plan(loser.number)
             del self._standing[loser.number]
         self.programs.racing = 0
-        self._stay_with(self.decision.plan)
+        if not self.decision.plan.moves_exchange:  # a state from before the freeze needs the warm-up's unit
+            self._stay_with(self.decision.plan)
         self._go_on()
 
     def _go_on(self) -> None:

@@ -73,6 +73,11 @@ class Steering(Observer):
         elif self.adaptation is not None and self._calendar.is_quiet_at(steps - 1):
             self.adaptation.act(steps)
 
+    def follow(self, step: int, topic: str) -> None:
+        """Judge a plan that somebody else lets ranks follow from a step on; a race that was on is over."""
+        self.referee.call_off()
+        self._monitor.follow(step, topic)
+
     def follow_errors(self, errors: ErrorLooks) -> None:
         """Let the plan follow what compressors lose, from now on."""
         if self._options.compress.measured and not self._options.why_not_replan:
