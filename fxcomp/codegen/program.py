@@ -16,6 +16,7 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
+from fxcomp.codegen.profiled import run_named
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
 from fxcomp.graph.captured import Captured
@@ -105,6 +106,8 @@ class Program:
 
     def run(self, runtime: Runtime, arguments: Sequence[Any]) -> Any:
         """Run one step; returns what the emitted function does, the loss and the auxiliary results."""
+        if compat.is_profiling():
+            return run_named(self.module, self.graph, runtime, arguments)
         return self.module.step(runtime, *arguments)
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
@@ -180,3 +180,8 @@ def float32_precision() -> Hashable:
     if _GETTER is None:
         return torch.get_float32_matmul_precision(), torch._C._get_cudnn_allow_tf32()
     return tuple(_GETTER(*each) for each in _PRECISIONS)
+
+
+def is_profiling() -> bool:
+    """Ask if torch's profiler runs in this process."""
+    return profiler._is_profiler_enabled

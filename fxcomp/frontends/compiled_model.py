@@ -18,6 +18,7 @@ from fxcomp import compat
 from fxcomp.capture.step_capture import refuse_gradients
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
+from fxcomp.codegen.profiled import run_named
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
@@ -148,7 +149,11 @@ class CompiledModel:
 
         def backward(values: list[Any]) -> Sequence[Any]:
             with torch.no_grad():
-                _, results = module.step(self.runtime, *arguments_of({**kept, InputKind.BATCH: values}))
+                arguments = arguments_of({**kept, InputKind.BATCH: values})
+                if compat.is_profiling():
+                    _, results = run_named(module, final, self.runtime, arguments)
+                else:
+                    _, results = module.step(self.runtime, *arguments)
                 self.runtime.finish()
                 self.runtime.buffers.give_away([results[place] for place in places.values()])
                 self.state.settle()

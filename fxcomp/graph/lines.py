@@ -11,7 +11,7 @@ the node into the graph, and its task in `search/plan_tasks.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
@@ -53,6 +53,7 @@ from fxcomp.plan.prices import Prices
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.transfers import Cut
+from fxcomp.runtime.watched_lines import Call
 
 
 class CostKind(Enum):
@@ -290,6 +291,16 @@ def line_of(node: Node) -> Line | None:
     if role is Role.COUNT and target is not WAIT:
         return COUNT
     return BY_ROLE.get(role) or BY_OPERATOR.get(target)
+
+
+def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
+    """Number the calls of each of the runtime's methods in a step; what is no line, like a region, is passed over."""
+    counts: dict[str, int] = {}
+    for piece in pieces:
+        line = line_of(piece) if isinstance(piece, Node) else None
+        if isinstance(piece, Node) and line is not None and line.is_timed:
+            counts[line.method] = counts.get(line.method, -1) + 1
+            yield piece, (line.method, counts[line.method]), line
 
 
 def numbers_of(gm: GraphModule) -> Numbers:

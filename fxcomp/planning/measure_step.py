@@ -31,8 +31,9 @@ from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import meet
 from fxcomp.runtime.clock import Clock, HostClock, clock_of
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.stopwatch import Call, Stopwatch
+from fxcomp.runtime.stopwatch import Stopwatch
 from fxcomp.runtime.transport import Transport
+from fxcomp.runtime.watched_lines import Call
 
 
 @dataclass(frozen=True, slots=True)

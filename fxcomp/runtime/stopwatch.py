@@ -18,9 +18,7 @@ from fxcomp.runtime.clock import Clock, HostClock
 from fxcomp.runtime.group import call_when_done
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Flight
-
-Call = tuple[str, int]
-"""A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""
+from fxcomp.runtime.watched_lines import Call, WatchedLines
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Stopwatch:
         self._line: Call = ("", 0)
         self._marks = _Marks(None, None)
         self._runtime = runtime
-        self.lines: Any = _TimedLines(runtime, methods, self)
+        self.lines: Any = WatchedLines(runtime, methods, self.line)
 
     def start(self) -> None:
         """Begin a step. The runtime's pool is watched until `stop`."""
@@ -123,18 +121,6 @@ class Stopwatch:
             return result
 
         return timed
-
-
-class _TimedLines:
-    """A runtime whose lines are timed; all else is the runtime's."""
-
-    def __init__(self, runtime: Runtime, methods: Iterable[str], watch: Stopwatch) -> None:
-        self._runtime = runtime
-        for method in methods:
-            setattr(self, method, watch.line(method, getattr(runtime, method)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
 
 
 def _between(clock: Clock, begin: Any, marks: list[tuple[Call, Any, Any]]) -> dict[Call, tuple[float, float]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fxcomp.step.guard import Guard
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.profile import Profiler
 from fxcomp.step.steering import Replanner, Steering
 from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
@@ -41,6 +43,12 @@ _TO_DYNAMO = (
 _GRADIENTS_ARE_OFF = (
     "gradients are off around the compiled step (torch.no_grad() or torch.inference_mode()), and a step trains.\n"
     "  Call it outside of them; to evaluate, call the model, or loss_fn(model, batch)."
+)
+
+_IS_NOT_COPIED = (
+    "a compiled step cannot be copied or pickled: it holds this process's groups, threads and traced code, and trains"
+    " the model that it was compiled for.\n"
+    "  Save state_dict() or checkpoint(), and call compile_step for the other model or in the other process."
 )
 
 
@@ -75,8 +83,8 @@ class CompiledStep:
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
-        self._guard = Guard(force, site.ranks, self._steering.follow, self.notes.append)
-        acting = self._guard, self._steering, self._steering.referee
+        self._guard, self._profiler = Guard(force, site.ranks, self._steering.follow, self.notes.append), Profiler()
+        acting = self._guard, self._steering, self._steering.referee, self._profiler
         self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
@@ -88,11 +96,7 @@ class CompiledStep:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled. Raises UnsupportedFeature."""
-        raise UnsupportedFeature(
-            "a compiled step cannot be copied or pickled: it holds this process's groups, threads and traced code, and"
-            " trains the model that it was compiled for.\n"
-            "  Save state_dict() or checkpoint(), and call compile_step for the other model or in the other process."
-        )
+        raise UnsupportedFeature(_IS_NOT_COPIED)
 
     # Running
 
@@ -240,17 +244,21 @@ class CompiledStep:
 
     def report(self) -> StepReport:
         """Report on the plan and the step: `print` it, or `save_html`, `save_trace` and `to_json` it."""
-        notes = (*self.notes, *self.counted_notes)
-        race = (self.raced, self._steering.referee.takes_turns(self.steps))
-        times, errors = self.monitor.times, self.error_table
-        return StepReport(self._explainer.explanation(self.in_force, times, notes, race, errors, self.moves))
+        notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
+        race, times = (self.raced, self._steering.referee.takes_turns(self.steps)), self.monitor.times
+        found = self._explainer.explanation(self.in_force, times, notes, race, self.error_table, self.moves)
+        return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
+
+    def profile(self, steps: int = 5) -> None:
+        """Time this rank's lines in the next steps that only train; `report()` has them beside the prediction."""
+        self._profiler.begin(steps)
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
         """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
         race, errors = self._steering.referee.note(self.steps), self.errors.said if self.errors is not None else ""
-        unlike_first, skipped = self._steps_unlike_first, self.skipped_steps
-        return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike_first, skipped=skipped)
+        unlike, skipped = self._steps_unlike_first, self.skipped_steps
+        return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike, skipped=skipped)
 
     # State
 

@@ -59,8 +59,8 @@ class StepUnderWay:
 class Observer:
     """Sees the steps that it wants, and may act after every step. This one wants none."""
 
-    wants: frozenset[Use] = frozenset()
-    """The uses of steps that it sees."""
+    wants: frozenset[Use | None] = frozenset()
+    """The uses of steps that it sees; None stands for training alone."""
 
     def before(self, step: StepUnderWay) -> None:
         """Prepare for a step that is about to run."""

@@ -49,16 +49,17 @@ def _check_event(event: Mapping[str, Any]) -> None:
 def _check_lanes(trace: Mapping[str, Any]) -> None:
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     processes = {e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    lanes: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            lane = lanes.setdefault((event["pid"], event["tid"]), [])
+            lane.append((event["ts"], event["ts"] + event["dur"], event["name"]))
     assert set(lanes) <= named, "a lane without a name"
     assert {process for process, _ in lanes} <= processes, "a process without a name"
     for spans in lanes.values():
         spans.sort()
-        for (_, end), (start, _) in itertools.pairwise(spans):
-            assert start >= end - ROUNDING_US, "slices of a lane overlap"
+        for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+            assert start >= end - ROUNDING_US, f"slices of a lane overlap: {first} and {second}"
 
 
 def _check_flows(trace: Mapping[str, Any]) -> None:

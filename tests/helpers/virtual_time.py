@@ -17,7 +17,8 @@ from fxcomp.cluster.cluster import Processors
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import simulate
 from fxcomp.graph.lines import TIMED_METHODS, CostKind
-from fxcomp.runtime.stopwatch import Call, Stopwatch
+from fxcomp.runtime.stopwatch import Stopwatch
+from fxcomp.runtime.watched_lines import Call
 from fxcomp.step import step_times
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.drift import watch as watching

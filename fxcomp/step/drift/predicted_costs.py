@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.edit import collective_kind, level_of, sent_bytes, value_bytes
 from fxcomp.graph.info import info
-from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, line_of
+from fxcomp.graph.lines import CostKind, Line, compressed_elements, compressor_at, timed_lines
 from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.strategy import Device
-from fxcomp.runtime.stopwatch import Call, Reading
+from fxcomp.runtime.stopwatch import Reading
+from fxcomp.runtime.watched_lines import Call
 
 BLOCKED_US = 50.0
 """A wait longer than this stood still, and its end is the collective's; a shorter one only bounds it (assumed)."""
@@ -123,7 +124,7 @@ class PredictedCosts:
             queue = collective.stream, collective.on_pool
             launched, before = times[collective.launch][1], free.get(queue, (0.0, 0.0))
             first, last = max(launched, before[0]), max(launched, before[1])
-            earliest, latest = free[queue] = _end_us(collective, reading, first)
+            earliest, latest = free[queue] = end_us(collective, reading, first)
             if collective.is_idle:
                 continue
             least, most = earliest - last, latest - first
@@ -134,7 +135,7 @@ class PredictedCosts:
         return {cost: us for cost, us in sums.items() if cost not in unknown}
 
 
-def _end_us(collective: LaunchedCollective, reading: Reading, begun_us: float) -> tuple[float, float]:
+def end_us(collective: LaunchedCollective, reading: Reading, begun_us: float) -> tuple[float, float]:
     """Bound the end of a collective.
 
     It is known exactly if the backend told of it or a wait stood still for it; else it lies between begin and wait.
@@ -153,7 +154,7 @@ def predict_costs(program: Program) -> PredictedCosts:
     """Read a program's final graph and its prediction."""
     spans = {span.task.name: span.end_us - span.start_us for span in program.timeline.spans}
     pieces = cut(program.graph)
-    calls = {node: (call, line) for node, call, line in _timed_lines(pieces)}
+    calls = {node: (call, line) for node, call, line in timed_lines(pieces)}
     lines: dict[Call, Cost] = {}
     predicted: dict[Cost, float] = {}
     tasks: dict[str, Cost] = {}
@@ -186,16 +187,6 @@ def predict_costs(program: Program) -> PredictedCosts:
     launches = [(node, call) for node, (call, line) in calls.items() if line.cost is CostKind.START]
     collectives = [_launched(node, call, calls, spans.get(node.name, 0.0)) for node, call in launches]
     return PredictedCosts(program, lines, tuple(collectives), predicted, tasks, elements)
-
-
-def _timed_lines(pieces: Sequence[Region | Node]) -> Iterator[tuple[Node, Call, Line]]:
-    """Number the calls of each of the runtime's methods."""
-    counts: dict[str, int] = {}
-    for piece in pieces:
-        line = line_of(piece) if isinstance(piece, Node) else None
-        if isinstance(piece, Node) and line is not None and line.is_timed:
-            counts[line.method] = counts.get(line.method, -1) + 1
-            yield piece, (line.method, counts[line.method]), line
 
 
 def _launched(

