@@ -10,7 +10,7 @@ from typing import Any
 
 from records import Record, table
 
-WARMUP = 0.1
+WARMUP = 0.2
 ONE_BIT_WARMUP = 0.15
 """Shares of the steps. Tang et al. (2021) warm up for 15 to 20 % of them."""
 DILOCO_STEPS = 25

@@ -185,8 +185,8 @@ class StepOptions:
             raise BadOption(
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"
-                "  Pass Compress(warmup=Warmup(int4_steps=N)), with N a tenth of the job's steps, and no fewer than the"
-                " learning rate's own warm-up; or say how long the job is, steps=N (--steps N): a tenth of that."
+                "  Pass Compress(warmup=Warmup(int4_steps=N)), with N a fifth of the job's steps, and no fewer than the"
+                " learning rate's own warm-up; or say how long the job is, steps=N (--steps N): a fifth of that."
             )
 
     @property

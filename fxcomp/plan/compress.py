@@ -30,7 +30,7 @@ from fxcomp.plan.strategy import Propose, Strategy
 AUTO = "auto"
 """Of `at=`: the mode decides."""
 
-WARM_SHARE, LEAST_WARM = 10, 20
+WARM_SHARE, LEAST_WARM = 5, 20
 """Before momenta are exchanged, one in so many steps of a job sends gradients in int4, and so many at least: what was
 measured (docs/where_the_mean_stands.md)."""
 
@@ -185,7 +185,7 @@ class Compress:
     all others exchange gradients.
 
     `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
-    tenth of them is one, in int4, and reports tell bytes and time of the job.
+    fifth of them is one, in int4, and reports tell bytes and time of the job.
 
     `warmup` has the first steps of a job, `feedback` the variants of error feedback.
     """

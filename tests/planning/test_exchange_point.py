@@ -76,9 +76,9 @@ def test_the_job_is_its_warm_up_and_the_rest(slow: Explanation, balanced: Explan
         return predict_us(slow.workload, plan, slow.costs, slow.cluster)
 
     assert balanced.choice is not None
-    found, warmup = exchanged(slow), Warmup(int4_steps=300)
+    found, warmup = exchanged(slow), Warmup(int4_steps=600)
     warm, then = stretches(warmup.stages(slow.plan), 3000, price)
-    assert (warm.steps, then.steps) == (300, 2700)
+    assert (warm.steps, then.steps) == (600, 2400)
     assert {str(c) for b in warm.plan.buckets for c in b.strategy.compressors} <= {"int4", "bf16"}
     assert not warm.plan.moves_exchange
     assert then.step_us == pytest.approx(slow.step_us)

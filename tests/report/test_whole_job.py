@@ -137,7 +137,7 @@ def test_the_command_line_leaves_the_point_to_the_compiler(under_adam: str, at: 
     assert main(["explain", under_adam, *AGGRESSIVE, *at, "--steps", "5000", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["momenta"]["job"]["steps"] == 5000
-    assert data["momenta"]["job"]["warm_steps"] == 500
+    assert data["momenta"]["job"]["warm_steps"] == 1000
 
 
 def test_the_command_line_keeps_gradients_where_that_is_said(under_adam: str, capsys: Any):
