@@ -1,8 +1,9 @@
 """Keep what an exchange of momenta needs of the optimizer's state, and of saved states.
 
     warm-up ─► the freeze: second moments stay, none almost zero ─► the thaw, if they stop fitting: gradients again
-      ▲  │
-      └──┘ while a parameter has been updated too seldom for its second moment to say anything
+      ▲  │                                                                    │
+      │  └─ while a parameter has been updated too seldom                     │
+      └───────────────────────────────────────────────────────────────────────┘ each time for longer
 
 Residuals change from the gradient's unit to the momentum's at the freeze, and back at the thaw: a residual e of `m / d`
 is one of `d e / s`, where `s` is what the mean takes of a gradient, Adam's 1 - beta1.
@@ -32,7 +33,7 @@ LEAST_MAGNITUDE = 0.01
 """The least part of its tensor's mean that a frozen second moment has: its first gradient moves a value that never had
 one at most some ten times as far as others move."""
 
-_MOVED, _THAWED, _FREEZES_AT = "momenta", "thawed", "freezes_at"
+_MOVED, _THAWED, _THAWS, _FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at"
 
 
 class Lacking(NamedTuple):
@@ -56,16 +57,18 @@ class Momenta:
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
-        """Ranks have exchanged momenta, and will do so no more."""
+        """Ranks have exchanged momenta, and exchange gradients now."""
+        self._thaws = 0
 
     def resume(self, steps: int) -> None:
         """Go on after so many steps, forwards or back."""
         self._goes_on = self._is_frozen = self.freezes_at is not None and steps > self.freezes_at
 
-    def freeze_saved(self, saved: Sequence[SavedMomenta]) -> int | None:
-        """Return the first step that exchanges momenta in a job that goes on from saved states."""
-        put_off = next((each.freezes_at for each in saved if each.freezes_at is not None), None)
-        return self._planned_for if put_off is None else put_off
+    def take_over(self, saved: SavedMomenta) -> None:
+        """Go on from a saved state: after as many thaws, towards the same freeze."""
+        if self._planned_for is not None:
+            is_planned = saved.freezes_at is None and not saved.is_thawed
+            self._thaws, self.freezes_at = saved.thaws, self._planned_for if is_planned else saved.freezes_at
 
     def is_due(self, step: int) -> bool:
         """Return whether second moments freeze before this step."""
@@ -75,7 +78,7 @@ class Momenta:
         """Find the parameter that lacks most updates for a freeze; skipped and unused steps do not count."""
         needed = min(LEAST_WARM, self._planned_for or 0)
         moved = (name for name, each in self._states_by(plan).items() if each.magnitude is not None)
-        updates = {name: int(self._owners[name].state["step"]) for name in moved}
+        updates = {name: int(self._owners[name].state.get("step", 0)) for name in moved}
         name = min(updates, key=updates.__getitem__, default=None)
         return Lacking(name, updates[name], needed) if name is not None and updates[name] < needed else None
 
@@ -126,14 +129,33 @@ class Momenta:
         """Return what a saved state tells of it: whose momentum ranks exchange, or that they have thawed."""
         moved = {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
         put_off = {_FREEZES_AT: self.freezes_at} if self.freezes_at != self._planned_for else {}
-        return moved | put_off | ({_THAWED: True} if self.is_thawed else {})
+        return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
 
-    def thaw(self, plan: Plan, energies: Mapping[str, float]) -> None:
-        """Let second moments go on, larger where means have grown beyond them."""
-        self.is_thawed = True
+    def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
+        """Let second moments go on, larger where means have grown beyond them, and choose when they freeze again.
+
+        That takes twice as long each time, and lasts until what the thaw adds has worn off. What is no number does
+        not freeze again.
+        """
+        self.is_thawed, self._is_frozen = True, False
+        self._thaws += 1
+        lasts = 2**self._thaws * max(LEAST_WARM, self._planned_for or 0)
         for name, each in self._states_by(plan).items():
             if each.magnitude is not None and 1 < energies.get(name, 1) < math.inf:
-                self._owners[name].state[each.magnitude].mul_(energies[name])
+                owner = self._owners[name]
+                owner.state[each.magnitude].mul_(energies[name])
+                lasts = max(lasts, steps_to_forget(energies[name], owner.options["betas"][1]))
+        self.freezes_at = step + lasts if all(map(math.isfinite, energies.values())) else None
+
+    def freeze_again(self, step: int, plan: Plan) -> None:
+        """Let second moments stay from this step on, as after the warm-up."""
+        self.is_thawed = False
+        self.before_step(step, plan)
+
+
+def steps_to_forget(times: float, beta2: float) -> int:
+    """Return the steps after which a second moment that was multiplied is down to what it was, if nothing comes in."""
+    return math.ceil(math.log(times) / -math.log(beta2)) if 0 < beta2 < 1 else 0
 
 
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
@@ -163,8 +185,9 @@ class SavedMomenta(NamedTuple):
     moved: list[str]
     """The parameters of which ranks exchanged the momentum."""
     is_thawed: bool
+    thaws: int
     freezes_at: int | None
-    """The first step that exchanges momenta, where the freeze was put off."""
+    """The step of the last freeze, or of the next one; None for the one that was planned, or for none after a thaw."""
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
@@ -177,9 +200,9 @@ class SavedMomenta(NamedTuple):
         found = states_given(given)
         if not found:
             return None
-        freezes_at = found[0].get(_FREEZES_AT)
-        moved = list(map(str, found[0].get(_MOVED, ())))
-        return cls(moved, bool(found[0].get(_THAWED)), None if freezes_at is None else int(freezes_at))
+        moved, is_thawed = list(map(str, found[0].get(_MOVED, ()))), bool(found[0].get(_THAWED))
+        thaws, freezes_at = int(found[0].get(_THAWS, is_thawed)), found[0].get(_FREEZES_AT)
+        return cls(moved, is_thawed, thaws, None if freezes_at is None else int(freezes_at))
 
 
 def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:

@@ -292,7 +292,7 @@ class CompiledStep:
         with self._ranks.together("load_state_dict", after_a_stop=True):
             self._execution.group.clear()
             states = self._ranks.attempt("reading a checkpoint", lambda: states_of(state))
-            steps = self.in_force.load(states)
+            steps = self.in_force.load(states, self._guard.go_on)
             if steps is not None:
                 self.steps = steps
                 self.monitor.follow(steps, "load_state_dict: the costs")

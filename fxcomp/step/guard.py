@@ -3,6 +3,7 @@
     before the freeze          a parameter with too few updates      the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       about 1 at most while v is a mean of squares
     above LIMIT on any rank    from the next step on gradients in int8, second moments go on
+    twice as long as before    momenta again, second moments frozen as they are then
 
 Every rank holds the same mean and second moment, so each looks for itself; one small all_reduce says what any found.
 """
@@ -10,9 +11,13 @@ Every rank holds the same mean and second moment, so each looks for itself; one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
+from fxcomp.plan.compress import with_gradients_in_int8
 from fxcomp.ranks import Ranks
+from fxcomp.state.momenta import SavedMomenta
 from fxcomp.state.saved_state import Given
 from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
@@ -37,22 +42,26 @@ class Guard(Observer):
         note: Callable[[str], None],
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
+        self._at_momenta = force.decision.plan
+        """The plan that exchanges momenta, while ranks exchange gradients after a thaw."""
         self._has_noted = False
 
     def before_step(self, step: int) -> bool:
-        """Put the freeze off if it is due, and a parameter has been updated too seldom; returns whether it was.
+        """Do what a freeze that is due needs; every rank calls it. Returns whether it was put off.
 
-        Every rank calls it. The wait is as many steps as updates are lacking.
+        It waits for as many steps as a parameter lacks updates. After a thaw ranks exchange momenta again.
         """
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
             return False
         with self._ranks.together(topic):
-            found = self._ranks.from_rank_0(topic, lambda: force.momenta.lacking(force.plans[-1]))
+            found = self._ranks.from_rank_0(topic, lambda: force.momenta.lacking(self._at_momenta))
+            if found is None and force.momenta.is_thawed:
+                self._freeze_again(step, topic)
         if found is None:
             return False
         name, updates, needed = found
-        force.freeze_at(step + needed - updates)
+        self._freeze_at(step + needed - updates)
         if not self._has_noted:
             self._has_noted = True
             self._note(
@@ -74,19 +83,56 @@ class Guard(Observer):
         topic = "exchanging gradients again"
         with self._ranks.together(topic):
             energies = self._ranks.from_rank_0(f"{topic}: the energies", lambda: energies)
-            self._force.thaw(topic, energies)
+            self.thaw(steps, topic, energies)
             self._follow(steps, topic)
         name = max(energies, key=lambda each: math.inf if math.isnan(energies[each]) else energies[each])
         self._note(
             f"step {steps}: ranks exchange gradients again, in int8, and second moments go on: the frozen one of"
             f" {name!r} fits no more (its updates have a mean square of {energies[name]:.3g} in units of it; at most 1"
-            f" while it fits, {LIMIT:g} is allowed)"
+            f" while it fits, {LIMIT:g} is allowed). {self._later}"
         )
+
+    def thaw(self, step: int, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Let ranks exchange gradients in int8 from this step on, in the place of momenta; every rank calls it."""
+        force = self._force
+        if force.is_racing:
+            force.settle_on(0)
+        moved, self._at_momenta = force.plan, force.plans[-1]
+        force.switch(replace(force.decision, plan=with_gradients_in_int8(self._at_momenta)), topic)
+        force.momenta.thaw(step, moved, energies)
+
+    def _freeze_again(self, step: int, topic: str) -> None:
+        """Let ranks exchange momenta after a thaw, by the plan of before it."""
+        force = self._force
+        force.momenta.freeze_again(step, self._at_momenta)  # first: residuals will be in units of what is frozen
+        force.switch(replace(force.decision, plan=self._at_momenta), topic)
+        self._follow(step, topic)
+        self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")
+
+    def _freeze_at(self, step: int | None) -> None:
+        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
+        self._force.momenta.freezes_at = step
+        if step is not None and self._force.plans[-1].moves_exchange:
+            calendar = self._force.calendar
+            calendar.warm_from = (*calendar.warm_from[:-1], step)
+
+    @property
+    def _later(self) -> str:
+        freezes_at = self._force.momenta.freezes_at
+        return "That is for good" if freezes_at is None else f"Momenta are exchanged again from step {freezes_at} on"
+
+    def go_on(self, saved: SavedMomenta) -> None:
+        """Let ranks exchange what they did when a state was saved; every rank calls it."""
+        momenta = self._force.momenta
+        if saved.is_thawed and self._force.plans[-1].moves_exchange:
+            self.thaw(0, "load_state_dict")
+        momenta.take_over(saved)
+        self._freeze_at(momenta.freezes_at)
 
     def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
         """Say it where a job goes on after a thaw: in a new process, or back in time."""
         if self._force.momenta.is_thawed:
             self._note(
                 f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"
-                " in this job.\n  To exchange momenta again, compile another step, and load a state from before that"
+                f" in this job. {self._later}"
             )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from fxcomp.capture.batch_type import BatchType
@@ -14,7 +13,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.compress import NO_WARMUP, Warmup, with_gradients_in_int8
+from fxcomp.plan.compress import NO_WARMUP, Warmup
 from fxcomp.plan.error_feedback import check_momentum, check_rates
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
@@ -91,6 +90,11 @@ class PlanInForce:
         return self._follower.lasting.decision.plan
 
     @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or are lined up for it."""
+        return bool(self._follower.racing)
+
+    @property
     def is_warm(self) -> bool:
         """The plan that stays is followed."""
         return self.stage == len(self.plans) - 1
@@ -117,12 +121,6 @@ class PlanInForce:
             self._follower.enter_stage(self.plan, units)
             self._go_on()
         return is_other
-
-    def freeze_at(self, step: int | None) -> None:
-        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
-        if step is not None and step != self.momenta.freezes_at:
-            self.momenta.freezes_at = step
-            self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
 
     @property
     def predicted(self) -> Timeline:
@@ -170,14 +168,6 @@ class PlanInForce:
         self.programs.racing = 0
         self._adopt(program, self._number)
         self._go_on()
-
-    def thaw(self, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Let ranks exchange gradients in int8 from the next step on, in the place of momenta; every rank calls it."""
-        if self._follower.racing:
-            self.settle_on(0)
-        moved = self.plan
-        self.switch(replace(self.decision, plan=with_gradients_in_int8(self.plans[-1])), topic)
-        self.momenta.thaw(moved, energies)
 
     def can_retune(self, plan: Plan) -> bool:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
@@ -254,16 +244,15 @@ class PlanInForce:
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
         return {**saved, **self.momenta.saved(self.plan), CALENDAR: self.calendar.to_json()}
 
-    def load(self, given: Given) -> int | None:
+    def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Take back saved states and their stage; every rank calls it. Raises BadState.
 
-        Returns the number of steps that had been run, None if no rank was given anything.
+        `go_on` lets ranks exchange what they did when the state was saved. Returns the number of steps that had been
+        run, None if no rank was given anything.
         """
         momenta = SavedMomenta.told(given, self._site.ranks)
-        if any(each.is_thawed for each in momenta) and self.plans[-1].moves_exchange:
-            self.thaw("load_state_dict")
-        if self.plans[-1].moves_exchange:
-            self.freeze_at(self.momenta.freeze_saved(momenta))
+        if momenta:
+            go_on(momenta[0])
         plans = {plan.digest for plan in self.plans}
         steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, momenta))
         if steps is not None:

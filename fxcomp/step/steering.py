@@ -86,6 +86,8 @@ class Steering(Observer):
 
     def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
         """Go on at another step of the job."""
+        if not self._in_force.is_racing:
+            self.referee.call_off()
         if self.adaptation is not None:
             self.adaptation.forget()
 

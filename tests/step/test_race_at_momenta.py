@@ -168,11 +168,14 @@ def restarted(steps: int) -> dict[str, Any]:
         found.append(replica_fingerprint(other[0]))
     by_mode = started()
     take_back(saved, by_mode)
+    races_again = by_mode[2].is_racing
+    train(by_mode, steps, steps + 12)
     return {
         "original": replica_fingerprint(job[0]),
         "restarted": found,
         "lost": lost,
-        "races again": by_mode[2].is_racing,
+        "races again": races_again,
+        "by mode": replica_fingerprint(by_mode[0]),
         "raced": job[2].raced.last_step if job[2].raced else None,
     }
 
@@ -181,6 +184,7 @@ def restarted(steps: int) -> dict[str, Any]:
 def test_a_job_that_goes_on_by_its_saved_plan_does_not_race_again(steps: int):
     results = run_ranks(3, restarted, steps)
     assert len({fingerprint for each in results for fingerprint in each["restarted"]}) == 1
+    assert len({each["by mode"] for each in results}) == 1
     for each in results:
         assert each["lost"] < 1e-5
         assert each["races again"], "by the mode it does, as at gradients"
@@ -224,6 +228,13 @@ def thawed_in_the_race() -> dict[str, Any]:
         train(job, 0, 9)
         was_racing = step.is_racing
         train(job, 9, 14)
+        other = started()
+        assert other[2].is_racing
+        take_back(kept_by(job), other)
+        train(job, 14, 24)
+        train(other, 14, 24)
+    assert not other[2].is_racing, "a job that goes on after a thaw holds no race"
+    assert replica_fingerprint(other[0]) == replica_fingerprint(job[0])
     return {
         "was racing": was_racing,
         "racing": step.is_racing,

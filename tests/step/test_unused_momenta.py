@@ -375,3 +375,20 @@ def rolled_back() -> set[str]:
 
 def test_a_freeze_that_was_put_off_waits_again_where_a_job_goes_back():
     assert len(set.union(*run_ranks(2, rolled_back))) == 1
+
+
+def without_the_optimizers_state() -> tuple[bool, list[str]]:
+    """Go on at the freeze with the step's state alone."""
+    rank, job = dist.get_rank(), started("adamw", "two shots")
+    for number in range(WARM):
+        job[2](batch(number, rank, HEADS[number][rank]))
+    other = started("adamw", "two shots")
+    other[2].load_state_dict(job[2].state_dict())
+    other[2](batch(WARM, rank, HEADS[WARM][rank]))
+    return other[2].plan.moves_exchange, other[2].notes
+
+
+def test_a_freeze_waits_where_the_optimizers_state_was_not_loaded():
+    for moves, notes in run_ranks(2, without_the_optimizers_state):
+        assert not moves
+        assert any("has been updated in 0 steps so far" in note for note in notes)
