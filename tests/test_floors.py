@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["compat", "errors", "gc_paused"],
+    ["compat", "errors", "gc_paused", "progress"],
     ["cluster", "compressors"],
     ["error_tables"],
     ["plan", "runtime"],

@@ -24,6 +24,7 @@ from fxcomp.graph.captured import Captured
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.options import CHECKED, Checks, GivenCosts, StepOptions
 from fxcomp.plan.compress import Compress, GivenCompress
+from fxcomp.progress import compiling, log, phase
 from fxcomp.ranks import Ranks
 from fxcomp.state.inputs import Example, Inputs
 from fxcomp.state.rank_0s_state import share_optimizer_state
@@ -103,9 +104,10 @@ def compile_step(
         options.check_optimizers(all_optimizers(optimizer), alone=ranks.world_size == 1)
         return options
 
-    with Ranks.meeting(cluster, "compile_step", process_group) as ranks:
+    with compiling("compile_step"), Ranks.meeting(cluster, "compile_step", process_group) as ranks:
         options = ranks.attempt("checking options", checked)
-        training, first = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
+        with phase("capturing the step"):
+            training, first = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         facts, shared = facts_to_agree_on(training, first), itertools.chain(model.parameters(), model.buffers())
         here = ModelHere(shapes, training.device, facts, shared, first.gradient_names)
@@ -118,8 +120,12 @@ def compile_step(
         example = Example(first, inputs, pytree.tree_leaves(example_batch), capture.guard)
         decision = start.decide(planner, example, kinds)
         warmup = options.compress.warmup_for(decision.plan)
-        force = PlanInForce(decision, compiler, start.trained, capture, inputs, warmup)
-        step = CompiledStep(force, planner, start.site, options)
+        with phase("writing the step"):
+            force = PlanInForce(decision, compiler, start.trained, capture, inputs, warmup)
+            step = CompiledStep(force, planner, start.site, options)
+        buckets, ms = decision.plan.buckets, step.timeline.step_time_us / 1e3
+        compressed = sum(not bucket.strategy.is_dense for bucket in buckets)
+        log.info("%d of %d buckets are compressed; a step is predicted to take %.4g ms", compressed, len(buckets), ms)
         step.notes += notes
         return step
 

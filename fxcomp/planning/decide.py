@@ -29,6 +29,7 @@ from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
+from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
@@ -132,10 +133,13 @@ class Planner:
         if costs is None:
             offered = () if compress.budget is None else LADDER_COMPRESSORS
             offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
-            costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
+            with phase("measuring the machine and the links"):
+                costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
             if example is not None:
-                costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
-        return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
+                with phase("measuring the dense step"):
+                    costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
+        with phase("choosing a plan"):
+            return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
 
     def check_pins(self) -> None:
         """Raise BadOption where what is pinned does not fit the cluster."""

@@ -17,6 +17,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import UnsupportedFeature, UnsupportedMode
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
+from fxcomp.progress import Notes
 from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
@@ -76,7 +77,7 @@ class CompiledStep:
         self._steps_unlike_first = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
-        self.notes: list[str] = list(site.ranks.notes)
+        self.notes = Notes(site.ranks.notes)
         self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""

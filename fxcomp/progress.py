@@ -1,0 +1,112 @@
+"""Say what compiling is doing, and what a running step decides: the logger `fxcomp`, and a terminal.
+
+    logging.getLogger("fxcomp").setLevel(logging.INFO)       # each phase with its seconds, the choice, what changes
+
+A compilation that takes longer than two seconds shows its phase where standard error is a terminal; elsewhere it says
+in one line what its time went to. Rank 0 alone shows it. FXCOMP_PROGRESS=0 shows nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+log = logging.getLogger("fxcomp")
+
+_CLEARED = "\r\033[K"  # an empty line
+
+QUIET_S = 2.0
+"""So long nothing is shown."""
+
+
+class _Compilation:
+    """Phases with their seconds; shown once they take long."""
+
+    def __init__(self, what: str, shows: bool) -> None:
+        self.what, self.seconds = what, dict[str, float]()
+        self._shows = shows
+        self._begun = time.perf_counter()
+        self._lock = threading.Lock()
+        self._phase = ""
+        self._timer = threading.Timer(QUIET_S, self._show)
+        self._timer.daemon = True
+        self._is_shown = False
+        if shows and sys.stderr.isatty():
+            self._timer.start()
+
+    def enter(self, phase: str) -> None:
+        with self._lock:
+            self._phase = phase
+            if self._is_shown:
+                self._write()
+
+    def end(self) -> None:
+        """Take the phase away, or say in one line where the time went."""
+        self._timer.cancel()
+        with self._lock:
+            if self._is_shown:
+                print(_CLEARED, end="", file=sys.stderr, flush=True)
+        took = time.perf_counter() - self._begun
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items() if seconds >= 0.05)
+        log.info("%s took %.1f s: %s", self.what, took, parts)
+        if self._shows and took > QUIET_S and not sys.stderr.isatty():
+            print(f"fxcomp: {self.what} took {took:.1f} s: {parts}", file=sys.stderr, flush=True)
+
+    def _show(self) -> None:
+        with self._lock:
+            self._is_shown = True
+            self._write()
+
+    def _write(self) -> None:
+        print(f"{_CLEARED}fxcomp: {self.what}, {self._phase}", end="", file=sys.stderr, flush=True)
+
+
+_under_way: ContextVar[_Compilation | None] = ContextVar("under_way", default=None)
+
+
+@contextmanager
+def compiling(what: str) -> Generator[None]:
+    """Show the phases of a compilation. Inside another one it is part of that."""
+    if _under_way.get() is not None:
+        yield
+        return
+    leads = os.environ.get("RANK", "0") == "0" and os.environ.get("FXCOMP_PROGRESS") != "0"
+    made = _Compilation(what, leads)
+    token = _under_way.set(made)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+        made.end()
+
+
+@contextmanager
+def phase(name: str) -> Generator[None]:
+    """Log a phase with its seconds, and show it if a compilation is under way."""
+    made, begun = _under_way.get(), time.perf_counter()
+    if made is not None:
+        made.enter(name)
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - begun
+        log.info("%s: %.2f s", name, seconds)
+        if made is not None:
+            made.seconds[name] = made.seconds.get(name, 0.0) + seconds
+
+
+class Notes(list[str]):
+    """The notes that a report has of a step, in order. Each that is appended is logged, too."""
+
+    def __init__(self, notes: Iterable[str] = ()) -> None:
+        super().__init__(notes)
+
+    def append(self, note: str) -> None:
+        log.info("%s", note)
+        super().append(note)
