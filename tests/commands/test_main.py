@@ -1,5 +1,6 @@
 """The command line: what it prints, and how it fails."""
 
+import io
 import json
 import os
 import subprocess
@@ -57,6 +58,26 @@ def test_reports_are_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch, ca
     assert widest("70") <= 70
     assert 100 < widest("160") <= 160
     assert widest("wide") == widest("") == 100
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "colored"), [("1", False), ("", True)])
+def test_no_color_leaves_no_escape_code(no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch):
+    out, said = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", said)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["explain", EXAMPLE, "--inter", "10mbit", "--step-ms", "5"]) == 0
+    assert ("\x1b[" in out.getvalue()) is colored
+    assert "choosing ..." in said.getvalue()
+    assert "\x1b" not in said.getvalue()
 
 
 def test_a_link_alone_means_two_hosts(capsys: pytest.CaptureFixture[str]):
