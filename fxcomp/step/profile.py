@@ -7,6 +7,7 @@ step.report()                  has them beside the prediction
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,14 +143,17 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 def _on_wires(
     names: Mapping[Call, str], collectives: Sequence[LaunchedCollective], reading: Reading
 ) -> Iterator[_Measured]:
-    """Lay out collectives: each has its link from its launch, or from when another was done; its end must be known."""
+    """Lay out collectives: each has its link from its launch, or from when another was done.
+
+    Where nobody tells its end, it counts as the end of the wait for it, which may come later.
+    """
     known: list[tuple[float, float, LaunchedCollective]] = []
     for each in collectives:
         times = reading.pool if each.on_pool else reading.main
         if each.launch in times and not each.is_idle:
             launched_us = times[each.launch][1]
-            earliest, latest = end_us(each, reading, launched_us)
-            known += [(latest, launched_us, each)] if earliest == latest else []
+            _, end = end_us(each, reading, launched_us)
+            known += [(end, launched_us, each)] if math.isfinite(end) else []
     free_us: dict[Stream, float] = {}
     for end, launched_us, each in sorted(known, key=lambda one: one[0]):
         start = max(launched_us, free_us.get(each.stream, 0.0))

@@ -8,14 +8,17 @@ from fxcomp.cluster.link import Link
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, simulate
+from fxcomp.cost.timeline import Span, Task, Timeline, simulate
+from fxcomp.plan.compress import Compress
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Device, Strategy
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import Alternative, Choice, choose, flip_gbit
+from fxcomp.search.decision import Raced
 from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.question import Terms
 from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Gradient, Workload
 
@@ -124,3 +127,28 @@ def by_hand(**changes: object) -> Explanation:
         notes=("With [brackets].",),
     )
     return replace(explained, **changes)
+
+
+def raced(explained: Explanation) -> Explanation:
+    assert explained.choice is not None
+    fastest, dense = explained.choice.runners
+    runners = (replace(fastest, measured_ms=21.5, steps=12), replace(dense, measured_ms=40.5, steps=1))
+    return replace(explained, raced=Raced(runners, 0, 2, 17, 43.0), measured_ms=21.4, exposed_ms=6.25)
+
+
+def profiled(explained: Explanation, slower: float = 1.25) -> Explanation:
+    spans = tuple(Span(span.task, slower * span.start_us, slower * span.end_us) for span in explained.timeline.spans)
+    return replace(explained, measured={7: Timeline(spans)})
+
+
+BUDGET = Terms.of(Compress.parse("like(topk(0.01))")).budget
+CASES = {
+    "by hand": by_hand,
+    "raced and profiled": lambda: profiled(raced(by_hand())),
+    "chosen": lambda: explanation(cluster("1gbit")),
+    "by level": lambda: explanation(cluster("1gbit", 4, 2)),
+    "under a budget": lambda: explanation(cluster("100mbit"), budget=BUDGET),
+    "one host": lambda: explanation(cluster("1gbit", 1, 4)),
+    "one rank": lambda: explanation(cluster("1gbit", 1, 1)),
+    "given": lambda: replace(by_hand(), choice=None, flip_gbit=None),
+}

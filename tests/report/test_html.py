@@ -7,21 +7,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from helpers.explained import by_hand, cluster, explanation
+from helpers.explained import CASES, by_hand, cluster, explanation, profiled
 
-from fxcomp.cost.timeline import Span, Timeline
+from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
-from fxcomp.plan.compress import Compress
 from fxcomp.plan.plan import Plan
-from fxcomp.report.explanation import Explanation
 from fxcomp.report.html.figures import FIGURES
 from fxcomp.report.html.page import to_html
 from fxcomp.report.over_bandwidth import over_bandwidth
 from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import to_text
 from fxcomp.report.tracks import Basis, facts_of, tracks_of
-from fxcomp.search.decision import Raced
-from fxcomp.search.question import Terms
 
 VOID = {"meta", "link", "br", "img", "input"}
 WIDEST = 4000  # columns in which no cell is folded
@@ -62,31 +58,6 @@ def read(page: str) -> Reader:
     reader.close()
     assert reader.open == []
     return reader
-
-
-def raced(explained: Explanation) -> Explanation:
-    assert explained.choice is not None
-    fastest, dense = explained.choice.runners
-    runners = (replace(fastest, measured_ms=21.5, steps=12), replace(dense, measured_ms=40.5, steps=1))
-    return replace(explained, raced=Raced(runners, 0, 2, 17, 43.0), measured_ms=21.4, exposed_ms=6.25)
-
-
-def profiled(explained: Explanation, slower: float = 1.25) -> Explanation:
-    spans = tuple(Span(span.task, slower * span.start_us, slower * span.end_us) for span in explained.timeline.spans)
-    return replace(explained, measured={7: Timeline(spans)})
-
-
-BUDGET = Terms.of(Compress.parse("like(topk(0.01))")).budget
-CASES = {
-    "by hand": by_hand,
-    "raced and profiled": lambda: profiled(raced(by_hand())),
-    "chosen": lambda: explanation(cluster("1gbit")),
-    "by level": lambda: explanation(cluster("1gbit", 4, 2)),
-    "under a budget": lambda: explanation(cluster("100mbit"), budget=BUDGET),
-    "one host": lambda: explanation(cluster("1gbit", 1, 4)),
-    "one rank": lambda: explanation(cluster("1gbit", 1, 1)),
-    "given": lambda: replace(by_hand(), choice=None, flip_gbit=None),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -74,16 +74,16 @@ class Mark:
 def curves(
     xs: Sequence[float],
     ys: Mapping[str, Sequence[float]],
-    *,
+    limits: Mapping[str, float],
     marks: Sequence[Mark],
-    says_x: str,
+    *,
     says_y: str,
     height: int = 320,
 ) -> str:
-    """Draw a curve for each name over logarithmic axes, the first one thick. `says_x` and `says_y` name the units."""
-    known = [y for values in ys.values() for y in values if y > 0]
+    """Draw a curve for each name over logarithmic axes, the first one thick, and a dashed line for each limit."""
+    known = [y for values in (*ys.values(), limits.values()) for y in values if y > 0]
     across, up = Axis(min(xs), max(xs)), Axis(min(known) / 1.15, max(known) * 1.15)
-    shapes = [*_grid(across, up, height, says_x, says_y)]
+    shapes = [*_grid(across, up, height, says_y)]
     lines: list[str] = []
     for number, (name, values) in enumerate(ys.items()):
         points = " ".join(f"{across.share(x):.2f},{100 - up.share(y):.2f}" for x, y in zip(xs, values, strict=True))
@@ -91,6 +91,10 @@ def curves(
         dash = "" if number < len(COLORS) else ' stroke-dasharray="6 4"'
         style = f'stroke="var(--{color})" stroke-width="{width}" fill="none" vector-effect="non-scaling-stroke"'
         lines.append(f'<polyline points="{points}" {style}{dash}><title>{text(name)}</title></polyline>')
+    for name, value in limits.items():
+        y = 100 - up.share(value)
+        style = 'stroke="var(--dim)" stroke-dasharray="6 4" vector-effect="non-scaling-stroke"'
+        lines.append(f'<line x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}" {style}><title>{text(name)}</title></line>')
     lines.reverse()  # the first one lies on top
     plot = (
         f'<svg width="100%" height="{height}" viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(lines)}</svg>'
@@ -101,19 +105,18 @@ def curves(
         side, dx = ("end", -5) if x > 60 else ("start", 5)
         shapes.append(f'<text text-anchor="{side}" x="{x:.2f}%" dx="{dx}" y="{y}">{text(mark.word)}</text>')
     names = [(COLORS[number % len(COLORS)], name) for number, name in enumerate(ys)]
+    names += [("dim", f"{name}, dashed") for name in limits]
     drawing = f'<svg width="100%" height="{height + 22}" role="img" aria-label="curves">{plot}{"".join(shapes)}</svg>'
     return f"{drawing}\n{legend(names)}"
 
 
-def _grid(across: Axis, up: Axis, height: int, says_x: str, says_y: str) -> list[str]:
+def _grid(across: Axis, up: Axis, height: int, says_y: str) -> list[str]:
     lines = [f'<line class="edge" x1="0" x2="100%" y1="{height}" y2="{height}"/>']
     for tick in across.ticks:
         x = across.share(tick)
         anchor = "start" if x < 3 else "end" if x > 94 else "middle"
         lines.append(f'<line class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"/>')
-        lines.append(
-            f'<text class="tick" text-anchor="{anchor}" x="{x:.2f}%" y="{height + 16}">{tick:g}{says_x}</text>'
-        )
+        lines.append(f'<text class="tick" text-anchor="{anchor}" x="{x:.2f}%" y="{height + 16}">{tick:g}</text>')
     for tick in up.ticks:
         y = height * (1 - up.share(tick) / 100)
         lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from fxcomp.cluster.link import format_gbit
-from fxcomp.report.by_layer import layers_alone
+from fxcomp.report.by_layer import Layer, layers_alone
 from fxcomp.report.document import Column, Table, count, decimals, mb, ms
 from fxcomp.report.explanation import Explanation, parts_us
 from fxcomp.report.html.blocks import figure, legend, table
@@ -58,8 +58,7 @@ def what_if(explanation: Explanation) -> str:
     if found.flip_gbit is not None:
         marks.append(Mark(found.flip_gbit, f"break-even, {format_gbit(found.flip_gbit / 8)}"))
     ys = {name: [us / 1e3 for us in values] for name, values in found.step_us.items()}
-    ys["no communication"] = [found.free_us / 1e3] * len(found.gbit)
-    drawing = curves(found.gbit, ys, marks=marks, says_x="", says_y=" ms")
+    drawing = curves(found.gbit, ys, {"no communication": found.free_us / 1e3}, marks, says_y=" ms")
     caption = (
         "The predicted step of each plan over the bandwidth between hosts, in Gbit/s, by the cluster's links. The plans"
         " are those of this network; at another one fxcomp would choose again, which the break-even counts in."
@@ -75,22 +74,38 @@ def layers(explanation: Explanation) -> str:
     least = _SMALL * sum(layer.dense_bytes for layer in found)
     shown = [layer for layer in found[:_MOST_LAYERS] if layer.dense_bytes >= least]
     rest = found[len(shown) :]
-    rows: list[Bar] = []
+    drawn: list[Bar] = []
+    rows: list[Sequence[str]] = []
     for layer in shown:
         name = layer.name if len(layer.names) == 1 else f"{layer.name} ({len(layer.names)})"
-        by, error = explanation.short(layer.strategy), layer.error
-        lost = f", loses {error:.3g} of its square" if error else ""
-        rows.append(Bar(name, layer.dense_bytes, f"{mb(layer.dense_bytes)} MB", "other"))
-        rows.append(Bar("", layer.sent_bytes, f"{mb(layer.sent_bytes)} MB sent, {by}{lost}"))
+        drawn += _weighed(name, layer.dense_bytes, layer.sent_bytes)
+        by, error = explanation.short(layer.strategy), "" if layer.error is None else f"{layer.error:.3g}"
+        rows.append((name, mb(layer.dense_bytes), mb(layer.sent_bytes), by, error))
     if rest:
-        sizes = sum(each.dense_bytes for each in rest), sum(each.sent_bytes for each in rest)
-        rows.append(Bar(count(len(rest), "other layer"), sizes[0], f"{mb(sizes[0])} MB", "other"))
-        rows.append(Bar("", sizes[1], f"{mb(sizes[1])} MB sent"))
+        name, sizes = count(len(rest), "other layer"), [sum(sizes) for sizes in zip(*map(_sizes, rest), strict=True)]
+        drawn += _weighed(name, *sizes)
+        rows.append((name, *map(mb, sizes), "", ""))
     caption = (
         "The bytes of each layer's gradients, and those that a rank sends of them over the slowest links. An error is"
         f" the share of the layer's own squares; the whole plan loses {explanation.spent:.3g} of the gradient's square."
     )
-    return figure(bars(rows) + legend([("six", "the gradient"), ("one", "sent by a rank")]), caption)
+    columns = (
+        Column("layer", is_text=True),
+        Column("MB"),
+        Column("MB sent"),
+        Column("sent by", is_text=True),
+        Column("error"),
+    )
+    marks = legend([("six", "MB of the gradient"), ("one", "MB sent by a rank")])
+    return figure(bars(drawn) + marks, caption) + table(Table(columns, rows))
+
+
+def _sizes(layer: Layer) -> tuple[float, float]:
+    return layer.dense_bytes, layer.sent_bytes
+
+
+def _weighed(name: str, dense_bytes: float, sent_bytes: float) -> tuple[Bar, Bar]:
+    return Bar(name, dense_bytes, mb(dense_bytes), "other"), Bar("", sent_bytes, mb(sent_bytes))
 
 
 def prediction(explanation: Explanation) -> str:

@@ -26,7 +26,7 @@ figure { margin: .8rem 0 1rem; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .16rem .8rem .16rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 th { color: var(--dim); font-weight: normal; border-bottom: 1px solid var(--rule); }
-.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5.5rem; }
+.text { text-align: left; white-space: normal; overflow-wrap: break-word; min-width: 6.6rem; }
 .name { text-align: left; white-space: nowrap; color: var(--dim); padding-right: 1.2rem; }
 tbody tr:hover { background: var(--soft); }
 summary { cursor: pointer; color: var(--one); margin: .4rem 0; }
@@ -35,6 +35,7 @@ svg .dim, svg .tick { fill: var(--dim); } svg .grid { stroke: var(--rule); } svg
 .lanes { display: grid; grid-template-columns: max-content 1fr; column-gap: .7rem; }
 .labels { font-size: 12px; line-height: 20px; } .labels div { white-space: nowrap; }
 .labels .track { font-weight: 600; color: var(--ink); } .labels div { color: var(--dim); }
+.labels .unit { text-align: right; }
 .scroll { overflow-x: auto; overflow-y: hidden; } .scroll svg { width: 100%; overflow: hidden; }
 .task { fill: currentColor; stroke: var(--page); stroke-width: .6px; } .task.thin { stroke: currentColor; }
 .task:hover { opacity: .75; } .task.compute { color: var(--compute); } .task.compression { color: var(--compression); }
@@ -52,9 +53,9 @@ button { font: inherit; font-size: .85rem; padding: .05rem .6rem; border: 1px so
   background: var(--ink); color: var(--page); font-size: .83rem; white-space: pre-line; pointer-events: none; }
 .bar { fill: var(--one); } .bar.other { fill: var(--six); } .bar.measured { fill: var(--two); }
 .bar.best { fill: var(--good); }
-@media (max-width: 44rem) { body { padding: 1rem .7rem 3rem; font-size: 14px; } .optional { display: none; }
+@media (max-width: 44rem) { body { padding: 1rem .7rem 3rem; font-size: 14px; } .optional, .wide-only { display: none; }
   h1 { font-size: 1.4rem; } th, td { padding-right: .55rem; } }
-@media print { :root { color-scheme: light; } body { max-width: none; padding: 0; font-size: 10.5px; }
+@media print { :root { color-scheme: light; font-size: 11px; } body { max-width: none; padding: 0; font-size: 1rem; }
   nav, .tools, summary { display: none !important; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; }
   .scroll, .wide { overflow: visible; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   details::details-content { content-visibility: visible; display: block; height: auto; } }

@@ -18,7 +18,7 @@ from fxcomp.report.tracks import LANES, Basis, TaskFacts, Track, facts_of
 _LANE, _GAP, _TITLE, _AXIS = 20, 4, 24, 20  # heights, in pixels
 _TICKS, _FINE = 8, 8  # how many in all, and as many between two once zoomed
 _THIN = 0.12  # percent of the width below which a task is drawn with a stroke, or nobody would see it
-_NUMBERED = 1.4  # percent of the width from which a task carries its bucket's number
+_NUMBERED, _NUMBERED_WHERE_NARROW = 1.4, 6.0  # percent of the width from which a task carries its bucket's number
 _CAPTION = (
     "Zoom with the buttons, or with Ctrl and the wheel; point at a task for its price and the source of that."
     " Red underlines the critical path: what the step's length depends on."
@@ -100,6 +100,7 @@ def _figure(told: Sequence[tuple[Track, Mapping[str, TaskFacts]]], scale_us: flo
             labels.append(f'<div style="height:{_LANE + _GAP}px">{LANES[stream]}</div>')
             shapes += _lane(track.timeline, stream, facts, critical, top, scale_us)
             top += _LANE + _GAP
+    labels.append('<div class="unit">ms</div>')
     drawing = "\n".join([*_grid(top, scale_us, digits), *shapes])
     svg = f'<svg height="{top + _AXIS}" role="img" aria-label="timelines">{drawing}</svg>'
     tools = "".join(f'<button type="button" data-zoom="{factor}">{word}</button>'
@@ -139,7 +140,8 @@ def _lane(
             place = f'x="{left:.4f}%" y="{top + _LANE}" width="{width:.4f}%" height="2"'
             shapes.append(f'<rect class="critical" {place}/>')
         if bucket is not None and stream is not Stream.COMPUTE and width >= _NUMBERED:
-            shapes.append(f'<text class="on" x="{left + width / 2:.4f}%" y="{top + 14}">{bucket}</text>')
+            kind = "on" if width >= _NUMBERED_WHERE_NARROW else "on wide-only"
+            shapes.append(f'<text class="{kind}" x="{left + width / 2:.4f}%" y="{top + 14}">{bucket}</text>')
     return shapes
 
 
@@ -167,9 +169,9 @@ def _grid(height: int, scale_us: float, digits: int) -> list[str]:
         x = _share(number * step_us, scale_us)
         anchor = "start" if number == 0 else "end" if x > 94 else "middle"
         lines.append(f'<line class="grid" x1="{x:.4f}%" x2="{x:.4f}%" y1="0" y2="{height}"/>')
-        unit = " ms" if number == 0 else ""
-        label = ms(number * step_us, 0 if step_us >= 1e3 else digits)
-        lines.append(f'<text class="tick" text-anchor="{anchor}" x="{x:.4f}%" y="{height + 15}">{label}{unit}</text>')
+        label = "0" if number == 0 else ms(number * step_us, 0 if step_us >= 1e3 else digits)
+        kind = "tick" if number % 2 == 0 else "tick wide-only"
+        lines.append(f'<text class="{kind}" text-anchor="{anchor}" x="{x:.4f}%" y="{height + 15}">{label}</text>')
     fine: list[str] = []
     for number in range(int(scale_us / step_us * _FINE) + 1):
         if number % _FINE:

@@ -1,0 +1,125 @@
+"""Open a page in a headless Chromium, and see what it asks for, what it complains about, and how it looks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), "")
+DARK = "--blink-settings=preferredColorScheme=0"
+_OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=2000"),
+    *("--enable-logging=stderr", "--v=0"),
+)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A page that was opened, with what came of it."""
+
+    dom: str
+    console: list[str]
+    """Lines that its script, or the browser about it, wrote to the console."""
+    asked: list[str]
+    """The paths that were asked for."""
+
+
+def visit(page: str, folder: Path, *options: str, width: int = 1200, height: int = 900) -> Visit:
+    """Open a page and return what its script made of it."""
+    with _served(page) as (address, asked):
+        done = _chromium(folder, *options, f"--window-size={width},{height}", "--dump-dom", address)
+    console = re.findall(r"CONSOLE.*?\] (.*)", done.stderr)
+    return Visit(done.stdout, console, list(asked))
+
+
+def screenshot(page: str, path: Path, *options: str, width: int = 1200, height: int = 900) -> NDArray[np.uint8]:
+    """Save a picture of a page, and return it as rows of pixels of three colors."""
+    with _served(page) as (address, _):
+        _chromium(path.parent, *options, f"--window-size={width},{height}", f"--screenshot={path}", address)
+    return pixels(path.read_bytes())
+
+
+def _chromium(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={folder / 'profile'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@contextmanager
+def _served(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Serve one page on this machine, and list what is asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if self.path == "/report.html" else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(page.encode() if self.path == "/report.html" else b"")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/report.html", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def pixels(png: bytes) -> NDArray[np.uint8]:
+    """Read a PNG of eight bits a color, without interlacing."""
+    assert png.startswith(b"\x89PNG"), "no PNG"
+    place, data, head = 8, b"", b""
+    while place < len(png):
+        (length,) = struct.unpack(">I", png[place : place + 4])
+        kind, content = png[place + 4 : place + 8], png[place + 8 : place + 8 + length]
+        head = content if kind == b"IHDR" else head
+        data += content if kind == b"IDAT" else b""
+        place += 12 + length
+    width, height, depth, color = struct.unpack(">IIBB", head[:10])
+    assert depth == 8
+    channels = {2: 3, 6: 4}[color]
+    raw = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, 1 + width * channels)
+    rows = np.zeros((height + 1, width + 1, channels), np.int64)  # a row above and a pixel before, of zeros
+    for number in range(height):
+        _unfilter(int(raw[number, 0]), raw[number, 1:].reshape(width, channels).astype(np.int64), rows, number + 1)
+    return rows[1:, 1:, :3].astype(np.uint8)
+
+
+def _unfilter(kind: int, row: NDArray[np.int64], rows: NDArray[np.int64], number: int) -> None:
+    above, mine = rows[number - 1], rows[number]
+    if kind == 0:
+        mine[1:] = row
+    elif kind == 1:
+        mine[1:] = np.cumsum(row, axis=0) % 256
+    elif kind == 2:
+        mine[1:] = (row + above[1:]) % 256
+    else:
+        for x in range(1, len(mine)):
+            left, up, corner = mine[x - 1], above[x], above[x - 1]
+            mine[x] = (row[x - 1] + ((left + up) // 2 if kind == 3 else _paeth(left, up, corner))) % 256
+
+
+def _paeth(left: NDArray[np.int64], up: NDArray[np.int64], corner: NDArray[np.int64]) -> NDArray[np.int64]:
+    guess = left + up - corner
+    off = np.stack([abs(guess - left), abs(guess - up), abs(guess - corner)])
+    return np.choose(off.argmin(axis=0), [left, up, corner])
