@@ -141,5 +141,5 @@ def _compiled(name: str, job: Job, plan: Any) -> Contestant:
         step,
         plan=step.plan,
         predicted_ms=timeline.step_time_us / 1e3,
-        predicted_free_ms=step.predicted_free_ms,
+        predicted_free_ms=step.in_force.decision.workload.free_us / 1e3,
     )

@@ -179,8 +179,9 @@ def timed_ms(step: Any, batch: Any) -> float:
 
 def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Record:
     predicted_ms = step.timeline.step_time_us / 1e3
+    predicted_free_ms = step.in_force.decision.workload.free_us / 1e3
     measured_ms, repeat_ms = statistics.median(times[0::2]), statistics.median(times[1::2])
-    drift = free_ms / step.predicted_free_ms
+    drift = free_ms / predicted_free_ms
     scaled_ms, whole_ms = with_compute_scaled(step, drift), predicted_ms * drift
     return {
         "plan": name,
@@ -193,7 +194,7 @@ def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Reco
         "raw_error": predicted_ms / measured_ms - 1,
         "printed_error": step.costs.error,
         "free_ms": free_ms,
-        "predicted_free_ms": step.predicted_free_ms,
+        "predicted_free_ms": predicted_free_ms,
         "p10_ms": sorted(times)[len(times) // 10],
         "p90_ms": sorted(times)[-1 - len(times) // 10],
         "rounds": len(times),

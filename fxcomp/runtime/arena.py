@@ -9,6 +9,7 @@ of its own gradients, and of the mean of the shard that it owns. What is kept is
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,6 +181,11 @@ class Arena:
     def is_zero(self) -> bool:
         """Nothing is kept. Waits for the device."""
         return not any(bool(kept.any()) for kept in self._kept.values())
+
+    @property
+    def norm(self) -> float:
+        """The root of the sum of squares of all that is kept here. Waits for the device."""
+        return math.sqrt(sum(float(kept.double().square().sum()) for kept in self._kept.values()))
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
         """The values that a bucket reads and replaces."""

@@ -28,6 +28,7 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.guard import Guard
+from fxcomp.step.metrics import metrics_of
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
@@ -66,8 +67,7 @@ class CompiledStep:
         """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._site, self._ranks = site, site.ranks
-        self._calendar = force.calendar
-        self._calendar.verified = options.checks.verified
+        force.calendar.verified = options.checks.verified
         self.monitor = Monitor(force, site, options)
         """The judge of how long steps take."""
         self._execution = Execution(force, self.monitor.times, site, options)
@@ -215,15 +215,10 @@ class CompiledStep:
         """The wait of recent steps for the network, in ms (median); nan before the first."""
         return self.monitor.times.exposed_ms
 
-    @property
-    def predicted_free_ms(self) -> float:
-        """The predicted step if communication took no time, in ms."""
-        return self.in_force.decision.workload.free_us / 1e3
-
-    @property
-    def judged_every(self) -> int | None:
-        """After so many steps ranks compare what a step took with what was predicted; None if they do not."""
-        return self._calendar.judged_every or None
+    def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
+        """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
+        counted = {"steps": self.steps, "skipped": self.skipped_steps, "residuals": residuals}
+        return metrics_of(self.in_force, self.monitor, self.payload_bytes, **counted)
 
     @property
     def source(self) -> str:

@@ -1,0 +1,56 @@
+"""A step in numbers: what was sent, how long it took, what is kept."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks
+
+import fxcomp
+
+
+def metrics_of(plan: str) -> tuple[list[dict[str, object]], int, float]:
+    job = JOBS["mlp"]
+    model = job.build()
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank()), compress=plan
+    )
+    found = [step.metrics(residuals=True)]
+    for number in range(3):
+        step(job.batch(number, dist.get_rank()))
+        found.append(step.metrics(residuals=number == 2))
+    kept = step.in_force.state.residuals.arena
+    return found, sum(p.nbytes for p in model.parameters()), float(kept.norm())
+
+
+@pytest.mark.parametrize("plan", ["dense", "int4"])
+def test_metrics_say_what_a_step_sent_and_keeps(plan: str):
+    by_rank = run_ranks(2, metrics_of, plan)
+    for found, dense_bytes, kept in by_rank:
+        first, *_, last = found
+        assert first["step"] == 0
+        assert (last["step"], last["skipped"]) == (3, 0)
+        assert math.isnan(first["ratio"])  # pyright: ignore[reportArgumentType]
+        assert last["ratio"] == pytest.approx(dense_bytes / 1e6 / last["sent_mb"])  # pyright: ignore
+        assert "residual_norm" not in found[1]
+        assert last["residual_norm"] == pytest.approx(kept, rel=1e-5)
+        if plan == "dense":
+            assert (last["ratio"], kept) == (1.0, 0.0)
+        else:
+            assert last["ratio"] > 3.0  # pyright: ignore[reportOperatorIssue]
+            assert kept > 0.0
+        json.dumps(last)
+    assert by_rank[0][0][-1]["plan"] == by_rank[1][0][-1]["plan"]
+
+
+def test_one_rank_has_metrics_too():
+    job = JOBS["mlp"]
+    model = job.build()
+    step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    step(job.batch(0, 0))
+    found = step.metrics(residuals=True)
+    assert (found["step"], found["sent_mb"], found["residual_norm"]) == (1, 0.0, 0.0)
+    assert torch.isfinite(torch.tensor(found["step_ms"]))
