@@ -72,10 +72,7 @@ class CostTable(MemoryPrices):
     feed_us: float = 0.0
     """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
     host_us: float = 0.0
-    """The job's own, on a device that works later: the host's time for handing a step out, all of it.
-
-    The host runs ahead, so the device hides it until it is the longest; then there is no `feed_us` beside it.
-    """
+    """The job's own, in place of `feed_us` where a device works later: the host's time, which that hides."""
     error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
     """The additional relative error of estimated compute, on its share of the step."""
@@ -249,9 +246,8 @@ class CostTable(MemoryPrices):
                     f"its version is {data.get('version')!r}; this fxcomp reads versions {readable};"
                     f" fxcomp calibrate writes {VERSION}"
                 )
-            if data["version"] == OLDER:
-                entries.setdefault("feed_us", 0.0)
-            entries.setdefault("host_us", 0.0)  # tables of the first months have none
+            for later in ("feed_us", "host_us") if data["version"] == OLDER else ("host_us",):
+                entries.setdefault(later, 0.0)
             return _TABLE(entries, "")
         except BadOption as error:
             raise BadOption(f"this is not a cost table: {error}") from None

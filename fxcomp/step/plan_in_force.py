@@ -11,7 +11,7 @@ from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
-from fxcomp.graph.run_passes import Turns
+from fxcomp.graph.run_passes import Turns, finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import NO_WARMUP, Warmup
 from fxcomp.plan.error_feedback import check_momentum, check_rates
@@ -43,8 +43,7 @@ class PlanInForce:
         inputs: Inputs,
         warmup: Warmup = NO_WARMUP,
     ):
-        self._compiler, self._capture, self.inputs = compiler, capture, inputs
-        self._site = site = trained.site
+        self._compiler, self._capture, self.inputs, self._site = compiler, capture, inputs, trained.site
         stages = warmup.stages(decision.plan)
         self.plans: tuple[Plan, ...] = tuple(stages.values())
         """The plans that are followed one after the other; the last one stays."""
@@ -60,14 +59,14 @@ class PlanInForce:
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
         self._follower.enter_stage(self.plan)
-        self.runtime = Runtime(site.transport, site.device)
+        self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
-            self._adopt(self._made_of_first(plan), number)
+            self._adopt(finished(self.emit_in_turns(plan)), number)
         self._go_on()
 
     @property
@@ -201,7 +200,7 @@ class PlanInForce:
     def line_up(self, plans: Sequence[Plan], topic: str) -> None:
         """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
         programs = self._site.ranks.attempt(
-            f"{topic}: emitting the steps", lambda: [self._made_of_first(plan) for plan in plans]
+            f"{topic}: emitting the steps", lambda: [finished(self.emit_in_turns(plan)) for plan in plans]
         )
         self._follower.line_up(plans)
         self.programs.racing = len(plans)
@@ -269,10 +268,6 @@ class PlanInForce:
         check_momenta(momenta, self.plan, steps)
 
     # Making
-
-    def _made_of_first(self, plan: Plan) -> Program:
-        """The first capture, following a plan."""
-        return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
