@@ -55,7 +55,7 @@ def _named(process: int, thread: int, what: str, **arguments: str | int) -> Even
 
 
 def _slice(span: Span, known: TaskFacts, process: int, *, is_measured: bool) -> Event:
-    arguments: dict[str, Any] = {"basis": known.basis.value, "source": known.source}
+    arguments: dict[str, Any] = {"grounds": known.grounds.value, "source": known.source}
     if not is_measured:
         arguments["price_us"] = span.task.duration_us
     if known.of:

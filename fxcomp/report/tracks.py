@@ -13,9 +13,10 @@ from fxcomp.cost.table import collective_source
 from fxcomp.cost.timeline import Span, Task, Timeline
 from fxcomp.plan.kinds import POOL, WIRES, CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.plan.strategy import Device
+from fxcomp.plan.strategy import Collective, Device
 from fxcomp.report.document import members
 from fxcomp.report.explanation import Explanation, bucket_of, kind_of
+from fxcomp.report.links import links_in_sources
 
 LANES = {
     Stream.HOST: "host",
@@ -64,7 +65,7 @@ def measured_track(explanation: Explanation, step: int) -> Track:
     return Track(f"measured, step {step}", explanation.measured[step], explanation.plan, is_measured=True)
 
 
-class Basis(Enum):
+class Grounds(Enum):
     """The grounds of a time."""
 
     MEASURED = "measured"
@@ -84,7 +85,7 @@ class TaskFacts:
     """The bucket that it belongs to; None for compute that serves several."""
     of: str
     """The bucket's strategy and tensors; empty without a bucket."""
-    basis: Basis
+    grounds: Grounds
     source: str
 
 
@@ -99,6 +100,7 @@ class _Sources:
 
     def __init__(self, explanation: Explanation, track: Track) -> None:
         self._explanation, self._track, self._costs = explanation, track, explanation.costs
+        self._by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
         self._seen: Counter[tuple[int, CollectiveKind]] = Counter()
 
     def facts(self, span: Span) -> TaskFacts:
@@ -111,11 +113,11 @@ class _Sources:
         if bucket is not None:
             of = f"{self._explanation.short(bucket.strategy)}: {members(self._track.plan.labels(bucket))}"
         if self._track.is_measured:
-            return TaskFacts(number, of, Basis.MEASURED, "between two looks at the clock")
+            return TaskFacts(number, of, Grounds.MEASURED, "between two looks at the clock")
         if not task.duration_us:
-            return TaskFacts(number, of, Basis.NONE, "")
+            return TaskFacts(number, of, Grounds.NONE, "")
         source = self._source(task, number, bucket)
-        return TaskFacts(number, of, _basis(source), source)
+        return TaskFacts(number, of, _grounds(source), source)
 
     def _source(self, task: Task, number: int | None, bucket: Bucket | None) -> str:
         costs, kind = self._costs, kind_of(task.name)
@@ -141,11 +143,11 @@ class _Sources:
         if bucket is None or number is None or kind is None:
             kind, level = kind or CollectiveKind.ALL_REDUCE, Level.WORLD
             return collective_source(self._costs, kind, level, cluster)
-        alike = [each.level for each in bucket.strategy.collectives if each.kind is kind]
+        alike = [each for each in bucket.strategy.collectives if each.kind is kind]
         place = self._seen[number, kind]
         self._seen[number, kind] += 1
-        level = alike[min(place, len(alike) - 1)] if alike else Level.WORLD
-        return collective_source(self._costs, kind, level, cluster)
+        step = alike[min(place, len(alike) - 1)] if alike else Collective(kind, Level.WORLD)
+        return self._by_link.get(str(step)) or collective_source(self._costs, kind, step.level, cluster)
 
 
 def _kind_of_collective(task: str) -> CollectiveKind | None:
@@ -153,10 +155,11 @@ def _kind_of_collective(task: str) -> CollectiveKind | None:
     return next((kind for kind in CollectiveKind if task.startswith(kind.value)), None)
 
 
-def _basis(source: str) -> Basis:
+def _grounds(source: str) -> Grounds:
     """Read the grounds from the words of a source."""
     if "assumed" in source:
-        return Basis.ASSUMED
+        return Grounds.ASSUMED
     if "estimated" in source or "data sheet" in source:
-        return Basis.ESTIMATED
-    return Basis.MEASURED if "measured" in source else Basis.FORMULA
+        return Grounds.ESTIMATED
+    is_measured = "measured" in source and not source.startswith("the cluster's link")
+    return Grounds.MEASURED if is_measured else Grounds.FORMULA

@@ -7,17 +7,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from helpers.explained import CASES, by_hand, cluster, explanation, profiled
+from helpers.explained import CASES, COSTS, by_hand, cluster, explanation, profiled
 
+from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.report.html.figures import FIGURES
 from fxcomp.report.html.page import to_html
 from fxcomp.report.over_bandwidth import over_bandwidth
 from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import to_text
-from fxcomp.report.tracks import Basis, facts_of, tracks_of
+from fxcomp.report.tracks import Grounds, facts_of, tracks_of
 
 VOID = {"meta", "link", "br", "img", "input"}
 WIDEST = 4000  # columns in which no cell is folded
@@ -116,15 +118,26 @@ def test_every_task_names_the_grounds_of_its_price():
     facts = facts_of(explained, chosen)
     assert facts["compress 0"].source == "measured"
     assert facts["compress 0"].of == "int8: body[1].weight and 1 more"
-    assert (facts["all_gather 0"].basis, facts["all_gather 0"].source) == (
-        Basis.FORMULA,
+    assert (facts["all_gather 0"].grounds, facts["all_gather 0"].source) == (
+        Grounds.FORMULA,
         "the cluster's link, 1gbit@25us",
     )
     assert facts["reduce_scatter 2"].source.startswith("the cluster's link, ")
-    assert facts["region 0"].basis is Basis.ASSUMED
-    assert {each.basis for each in facts_of(explained, measured).values()} == {Basis.MEASURED}
+    assert facts["region 0"].grounds is Grounds.ASSUMED
+    assert {each.grounds for each in facts_of(explained, measured).values()} == {Grounds.MEASURED}
     listed = to_html(explained).partition("Every task, with its price")[2]
     assert all(f'<td class="text">{span.task.name}</td>' in listed for span in chosen.timeline.spans)
+
+
+def test_a_link_that_nobody_measured_is_assumed_beside_one_that_was():
+    """Collectives inside a host were measured, those between hosts were not."""
+    kind = CollectiveKind.REDUCE_SCATTER
+    inside = {(kind, "1x2"): MeasuredCollective.line(kind, 2, 10.0, 5.0)}
+    explained = replace(by_hand(), costs=replace(COSTS, collectives=inside))
+    facts = facts_of(explained, tracks_of(explained)[1])
+    assert facts["reduce_scatter 2"].grounds is Grounds.MEASURED
+    assert facts["all_gather 0"].source == "the cluster's link, 1gbit@25us, assumed"
+    assert facts["all_gather 0"].grounds is Grounds.ASSUMED
 
 
 def test_curves_pass_through_the_prediction_here_and_the_break_even_is_marked():

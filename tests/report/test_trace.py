@@ -46,7 +46,7 @@ def test_both_predictions_lie_side_by_side_with_a_lane_for_each_stream():
 def test_a_slice_names_its_bucket_its_price_and_the_source_of_that():
     told = {event["name"]: event for event in slices_of(to_trace(by_hand()), 2)}
     assert told["compress 0"]["args"] == {
-        "basis": "measured",
+        "grounds": "measured",
         "source": "measured",
         "price_us": 600.0,
         "bucket": 0,

@@ -43,7 +43,7 @@ def bars(rows: Sequence[Bar], largest: float = 0.0) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class LogAxis:
     """A logarithmic axis."""
 
     low: float
@@ -82,7 +82,7 @@ def curves(
 ) -> str:
     """Draw a curve for each name over logarithmic axes, the first one thick, and a dashed line for each limit."""
     known = [y for values in (*ys.values(), limits.values()) for y in values if y > 0]
-    across, up = Axis(min(xs), max(xs)), Axis(min(known) / 1.15, max(known) * 1.15)
+    across, up = LogAxis(min(xs), max(xs)), LogAxis(min(known) / 1.15, max(known) * 1.15)
     shapes = [*_grid(across, up, height, says_y)]
     lines: list[str] = []
     for number, (name, values) in enumerate(ys.items()):
@@ -110,7 +110,7 @@ def curves(
     return f"{drawing}\n{legend(names)}"
 
 
-def _grid(across: Axis, up: Axis, height: int, says_y: str) -> list[str]:
+def _grid(across: LogAxis, up: LogAxis, height: int, says_y: str) -> list[str]:
     lines = [f'<line class="edge" x1="0" x2="100%" y1="{height}" y2="{height}"/>']
     for tick in across.ticks:
         x = across.share(tick)

@@ -13,7 +13,7 @@ from fxcomp.plan.kinds import WIRES, Stream
 from fxcomp.report.document import Column, Table, decimals, ms
 from fxcomp.report.explanation import Explanation, kind_of
 from fxcomp.report.html.blocks import folded, legend, table, text
-from fxcomp.report.tracks import LANES, Basis, TaskFacts, Track, facts_of
+from fxcomp.report.tracks import LANES, Grounds, TaskFacts, Track, facts_of
 
 _LANE, _GAP, _TITLE, _AXIS = 20, 4, 24, 20  # heights, in pixels
 _TICKS, _FINE = 8, 8  # how many in all, and as many between two once zoomed
@@ -50,14 +50,14 @@ def draw(explanation: Explanation, tracks: Sequence[Track]) -> str:
 
 def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> str:
     """List every task of every track, with numbers for sources, which are long and few."""
-    sources: dict[tuple[Basis, str], int] = {}
+    sources: dict[tuple[Grounds, str], int] = {}
     tables = [_task_table(explanation, track, sources) for track in tracks]
     notes = "".join(f"<li value={number}>{text(_source(*each))}</li>" for each, number in sources.items())
     return folded("Every task, with its price and the source of it", f"{''.join(tables)}<ol>{notes}</ol>")
 
 
-def _source(basis: Basis, source: str) -> str:
-    return source if source.startswith(basis.value) else f"{basis.value}: {source}"
+def _source(grounds: Grounds, source: str) -> str:
+    return source if source.startswith(grounds.value) else f"{grounds.value}: {source}"
 
 
 _COLUMNS = (
@@ -71,17 +71,17 @@ _COLUMNS = (
 )
 
 
-def _task_table(explanation: Explanation, track: Track, sources: dict[tuple[Basis, str], int]) -> str:
+def _task_table(explanation: Explanation, track: Track, sources: dict[tuple[Grounds, str], int]) -> str:
     digits, facts = decimals(track.timeline.step_time_us) + 1, facts_of(explanation, track)
     rows: list[Sequence[str]] = []
     for span in sorted(track.timeline.spans, key=lambda span: span.start_us):
         task, known = span.task, facts[span.task.name]
-        if known.basis is Basis.NONE:
+        if known.grounds is Grounds.NONE:
             continue
-        number = sources.setdefault((known.basis, known.source), len(sources) + 1)
+        number = sources.setdefault((known.grounds, known.source), len(sources) + 1)
         times = (span.start_us, span.end_us - span.start_us, task.duration_us)
         shown = (task.name, LANES[task.stream], *(ms(us, digits) for us in times))
-        rows.append((*shown, f"{known.basis.value} ({number})", known.of))
+        rows.append((*shown, f"{known.grounds.value} ({number})", known.of))
     return f"<h3>{text(track.name)}</h3>{table(Table(_COLUMNS, rows))}"
 
 
@@ -153,7 +153,7 @@ def _said(span: Span, known: TaskFacts) -> str:
     if took > price * 1.001:
         lines.append(f"price {ms(price, digits)} ms; slowed for want of processors")
     lines += [f"bucket {known.bucket}, {known.of}"] if known.of else []
-    return "\n".join([*lines, _source(known.basis, known.source)])
+    return "\n".join([*lines, _source(known.grounds, known.source)])
 
 
 def _kind(span: Span) -> str:
