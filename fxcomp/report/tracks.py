@@ -157,9 +157,9 @@ def _kind_of_collective(task: str) -> CollectiveKind | None:
 
 def _grounds(source: str) -> Grounds:
     """Read the grounds from the words of a source."""
+    if "estimate" in source:  # from a data sheet, of which a part is assumed
+        return Grounds.ESTIMATED
     if "assumed" in source:
         return Grounds.ASSUMED
-    if "estimated" in source or "data sheet" in source:
-        return Grounds.ESTIMATED
     is_measured = "measured" in source and not source.startswith("the cluster's link")
     return Grounds.MEASURED if is_measured else Grounds.FORMULA

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.explained import CASES, COSTS, by_hand, cluster, explanation, profiled
 
+from fxcomp.compressors import parse_compressor
+from fxcomp.cost.devices import preset_named
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
@@ -138,6 +140,14 @@ def test_a_link_that_nobody_measured_is_assumed_beside_one_that_was():
     assert facts["reduce_scatter 2"].grounds is Grounds.MEASURED
     assert facts["all_gather 0"].source == "the cluster's link, 1gbit@25us, assumed"
     assert facts["all_gather 0"].grounds is Grounds.ASSUMED
+
+
+def test_times_of_a_device_that_is_not_here_are_estimated():
+    costs = preset_named("a100").costs((parse_compressor("int8"),))
+    explained = replace(by_hand(), costs=costs)
+    facts = facts_of(explained, tracks_of(explained)[1])
+    assert {facts[name].grounds for name in ("region 0", "pack 0", "compress 0")} == {Grounds.ESTIMATED}
+    assert facts["compress 0"].source.startswith("estimated: ")
 
 
 def test_curves_pass_through_the_prediction_here_and_the_break_even_is_marked():

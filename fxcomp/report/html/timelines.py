@@ -57,7 +57,7 @@ def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> str:
 
 
 def _source(grounds: Grounds, source: str) -> str:
-    return source if source.startswith(grounds.value) else f"{grounds.value}: {source}"
+    return source if source.startswith(grounds.value.removesuffix("d")) else f"{grounds.value}: {source}"
 
 
 _COLUMNS = (
