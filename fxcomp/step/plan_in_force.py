@@ -164,7 +164,6 @@ class PlanInForce:
         self.runtime = Runtime(self._site.transport, self._site.device)
         for known in (self.programs, self._standing):
             known.clear()
-        self.programs.racing = 0
         self._adopt(program, self._number)
         self._go_on()
 

@@ -174,7 +174,8 @@ class Programs:
         self._remember((str(kind.structure), kind.leaves, around), program)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all of them; none races any more."""
+        self.racing = 0
         for known in (self._of_key, self._preludes, self._families, self._kept):
             known.clear()
 
