@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from fxcomp.compat.streams import streams_of
+
 
 def cache_directory() -> Path:
     """Give the directory for what fxcomp can make again."""
@@ -125,8 +127,14 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; the CPU always has."""
-    if device.type != "cpu":
+    """Wait until a device has done what it was given; the CPU always has.
+
+    Its own module is asked: `torch.accelerator` is the one that a build was made for, which another may stand beside.
+    """
+    module = streams_of(device)
+    if module is not None:
+        module.synchronize(device)
+    elif device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 

@@ -37,7 +37,7 @@ def waits() -> dict[str, list[str]]:
         "item": lambda: value.sum().item(),
         "a branch": lambda: bool(value.any()),
         "a list": lambda: value.tolist(),
-        "synchronize": lambda: torch.accelerator.synchronize(late.DEVICE),
+        "synchronize": lambda: torch.late.synchronize(late.DEVICE),
         "an event of another device": lambda: torch.late.Event().record(),
         "compute": lambda: value.mul(2).sum(),
     }
