@@ -93,7 +93,7 @@ class Parts:
                     self.first.append({"check": name, "ok": False, "detail": f"took more than {limit_s:g} s"})
                 if process.poll() is not None:
                     del running[name]
-                    if process.returncode not in (0, 1):
+                    if process.returncode:
                         self.first.append({"check": name, "ok": False, "detail": f"ended with {process.returncode}"})
         self.collect()
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 log = logging.getLogger("fxcomp")
@@ -37,7 +37,7 @@ class _Compilation:
         self._timer = threading.Timer(QUIET_S, self._show)
         self._timer.daemon = True
         self._is_shown = False
-        if shows and sys.stderr.isatty():
+        if shows and _is_terminal():
             self._timer.start()
 
     def enter(self, phase: str) -> None:
@@ -51,12 +51,12 @@ class _Compilation:
         self._timer.cancel()
         with self._lock:
             if self._is_shown:
-                print(_CLEARED, end="", file=sys.stderr, flush=True)
+                _write(_CLEARED)
         took = time.perf_counter() - self._begun
         parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items() if seconds >= 0.05)
         log.info("%s took %.1f s: %s", self.what, took, parts)
-        if self._shows and took > QUIET_S and not sys.stderr.isatty():
-            print(f"fxcomp: {self.what} took {took:.1f} s: {parts}", file=sys.stderr, flush=True)
+        if self._shows and took > QUIET_S and not _is_terminal():
+            _write(f"fxcomp: {self.what} took {took:.1f} s: {parts}\n")
 
     def _show(self) -> None:
         with self._lock:
@@ -64,7 +64,18 @@ class _Compilation:
             self._write()
 
     def _write(self) -> None:
-        print(f"{_CLEARED}fxcomp: {self.what}, {self._phase}", end="", file=sys.stderr, flush=True)
+        _write(f"{_CLEARED}fxcomp: {self.what}, {self._phase}")
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+
+
+def _write(text: str) -> None:
+    """Write to standard error. One that is gone, as in a daemon, is no reason to fail on this rank alone."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 _under_way: ContextVar[_Compilation | None] = ContextVar("under_way", default=None)

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 
 import pytest
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
@@ -81,3 +82,22 @@ def test_a_terminal_shows_the_phase_and_is_left_clean(monkeypatch: pytest.Monkey
         fails()
     shown = terminal.getvalue().split("\r\033[K")
     assert shown == ["", "fxcomp: compile_step, capturing", "fxcomp: compile_step, choosing", ""]
+
+
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [None, Gone(), Terminal()], ids=["none", "gone", "closed"])
+def test_standard_error_that_is_gone_stops_nobody(stream: Terminal | None, monkeypatch: pytest.MonkeyPatch):
+    if stream is not None and not isinstance(stream, Gone):
+        stream.close()
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    done = []
+    with progress.compiling("compile_step"):
+        time.sleep(0.05)
+        with progress.phase("capturing"):
+            done.append(True)
+    assert done

@@ -72,9 +72,14 @@ class Timeline:
         return sum(span.slowed_us for span in self.spans if span.task.stream is stream)
 
     @property
+    def done_us(self) -> float:
+        """The end of all but the host's own work."""
+        return max((span.end_us for span in self.spans if span.task.stream is not Stream.HOST), default=0.0)
+
+    @property
     def exposed_us(self) -> float:
-        """The time that compute waits: the step without compute's own work."""
-        return self.step_time_us - self.busy_us(Stream.COMPUTE)
+        """The time that compute waits for others than the host."""
+        return self.done_us - self.busy_us(Stream.COMPUTE)
 
 
 def simulate(tasks: Sequence[Task], processors: Processors = UNSHARED) -> Timeline:
@@ -251,7 +256,8 @@ def exposed_by_task(timeline: Timeline) -> dict[str, float]:
             awaited = _latest([spans[name] for name in span.task.after])
             _share_out(awaited, clock, span.start_us, spans, before, waits)
             clock = span.end_us
-    _share_out(_latest(list(last.values())), clock, timeline.step_time_us, spans, before, waits)
+    last.pop(Stream.HOST, None)
+    _share_out(_latest(list(last.values())), clock, timeline.done_us, spans, before, waits)
     return waits
 
 

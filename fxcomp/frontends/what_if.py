@@ -300,6 +300,7 @@ def scaled(workload: Workload, factor: float) -> Workload:
         finish_us=workload.finish_us * factor,
         broadcast_ready_us=workload.broadcast_ready_us * factor,
         buffers_us=workload.buffers_us * factor,
+        host_us=workload.host_us * factor,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxcomp.report.document import Block, Column, Table, ms
 from fxcomp.report.explanation import Explanation
@@ -43,7 +43,8 @@ def accumulated(explanation: Explanation) -> tuple[Accumulated, ...]:
     once_us = workload.backward_us / asked
     found: list[Accumulated] = []
     for number in sorted({*LENGTHS, asked}):
-        other = workload.after_compute((number - asked) * once_us)
+        host_us = workload.host_us * number / asked
+        other = replace(workload.after_compute((number - asked) * once_us), host_us=host_us)
         dense, chosen = (predict_us(other, p, costs, explanation.cluster) for p in (choice.dense, explanation.plan))
         found.append(Accumulated(number, dense / number, chosen / number))
     return tuple(found)

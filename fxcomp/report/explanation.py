@@ -59,13 +59,14 @@ def bucket_of(task: str) -> int | None:
 
 def parts_us(timeline: Timeline) -> dict[str, float]:
     """Split the step into compute, packing, compression, the loss function's exchanges, contention with the network's
-    software, and exposed communication."""
+    software, exposed communication, and what the host takes longer than all of these."""
     parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
     for span in timeline.spans:
         if span.task.stream is Stream.COMPUTE:
             kind = kind_of(span.task.name)
             parts[kind] = parts.get(kind, 0.0) + span.task.duration_us
-    return {**parts, "contention": timeline.slowed_us(Stream.COMPUTE), "exposed": timeline.exposed_us}
+    slowed_us, host_us = timeline.slowed_us(Stream.COMPUTE), timeline.step_time_us - timeline.done_us
+    return {**parts, "contention": slowed_us, "exposed": timeline.exposed_us, "host": host_us}
 
 
 def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:

@@ -224,7 +224,7 @@ class _BoundSums:
     def __init__(self, bound: _Bound, first: int) -> None:
         self.bound = bound
         workload = bound.workload
-        self.compute_us = workload.free_us
+        self.compute_us = workload.compute_us
         self.other_us = bound.ready_us[first] + bound.after_us
         self.rows: list[tuple[float, float, Numbers, NDArray[np.bool_]]] = []
         """Of each kind the elements before `first` and from it on, its rates, and its strategies."""

@@ -110,7 +110,7 @@ def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Clust
         done_us = max(done_us, each.ready_us)
     tasks.append(Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us)))
     scattered_last = (f"scatter {len(times) - 1}",) if times else ()
-    return [*tasks, Task("finish", Stream.COMPUTE, workload.free_us - workload.backward_us, scattered_last)]
+    return [*tasks, Task("finish", Stream.COMPUTE, workload.compute_us - workload.backward_us, scattered_last)]
 
 
 def choose_by_module(
@@ -266,11 +266,11 @@ class _Search:
     def _step_us(self, strategies: Sequence[Strategy]) -> float:
         own = [self._own_us[k][strategy] for k, strategy in enumerate(strategies)]
         if not self._overlaps:
-            return self._workload.free_us + sum(own)
+            return self._workload.compute_us + sum(own)
         end = 0.0
         for ready, us in zip(self._ready, own, strict=True):
             end = max(ready, end) + us
-        return max(self._workload.backward_us, end) + self._workload.free_us - self._workload.backward_us
+        return max(self._workload.backward_us, end) + self._workload.compute_us - self._workload.backward_us
 
     def _lost(self, number: int, strategy: Strategy) -> float:
         return self._losses.of(strategy, [self._places[gradient.name] for gradient in self._members[number]])

@@ -138,9 +138,14 @@ class Workload:
         return self.clips or self.commits or self.finish_us > 0
 
     @property
-    def free_us(self) -> float:
-        """The step if communication took no time."""
+    def compute_us(self) -> float:
+        """All compute of the step."""
         return self.backward_us + self.finish_us + sum(gradient.update_us for gradient in self.gradients)
+
+    @property
+    def free_us(self) -> float:
+        """The step if communication took no time: compute, or the host where that takes longer."""
+        return max(self.compute_us, self.host_us)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -53,3 +53,10 @@ def test_compute_waits_for_the_transfer_that_arrives_last():
 def test_what_compute_waits_for_adds_up_to_the_exposed_time(seed: int):
     timeline = random_step(seed)
     assert sum(exposed_by_task(timeline).values()) == pytest.approx(timeline.exposed_us, abs=1e-9)
+
+
+def test_compute_does_not_wait_for_a_host_that_takes_longer():
+    alone, timeline = simulate(STEP), simulate([Task("hand out", Stream.HOST, 90.0), *STEP])
+    assert timeline.step_time_us == 90.0
+    assert timeline.exposed_us == alone.exposed_us
+    assert exposed_by_task(timeline) == exposed_by_task(alone)

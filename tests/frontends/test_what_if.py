@@ -146,8 +146,9 @@ def test_a_plan_for_another_model_is_refused():
 
 
 def test_a_faster_device_is_faster_in_everything():
-    slow = Workload((Gradient("w", (8, 1), 10.0, 4.0),), 12.0, finish_us=2.0, clips=True)
-    assert scaled(slow, 0.5).free_us == slow.free_us / 2
+    slow = Workload((Gradient("w", (8, 1), 10.0, 4.0),), 12.0, finish_us=2.0, clips=True, host_us=30.0)
+    assert slow.compute_us == 18.0
+    assert scaled(slow, 0.5).free_us == slow.free_us / 2 == 15.0
     assert scaled(slow, 0.5).gradients[0].ready_us == 5.0
 
 

@@ -178,6 +178,27 @@ def test_the_parts_of_a_step_add_up():
         assert sum(float(part.split()[-1]) for part in left.split(" + ")) == pytest.approx(float(right), abs=1e-9)
 
 
+def test_a_host_that_takes_longer_is_a_part_of_its_own():
+    where, slow = cluster("1gbit"), replace(workload(), host_us=1e6)
+    choice = choose(slow, COSTS, where, Mode.BALANCED)
+    timeline = simulate(plan_tasks(slow, choice.plan, COSTS, where))
+    assert timeline.step_time_us == slow.free_us == 1e6
+    assert None not in exposed_by_bucket(timeline)
+    parts = parts_us(timeline)
+    assert parts["host"] == pytest.approx(1e6 - timeline.done_us)
+    assert sum(parts.values()) == pytest.approx(1e6)
+    text = to_text(explanation(where, workload=slow, choice=choice, plan=choice.plan, timeline=timeline))
+    assert "host " in next(line for line in text.splitlines() if line.startswith("  compute ") and "=" in line)
+
+
+def test_a_host_hands_out_each_micro_batch_of_a_group():
+    where, slow = cluster("1gbit"), replace(workload(), host_us=1e7)
+    choice = choose(slow, COSTS, where, Mode.BALANCED)
+    timeline = simulate(plan_tasks(slow, choice.plan, COSTS, where))
+    told = explanation(where, workload=slow, choice=choice, plan=choice.plan, timeline=timeline, micro_batches=4)
+    assert [row.plan_us for row in accumulated(told)] == pytest.approx([1e7 / 4] * 5)
+
+
 def test_the_waits_of_all_buckets_add_up_to_the_exposed_time():
     for seed in range(50):
         timeline = simulate(random_tasks(random.Random(seed)))
