@@ -85,7 +85,7 @@ def test_a_terminal_shows_the_phase_and_is_left_clean(monkeypatch: pytest.Monkey
 
 
 class Gone(Terminal):
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> int:  # noqa: ARG002
         raise BrokenPipeError
 
 
