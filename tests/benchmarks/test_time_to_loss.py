@@ -72,8 +72,8 @@ def test_what_the_network_costs_is_recovered_in_part():
 def test_a_job_takes_its_warm_up_at_one_pace_and_the_rest_at_another():
     run = runs()["fxcomp momenta, cmax(8)"]
     assert run.step_ms == pytest.approx((40.0, 24.0))
-    assert run.job_s == pytest.approx(100 * 0.040 + 900 * 0.024)
-    assert [seconds for seconds, _ in run.curve] == pytest.approx([100 * 0.040 + 400 * 0.024, run.job_s])
+    assert run.job_s == pytest.approx(200 * 0.040 + 800 * 0.024)
+    assert [seconds for seconds, _ in run.curve] == pytest.approx([200 * 0.040 + 300 * 0.024, run.job_s])
     assert [loss for _, loss in run.curve] == pytest.approx([3.005, 2.005])
 
 
