@@ -139,7 +139,7 @@ def watched() -> dict[str, Any]:
     step = compiled("int8")
     watch = step.monitor.watch
     assert watch is not None
-    timed = [number for number in range(60) if step._calendar.use_of(number) is not None]
+    timed = [number for number in range(60) if step.in_force.calendar.use_of(number) is not None]
     with profile(activities=[ProfilerActivity.CPU]):
         while step.steps <= timed[-1]:
             step(batch())
