@@ -18,7 +18,19 @@ import fxcomp
 
 ROOT = Path(__file__).parent.parent
 HOME = "https://github.com/fxcomp/fxcomp"
-NOT_SOURCES = (".git", ".venv*", ".*_cache", ".nox", "__pycache__", "*.egg-info", "*.so", "build", "dist", "shared")
+NOT_SOURCES = (
+    ".git",
+    ".hypothesis",
+    ".venv*",
+    ".*_cache",
+    ".nox",
+    "__pycache__",
+    "*.egg-info",
+    "*.so",
+    "build",
+    "dist",
+    "shared",
+)
 MADE = {"PKG-INFO", "setup.cfg"}
 
 pytestmark = pytest.mark.slow
