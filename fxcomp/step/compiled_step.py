@@ -217,8 +217,8 @@ class CompiledStep:
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
-        counted = {"steps": self.steps, "skipped": self.skipped_steps, "residuals": residuals}
-        return metrics_of(self.in_force, self.monitor, self.payload_bytes, **counted)
+        counted = {"steps": self.steps, "skipped": self.skipped_steps}
+        return metrics_of(self.in_force, self.monitor, self.payload_bytes, residuals=residuals, **counted)
 
     @property
     def source(self) -> str:
