@@ -22,7 +22,7 @@ log = logging.getLogger("fxcomp")
 _CLEARED = "\r\033[K"  # an empty line
 
 QUIET_S = 2.0
-"""So long nothing is shown."""
+"""Show nothing before so many seconds have passed."""
 
 
 class _Compilation:

@@ -72,7 +72,7 @@ class CostTable(MemoryPrices):
     feed_us: float = 0.0
     """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
     host_us: float = 0.0
-    """The job's own, in place of `feed_us` where a device works later: the host's time, which that hides."""
+    """The host's time for a step of this job, on a device that works later and hides it; `feed_us` is 0 there."""
     error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
     """The additional relative error of estimated compute, on its share of the step."""

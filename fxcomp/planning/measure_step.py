@@ -52,7 +52,7 @@ class StepMeasurement:
     node_us: Mapping[str, float]
     """The time of each operator by itself; regions' times are shared out in proportion."""
     between_us: float = 0.0
-    """The host's time beside: between regions, buckets and collectives, or to hand all out to a device."""
+    """The host's time between regions, buckets and collectives; on a device that works later, for the whole step."""
 
     @property
     def compute_us(self) -> float:
@@ -112,7 +112,7 @@ FEEDS = 5
 
 
 def with_feed(costs: CostTable, device: torch.device, us: float) -> CostTable:
-    """Put what feeds a step where it counts: before compute, or where a device works later, beside it."""
+    """Charge the host's time before compute, or beside it on a device that works later."""
     return replace(costs, feed_us=0.0, host_us=us) if compat.works_later(device) else replace(costs, feed_us=us)
 
 

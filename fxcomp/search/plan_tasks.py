@@ -59,7 +59,7 @@ def ready_times(workload: Workload, plan: Plan) -> list[float]:
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Make the host's own task, which nothing waits for: it runs ahead. None where the host computes itself."""
+    """Make the task of handing a step out to a device, which nothing waits for; none where the host computes."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 

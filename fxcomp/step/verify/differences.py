@@ -31,7 +31,7 @@ UPDATE = 1e-4
 """Relative to the largest movement: an optimizer's few operators in float32, on the same numbers."""
 
 UPDATE_ROUNDINGS = 4
-"""So many units in the last place an optimizer's operators may lose in 16 bits, where fused ones round once."""
+"""Allow an update in 16 bits to differ by so many units in the last place: fused operators round once, others often."""
 
 
 def tolerance_of(captured: Captured) -> float:
