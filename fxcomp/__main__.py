@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from fxcomp import __version__
-from fxcomp.commands import calibrate, diff, dump, explain, status_line
+from fxcomp import __version__, status_line
+from fxcomp.commands import calibrate, diff, dump, explain
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 

@@ -17,9 +17,9 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-log = logging.getLogger("fxcomp")
+from fxcomp.status_line import takes_status_lines, written_over
 
-_CLEARED = "\r\033[K"  # an empty line
+log = logging.getLogger("fxcomp")
 
 QUIET_S = 2.0
 """Show nothing before so many seconds have passed."""
@@ -51,7 +51,7 @@ class _Compilation:
         self._timer.cancel()
         with self._lock:
             if self._is_shown:
-                _write(_CLEARED)
+                _write(written_over(""))
         took = time.perf_counter() - self._begun
         parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items() if seconds >= 0.05)
         log.info("%s took %.1f s: %s", self.what, took, parts)
@@ -64,11 +64,11 @@ class _Compilation:
             self._write()
 
     def _write(self) -> None:
-        _write(f"{_CLEARED}fxcomp: {self.what}, {self._phase}")
+        _write(written_over(f"fxcomp: {self.what}, {self._phase}"))
 
 
 def _is_terminal() -> bool:
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    return sys.stderr is not None and not sys.stderr.closed and takes_status_lines(sys.stderr)
 
 
 def _write(text: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fxcomp"
 
 FLOORS = [
-    ["compat", "errors", "gc_paused", "progress"],
-    ["cluster", "compressors"],
+    ["compat", "errors", "gc_paused", "status_line"],
+    ["cluster", "compressors", "progress"],
     ["error_tables"],
     ["plan", "runtime"],
     ["cost", "graph", "ranks"],

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
-from fxcomp.commands import status_line
+from fxcomp import status_line
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, names_links
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from fxcomp.commands import status_line
+from fxcomp import status_line
 
 
 class Terminal(io.StringIO):

@@ -24,9 +24,9 @@ from fxcomp.cluster.link import parse_gb_per_s
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.result import WIDTH, Contestant, describe
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here
-from fxcomp.commands.status_line import takes_status_lines, written_over
 from fxcomp.errors import BadOption, HostsUnavailable
 from fxcomp.report.terminal import encodable, width_of
+from fxcomp.status_line import takes_status_lines, written_over
 
 EVERY_S = 4.0  # between lines
 _LOOK_S = 0.5
