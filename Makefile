@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-builds lint format
+.PHONY: demo test test-all test-builds lint format site
 
 # The builds of torch that test-builds makes an environment for: a version, which takes what pip takes on an ordinary
 # machine (the CUDA build on Linux), or `pinned`, which takes what constraints.txt and pip's own settings say.
@@ -30,6 +30,10 @@ lint: .venv/installed          ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+site: .venv/installed          ## the documentation as a site for a browser, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo 'Open build/site/index.html, or see it with its search: $(BIN)/python -m http.server -d build/site'
 
 format: .venv/installed
 	$(BIN)/ruff format .

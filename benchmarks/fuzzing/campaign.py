@@ -289,6 +289,7 @@ def shrink(job: Job, result: Result, timeout_s: float) -> tuple[Job, Result]:
 
 # The page
 
+_IN_CELLS = str.maketrans("|`", "/'")
 _BEGIN, _END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 
@@ -300,7 +301,7 @@ def write_page(page: Path, record: Record, jobs: Sequence[Job]) -> None:
         f"| {theme} | {sum(ended.values())} | " + " | ".join(str(ended.get(kind, 0)) for kind in kinds) + " |"
         for theme, ended in (*counts["themes"].items(), ("all", counts["kinds"]))
     ]
-    refused = [f"| {text.replace('|', '/')} | {number} |" for text, number in counts["refused"].items()]
+    refused = [f"| `{text.translate(_IN_CELLS)}` | {number} |" for text, number in counts["refused"].items()]
     said = (
         f"{counts['programs']} programs, {counts['on_several_ranks']} of them on two or three ranks,"
         f" {counts['steps']} steps, {counts['process_seconds']} s of processes' time, torch {counts['torch']}."
