@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -130,6 +131,8 @@ def test_a_trainer_goes_on_from_its_checkpoint_bit_for_bit(tmp_path: Path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     train(script, straight, 12)
     assert len(list((straight / "checkpoint-8").glob("fxcomp-rank*.safetensors"))) == 2
+    logged = json.loads((straight / "checkpoint-12" / "trainer_state.json").read_text())["log_history"][-1]
+    assert logged["fxcomp/sent_mb"] > 0.0
     train(script, resumed, 12, begin=straight / "checkpoint-8")
     from safetensors.torch import load_file
 

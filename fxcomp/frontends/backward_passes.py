@@ -13,7 +13,7 @@ import logging
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
 from fxcomp.runtime.clock import clock_of
-from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.runtime import Counters, Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import lined_up
 from fxcomp.site import NOBODY
@@ -34,6 +34,7 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Followed, Follower
 from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.metrics import Counts, metrics_of
 from fxcomp.step.observer import Observer
 from fxcomp.step.referee import Referee
 from fxcomp.step.step_times import Looks, StepTimes
@@ -92,6 +93,8 @@ class BackwardPasses(ABC):
         self.passes = 0
         self.follower: Follower | None = None
         """The owner of the plan that passes follow, once there is one."""
+        self._skipped = 0
+        self._payload_bytes: Mapping[tuple[str, str], int] = {}
         self._calendar = Calendar()
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
@@ -154,6 +157,14 @@ class BackwardPasses(ABC):
     def _go_on(self) -> None:
         """Go on with the plan that is followed now."""
 
+    def metrics(self, *, residuals: bool) -> dict[str, Any]:
+        """Sum the last pass up in numbers."""
+        plan = None if self.decision is None else self.decision.plan
+        found = metrics_of(Counts(self.passes, self._skipped, self._payload_bytes), self.times, plan, self.timeline)
+        if residuals:
+            found["residual_norm"] = 0.0 if self.follower is None else self.follower.state.residuals.norm
+        return found
+
     # A pass
 
     def enter(self) -> None:
@@ -177,6 +188,13 @@ class BackwardPasses(ABC):
         if self._ended is not None and counts:
             self.times.add(self.passes, [(self._ended, end)], waits)
         self._ended = end
+
+    def count(self) -> Counters:
+        """Take what the pass under way has counted."""
+        counted = self.runtime.take_counters()
+        self._payload_bytes = counted.payload_bytes
+        self._skipped += counted.skipped
+        return counted
 
     def end_pass(self, layout: Layout) -> None:
         """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""

@@ -145,6 +145,7 @@ class HookJob(BackwardPasses):
             self._begin_pass(kind)
         if not self.is_planned:
             buffer.mul_(1 / self.site.ranks.world_size)
+            self.runtime.counters.count("all_reduce", "world", buffer.nbytes)
             self.site.sum_over_ranks(buffer)
         elif not self._gathers:
             self._feed(number)
@@ -200,6 +201,8 @@ class HookJob(BackwardPasses):
             self.ready.end_pass(self._layout)
         if self.is_planned:
             self._end_step()
+        else:
+            self.count()
         self._arrived.deliver()
         self._arrived = Arrived()
         self.end_pass(self._layout)
@@ -210,7 +213,7 @@ class HookJob(BackwardPasses):
             self._run_gathered(self._layout)
         assert self._running is None, "a step ends with its last bucket"
         self.runtime.finish()
-        counters = self.runtime.take_counters()
+        counters = self.count()
         if not counters.skipped:
             self.planned.state.settle()
         if self._unused is not None:

@@ -55,6 +55,10 @@ class PlannedAverage:
             )
         return self._job.report()
 
+    def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
+        """Sum the last backward pass up in numbers, as CompiledStep.metrics; empty before the first one."""
+        return {} if self._job is None else self._job.metrics(residuals=residuals)
+
     # State
 
     def state_dict(self) -> dict[str, Any]:

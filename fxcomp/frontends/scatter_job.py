@@ -35,6 +35,7 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report import scatter_report
 from fxcomp.report.scatter_report import ScatterFacts
 from fxcomp.report.terminal import sections_to_text
+from fxcomp.search.by_module import ModuleTime
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
 from fxcomp.step.follower import Followed
@@ -72,6 +73,7 @@ class ScatterJob(BackwardPasses):
         """Of the modules that are compressed, by the number of the plan."""
         self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
+        self._priced: tuple[Decision, tuple[tuple[ModuleTime, ...], Timeline]] | None = None
 
     def install(self) -> None:
         """Take the place of fully_shard's own collective."""
@@ -125,6 +127,7 @@ class ScatterJob(BackwardPasses):
         if is_whole and number in self._now:
             self._compress(self._now[number], output, given, op)
         else:
+            self.runtime.counters.count("reduce_scatter", "world", given.nbytes)
             self._dense[number](output, given, group, op)
         if now.agrees:
             self._look_at(output)
@@ -177,7 +180,7 @@ class ScatterJob(BackwardPasses):
                 self._commit(now)
                 if self.is_timed:
                     self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
-                self.time_pass(self.runtime.take_counters().waits, counts=self.follower is not None)
+                self.time_pass(self.count().waits, counts=self.follower is not None)
                 self.end_pass(layout)
         except BaseException as error:
             self.stop(error)
@@ -195,6 +198,7 @@ class ScatterJob(BackwardPasses):
                 kept = state.residuals.of(number)
                 torch.where(flag.bool(), before, kept, out=kept)
         elif flag.item():
+            self.runtime.counters.skipped = True
             for number, before in now.before.items():
                 state.residuals.of(number).copy_(before)
         else:
@@ -261,11 +265,17 @@ class ScatterJob(BackwardPasses):
 
     @property
     def timeline(self) -> Timeline | None:
-        return None if self.decision is None else predicted(self.decision, self.site)[1]
+        return None if self.decision is None else self._predicted(self.decision)[1]
+
+    def _predicted(self, decision: Decision) -> tuple[tuple[ModuleTime, ...], Timeline]:
+        """Price the modules of a decision once."""
+        if self._priced is None or self._priced[0] is not decision:
+            self._priced = decision, predicted(decision, self.site)
+        return self._priced[1]
 
     def report(self) -> str:
         decision, times = self.planned.decision, self.times
-        prices, timeline = predicted(decision, self.site)
+        prices, timeline = self._predicted(decision)
         names = {frozenset(module.module.names): module.module.name for module in self.modules}
         facts = ScatterFacts(
             plan=decision.plan,

@@ -2,12 +2,14 @@
 
     trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
 
-Everything else stays the trainer's: loss scaling, accumulation, clipping, the optimizer, logging. Not imported by
-`import fxcomp`, because transformers is optional.
+Everything else stays the trainer's: loss scaling, accumulation, clipping, the optimizer. What it logs of training, to
+TensorBoard and others, has the hook's metrics beside the loss, as `fxcomp/sent_mb` and so on. Not imported by `import
+fxcomp`, because transformers is optional.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -56,10 +58,29 @@ class FxcompCallback(transformers.TrainerCallback):
         if not isinstance(model, DistributedDataParallel):
             return
         scaler = self._trainer.accelerator.scaler  # with fp16=True: residuals follow its scale
+        self._log_first()
         self.hook = ddp_hook(compress=self._compress, cluster=self._cluster, costs=self._costs, scaler=scaler)
         if state.global_step:
             self.hook.load_state_dict(_saved_for_here(_folder(args, state)))
         model.register_comm_hook(None, self.hook)  # pyright: ignore[reportUnknownMemberType]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+        """Add the hook's metrics to what is logged of training, and to the trainer's own history."""
+        del args, control
+        if self.hook is None or logs is None or "loss" not in logs:
+            return
+        metrics = self.hook.metrics(residuals=True).items()
+        told = {
+            f"fxcomp/{name}": value for name, value in metrics if not isinstance(value, str) and math.isfinite(value)
+        }
+        logs.update(told)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(told)
+
+    def _log_first(self) -> None:
+        """Stand in front of the callbacks that write logs, which the trainer asks one after the other."""
+        handler = self._trainer.callback_handler
+        handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Write this rank's tensors into the checkpoint that the trainer has just written."""

@@ -28,7 +28,7 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.guard import Guard
-from fxcomp.step.metrics import metrics_of
+from fxcomp.step.metrics import Counts, metrics_of
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
@@ -217,8 +217,9 @@ class CompiledStep:
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
-        counted = {"steps": self.steps, "skipped": self.skipped_steps}
-        return metrics_of(self.in_force, self.monitor, self.payload_bytes, residuals=residuals, **counted)
+        force, counts = self.in_force, Counts(self.steps, self.skipped_steps, self.payload_bytes)
+        found = metrics_of(counts, self.monitor.times, force.plan, force.predicted)
+        return {**found, "residual_norm": force.state.residuals.norm} if residuals else found
 
     @property
     def source(self) -> str:

@@ -1,32 +1,39 @@
-"""Sum a running step up in a flat dictionary of numbers, for whoever writes logs step by step."""
+"""Sum running steps up in a flat dictionary of numbers, for whoever writes logs step by step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fxcomp.step.monitor import Monitor
-from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.cost.timeline import Timeline
+from fxcomp.plan.plan import Plan
+from fxcomp.step.step_times import StepTimes
 
-Payload = Mapping[tuple[str, str], int]
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The counts of what has run so far: steps, or backward passes that are somebody else's."""
+
+    steps: int
+    skipped: int
+    """Those left out, because a gradient was not finite on some rank."""
+    payload_bytes: Mapping[tuple[str, str], int]
+    """The bytes that this rank put into collectives in the last one, by kind and level."""
 
 
-def metrics_of(
-    force: PlanInForce, monitor: Monitor, payload_bytes: Payload, *, steps: int, skipped: int, residuals: bool
-) -> dict[str, Any]:
-    """Read what is known without a wait; the norm of residuals only if asked for, which waits for the device."""
-    sent, dense = sum(payload_bytes.values()), force.decision.workload.dense_bytes
-    found: dict[str, Any] = {
-        "step": steps,
-        "step_ms": monitor.times.median_ms,
-        "exposed_ms": monitor.times.exposed_ms,
-        "predicted_ms": force.predicted.step_time_us / 1e3,
+def metrics_of(counts: Counts, times: StepTimes, plan: Plan | None, predicted: Timeline | None) -> dict[str, Any]:
+    """Read what is known without a wait. Before there is a plan, what needs one is nan, and its name empty."""
+    sent = sum(counts.payload_bytes.values())
+    dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan
+    return {
+        "step": counts.steps,
+        "step_ms": times.median_ms,
+        "exposed_ms": times.exposed_ms,
+        "predicted_ms": math.nan if predicted is None else predicted.step_time_us / 1e3,
         "sent_mb": sent / 1e6,
         "ratio": dense / sent if sent else math.nan,
-        "skipped": skipped,
-        "plan": force.plan.digest,
+        "skipped": counts.skipped,
+        "plan": "" if plan is None else plan.digest,
     }
-    if residuals:
-        found["residual_norm"] = force.state.residuals.norm
-    return found

@@ -12,6 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
 from fxcomp.frontends import trainer as under_test
 
 
@@ -22,12 +25,39 @@ class Wrapped:
         self.hook = hook
 
 
+class Hook:
+    """A hook with some metrics."""
+
+    def __init__(self, **metrics: Any) -> None:
+        self._metrics = metrics
+
+    def metrics(self, *, residuals: bool) -> dict[str, Any]:
+        return {**self._metrics, "residual_norm": 0.5} if residuals else self._metrics
+
+
+class Writer(TrainerCallback):
+    """A writer of logs, as the library's own for TensorBoard."""
+
+    def __init__(self) -> None:
+        self.written: list[dict[str, Any]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        self.written.append(dict(logs))
+
+
+def trainer_of(scaler: Any = None, *callbacks: Any) -> Any:
+    handler = CallbackHandler(list(callbacks), *[None] * 4)
+    return SimpleNamespace(
+        model_wrapped=Wrapped(), accelerator=SimpleNamespace(scaler=scaler), callback_handler=handler
+    )
+
+
 def hook_options(monkeypatch: pytest.MonkeyPatch, scaler: Any, **options: Any) -> dict[str, Any]:
     """The options with which the callback makes a hook, for a trainer whose library has made this scaler."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(under_test, "DistributedDataParallel", Wrapped)
     monkeypatch.setattr(under_test, "ddp_hook", lambda **given: made.update(given))
-    trainer = SimpleNamespace(model_wrapped=Wrapped(), accelerator=SimpleNamespace(scaler=scaler))
+    trainer = trainer_of(scaler)
     under_test.FxcompCallback(trainer, **options).on_train_begin(None, SimpleNamespace(global_step=0))
     return made
 
@@ -40,6 +70,34 @@ def test_the_trainers_scaler_is_handed_over(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_loss_scaling_there_is_none(monkeypatch: pytest.MonkeyPatch):
     assert hook_options(monkeypatch, None)["scaler"] is None
+
+
+def logged(monkeypatch: pytest.MonkeyPatch, hook: Any, logs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Log as a trainer does, whose writer was there before the callback: what the writer and the history get."""
+    monkeypatch.setattr(under_test, "DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(under_test, "ddp_hook", lambda **_: hook)
+    writer = Writer()
+    trainer = trainer_of(None, writer)
+    callback, state, handler = under_test.FxcompCallback(trainer), TrainerState(), trainer.callback_handler
+    handler.add_callback(callback)
+    control = TrainerControl()
+    handler.on_train_begin(None, state, control)
+    state.global_step = 7
+    state.log_history.append({**logs, "step": 7})
+    handler.on_log(None, state, control, logs)
+    return writer.written[0], state.log_history[0]
+
+
+def test_logs_of_training_get_the_hooks_metrics_before_they_are_written(monkeypatch: pytest.MonkeyPatch):
+    hook = Hook(sent_mb=1.5, ratio=float("nan"), plan="0123")
+    written, history = logged(monkeypatch, hook, {"loss": 2.0})
+    assert written == {"loss": 2.0, "fxcomp/sent_mb": 1.5, "fxcomp/residual_norm": 0.5}
+    assert history == {**written, "step": 7}
+
+
+def test_logs_of_an_evaluation_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    written, history = logged(monkeypatch, Hook(sent_mb=1.5), {"eval_loss": 2.0})
+    assert (written, history) == ({"eval_loss": 2.0}, {"eval_loss": 2.0, "step": 7})
 
 
 @pytest.mark.parametrize("gone", ["transformers", "safetensors"])
