@@ -3,8 +3,10 @@
     python benchmarks/exchange_point.py --json exchange_point.json                       the small GPT, 1,000 steps
     python benchmarks/exchange_point.py --steps 3000 --seeds 0,1,2 --names dense,sign
     python benchmarks/exchange_point.py --model large --rate 1e-3 --steps 2000
+    python benchmarks/exchange_point.py --steps 3000 --names "dense,cmax8 after int4" --people
 
-All contestants train through `compile_step`, on ranks of this machine. The learning rate falls along a cosine. A record
+All contestants train through `compile_step`, on ranks of this machine. The learning rate falls along a cosine. With
+`--people` it rises over the first 5 % of the steps before it falls, beta2 is 0.95 and the weight decay 0.1. A record
 has the mean loss over passages that are the same for all, the bytes that a rank has sent in the whole job (by ring and
 pairwise algorithms), and the ratio to dense ones. The rate should be dense training's best: `--names dense --rate ...`.
 """
@@ -37,9 +39,12 @@ MODELS = {
 """The configuration, the passages of a rank's batch, and the learning rate."""
 
 
-def contestants(steps: int) -> dict[str, Any]:
-    """The `compress=` of each contestant."""
-    warmup, shorter = fxcomp.Warmup(int8_steps=steps // 10), fxcomp.Warmup(int4_steps=steps // 10)
+RISING = 0.05  # the share of the steps in which `--people` let the learning rate rise
+
+
+def contestants(steps: int, share: float) -> dict[str, Any]:
+    """The `compress=` of each contestant, with a warm-up of this share of the steps."""
+    warmup, shorter = fxcomp.Warmup(int8_steps=round(share * steps)), fxcomp.Warmup(int4_steps=round(share * steps))
     return {
         "dense": lambda: "dense",
         "int4": lambda: shots("int4"),
@@ -62,6 +67,18 @@ def sent_bytes(payloads: dict[tuple[str, str], int], ranks: int) -> float:
     return sum(factors.get(kind, 1.0) * count for (kind, _), count in payloads.items())
 
 
+def make_optimizer(model: torch.nn.Module, rate: float, people: bool) -> torch.optim.Optimizer:
+    betas, decay = ((0.9, 0.95), 0.1) if people else ((0.9, 0.999), 0.01)
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=decay)
+
+
+def share_of_rate(step: int, steps: int, rising: int) -> float:
+    """The learning rate of a step over the highest: a line up, then a cosine down."""
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+
+
 def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train one contestant; returns its record."""
     config, size, rate = MODELS[arguments.model]
@@ -69,17 +86,18 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
     batch = partial(draw_batch, text.train, rank=dist.get_rank(), size=size, context=config.context, seed=seed)
     torch.manual_seed(seed)
     model = GPT(replace(config))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
+    optimizer = make_optimizer(model, rate, arguments.people)
+    rising = round(RISING * steps) if arguments.people else 0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share_of_rate(i, steps, rising))
     checks = fxcomp.Checks(verify="never", race="off", replan="off")
-    compress = contestants(steps)[name]()
+    compress = contestants(steps, arguments.warmup)[name]()
     step = fxcomp.compile_step(
         model, loss_fn, optimizer, batch(step=0), compress=compress, checks=checks, costs=fxcomp.CostTable()
     )
     sent, begun = 0.0, time.perf_counter()
     for i in range(steps):
         step(batch(step=i))
-        falling.step()
+        scheduler.step()
         sent += sent_bytes(dict(step.payload_bytes), dist.get_world_size())
     seconds = time.perf_counter() - begun
     step.close()
@@ -94,6 +112,8 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
         "seed": seed,
         "rate": rate,
         "steps": steps,
+        "warmup": arguments.warmup,
+        "people": arguments.people,
         "loss": loss,
         "sent_mb": sent / 1e6,
         "fewer": dense * steps / sent,
@@ -131,6 +151,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rate", type=float, help="the learning rate (default: the model's)")
+    parser.add_argument("--warmup", type=float, default=0.2, help="the warm-up's share of the steps")
+    parser.add_argument("--people", action="store_true", help="beta2 0.95, weight decay 0.1, a rate that rises first")
     parser.add_argument("--ranks", type=int, default=4)
     arguments = parser.parse_args()
     train_on_ranks(__file__, arguments, on_rank)

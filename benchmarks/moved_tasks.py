@@ -6,7 +6,7 @@
     python benchmarks/moved_tasks.py --tasks charlm --optimizers adamw --names cmax16 --watch 10
 
 All train through `compile_step`, on ranks of this machine, at the best of the rates that dense training was tried at
-(`RATES`), along a cosine. Warm-up is a tenth of the steps in int8. A record has the loss over all that there is to
+(`RATES`), along a cosine. Warm-up is a fifth of the steps in int4. A record has the loss over all that there is to
 learn. A run has *diverged* when that is not finite, or no better than the start. With `--watch N` it has every N steps
 the mean of (m / d)^2, over all parameters and of each: how far a step's update is from what the frozen second moment
 says.
@@ -32,6 +32,7 @@ from tasks import TASKS, Batch, Task, make_task
 from torch import Tensor, nn
 
 import fxcomp
+from fxcomp.plan.compress import WARM_SHARE
 
 SHORT_STEPS = 100
 SHORT_RUNS = 40
@@ -94,7 +95,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 def compressed(name: str, steps: int) -> Any:
     """The `compress=` of a contestant."""
-    return "dense" if name == "dense" else at_momentum(CODES[name], fxcomp.Warmup(int4_steps=steps // 10))
+    return "dense" if name == "dense" else at_momentum(CODES[name], fxcomp.Warmup(int4_steps=steps // WARM_SHARE))
 
 
 def updates_squared(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -140,7 +141,7 @@ def train(arguments: argparse.Namespace, cell: Cell) -> dict[str, Any]:
         loss = step(batch_at(i % task.steps, rank))
         falling.step()
         sent += sent_bytes(dict(step.payload_bytes), dist.get_world_size())
-        after = i + 1 - steps // 10
+        after = i + 1 - steps // WARM_SHARE
         if arguments.watch and after >= 0 and (after == 1 or after % arguments.watch == 0):
             watched.append({"step": i + 1, "loss": float(loss), "squares": updates_squared(update)})
     step.close()
