@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
@@ -92,6 +93,7 @@ def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostT
         compute={**costs.compute, **compute},
         pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s,
         launch_us=statistics.fmean(starts) if starts else costs.launch_us,
+        host_us=alone.between_us if compat.works_later(site.device) else 0.0,
     )
 
     def fitted() -> dict[str, float]:

@@ -24,6 +24,7 @@ from fxcomp.planning.measure_step import StepMeasurement
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.runtime.transport import NullTransport, Transport
+from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks
 
 GATHERED = 4
@@ -102,10 +103,11 @@ def contention_of(
 ) -> FittedContention:
     """Fit the contention that a dense step showed on `networks`, with the error of steps predicted without their own.
 
-    The graph is annotated with its regions' times, and knows of no contention.
+    The graph is annotated with its regions' times, and knows of no contention. A step that the host bounds
+    (`costs.host_us`) is not taken for one that the network slows.
     """
     alone, *seen = measured
-    tasks, summed = graph_tasks(graph), summed_bytes(graph)
+    tasks, summed = (*handing_out(costs.host_us), *graph_tasks(graph)), summed_bytes(graph)
     gathers = tuple(
         _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in tasks
     )

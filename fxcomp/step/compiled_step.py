@@ -81,6 +81,7 @@ class CompiledStep:
         self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
+        self._followed = force.plan, force.predicted  # by the last step, as told in its metrics
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
         watch = self.monitor.watch
@@ -139,7 +140,7 @@ class CompiledStep:
         self.steps += 1
         self._steps_unlike_first += not step.is_like_first
         self.skipped_steps += counters.skipped
-        self.payload_bytes = counters.payload_bytes
+        self.payload_bytes, self._followed = counters.payload_bytes, (self.in_force.plan, self.in_force.predicted)
         if step.says_how_long and not counters.skipped:
             self.monitor.times.add(step.number, step.took, counters.waits)
 
@@ -217,9 +218,9 @@ class CompiledStep:
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
-        force, counts = self.in_force, Counts(self.steps, self.skipped_steps, self.payload_bytes)
-        found = metrics_of(counts, self.monitor.times, force.plan, force.predicted)
-        return {**found, "residual_norm": force.state.residuals.norm} if residuals else found
+        counts = Counts(self.steps, self.skipped_steps, self.payload_bytes)
+        found = metrics_of(counts, self.monitor.times, *self._followed)
+        return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
     @property
     def source(self) -> str:

@@ -109,6 +109,15 @@ def test_the_larger_of_both_errors_is_told(captured: Any):
     assert found.error > 0.3
 
 
+def test_a_step_that_the_host_bounds_is_no_error_of_the_network(captured: Any):
+    free, dense, gathered = measurements(captured, SHARED)
+    host_us = 4 * gathered.step_us
+    seen = [free, *(replace(each, step_us=host_us) for each in (dense, gathered))]
+    graph = dense_step(captured, SHARED)
+    assert contention_of(replace(SHARED, host_us=host_us), graph, CLUSTER, seen).error < 0.06
+    assert contention_of(SHARED, graph, CLUSTER, seen).error > 0.5
+
+
 def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
     graph, somewhere = dense_step(captured, SHARED), NullTransport()
     assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [

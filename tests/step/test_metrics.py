@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.drifting import JOB, compiled, table
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.ranks import run_ranks
 
@@ -44,6 +45,25 @@ def test_metrics_say_what_a_step_sent_and_keeps(plan: str):
             assert kept > 0.0
         json.dumps(last)
     assert by_rank[0][0][-1]["plan"] == by_rank[1][0][-1]["plan"]
+
+
+def metrics_in_a_race() -> list[tuple[str, str, float]]:
+    """By step: the plan that it began with, and what its metrics say afterwards."""
+    step, found = compiled(table(0.05), race="auto", verify="never"), list[tuple[str, str, float]]()
+    for number in range(16):
+        began = step.plan.digest
+        step(JOB.batch(number, dist.get_rank()))
+        said = step.metrics()
+        found.append((began, said["plan"], said["sent_mb"]))
+    return found
+
+
+def test_metrics_name_the_plan_that_the_step_followed():
+    for found in run_ranks(2, metrics_in_a_race):
+        assert len({began for began, _, _ in found}) > 1, "plans take turns in a race"
+        for began, said, sent_mb in found:
+            assert said == began
+            assert {sent for plan, _, sent in found if plan == began} == {sent_mb}
 
 
 def test_one_rank_has_metrics_too():
