@@ -87,7 +87,9 @@ def mistake(words: list[str]) -> str | None:
     if words[0] == "python":
         if words[1] == "-m":
             return None if importlib.util.find_spec(words[2]) else f"there is no module {words[2]}"
-        unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - options_of(words[1])
+        named = [str(path.relative_to(ROOT)) for path in SOURCES if path.name == words[1]]  # beside the reader
+        unknown = {word.partition("=")[0] for word in words if word.startswith("--")}
+        unknown -= options_of(words[1] if "/" in words[1] else named[0])
         return f"{words[1]} has no option {min(unknown)}" if unknown else None
     words = words[1:]
     if words[0] in ("explain", "dump") and (len(words) == 1 or words[1].startswith("-")):
