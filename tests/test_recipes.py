@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 import signal
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
+from helpers.recipes import RECIPES, ROOT, loaded
 
 import fxcomp
 
-ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "examples" / "recipes"
 PAIRS = [("plain_ddp.py", "plain.py"), ("trainer_ddp.py", "trainer.py")]
 STEPS = 6
 
@@ -38,15 +35,6 @@ def test_a_recipe_adds_five_lines_at_most_and_the_page_shows_them(before: str, a
     page = (ROOT / "docs" / "recipes.md").read_text()
     for line in lines:
         assert line in page
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), RECIPES / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def trained(recipe: str, folder: Path, *, is_terminated: bool) -> list[torch.Tensor]:

@@ -165,9 +165,8 @@ class ReplicaAverage(PlannedAverage):
             self._feed.is_off = before
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state, with the plan and which shard it is of; empty before there is one."""
-        saved = super().state_dict()
-        return {**saved, SHARD: list(self._place)} if saved else {}
+        """Copy this rank's state, with the plan and which shard it is of; before there is one it says so."""
+        return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` or `checkpoint` returned; every rank calls it, with a state of its own shard.

@@ -11,7 +11,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
-from fxcomp.state.checkpoint import states_of, to_tensors
+from fxcomp.state.checkpoint import NOTHING_YET, states_of, to_tensors
 from fxcomp.state.saved_state import Given, check_are_states
 
 
@@ -62,16 +62,16 @@ class PlannedAverage:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors, with the plan; empty before there is one."""
-        return {} if self._job is None else self._job.state_dict()
+        """Copy this rank's state of error feedback and compressors, with the plan; before there is one it says so."""
+        saved = {} if self._job is None else self._job.state_dict()
+        return saved or {NOTHING_YET: True}
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """This rank's state as plain tensors under names that no other rank of the job uses; empty without a plan.
+        """This rank's state as plain tensors under names that no other rank of the job uses.
 
         `fxcomp.read_checkpoint` reads it. Random generators are left to the loop, whose draws they are.
         """
-        saved = self.state_dict()
-        return to_tensors(saved, compat.rank_in_job()) if saved else {}
+        return to_tensors(self.state_dict(), compat.rank_in_job())
 
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` or `checkpoint` returned; every rank calls it, as CompiledStep.load_state_dict.

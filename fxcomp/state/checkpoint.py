@@ -25,6 +25,10 @@ PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
 """Parts of a saved state: the plan in force, the factor of the loss that it is in the unit of, and the states of the
 default random generators."""
 
+NOTHING_YET = "nothing yet"
+"""The only part of a state that was saved before anything could be owed. Where a library fills in the state that it
+finds, it does not fit another one, so a library that would lose that one says so."""
+
 _STORED = "stored under"
 """The key in `about` that stands for a tensor."""
 
@@ -79,7 +83,8 @@ def states_of(given: Any) -> list[Any]:
         is_list = isinstance(given, list | tuple)
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [given]
     ranks = saved_ranks(_names(given))
-    return [_state(given, rank) for rank in ranks] if ranks else [given]
+    states = [_state(given, rank) for rank in ranks] if ranks else [given]
+    return [state for state in states if NOTHING_YET not in state]
 
 
 def _names(given: Any) -> list[str]:
