@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from fxcomp import __version__, status_line
-from fxcomp.commands import calibrate, diff, dump, explain
+from fxcomp.commands import calibrate, diff, dump, explain, plot
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 
@@ -32,7 +32,7 @@ class Command(Protocol):
 
 PAGES = "https://github.com/fxcomp/fxcomp/tree/main/docs"
 
-COMMANDS: tuple[Command, ...] = (explain, dump, diff, calibrate, demo)
+COMMANDS: tuple[Command, ...] = (explain, dump, diff, plot, calibrate, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -169,6 +169,10 @@ class UnsupportedFeature(FxcompError):
 # Jobs and hosts
 
 
+class BadLog(FxcompError):
+    """A log of a run that cannot be read: a line that is no JSON, or a field that is no number."""
+
+
 class BadJob(FxcompError):
     """A job file, function or text that does not exist, or a function that does not return a Job."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import struct
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,23 @@ _OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=2000"),
     *("--enable-logging=stderr", "--v=0"),
 )
+
+_LOOK = """<script>
+const box = each => each.getBoundingClientRect(), shown = each => box(each).width > 0;
+const marks = [...document.querySelectorAll("svg text")].filter(shown);
+const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+const found = {wide: document.documentElement.scrollWidth - window.innerWidth, outside: [], over: []};
+const sides = box(document.body);
+marks.forEach((mark, k) => {
+  if (!mark.closest(".scroll") && box(mark).right > sides.right + 1) found.outside.push(mark.textContent);
+  marks.slice(k + 1).forEach(other => {
+    if (mark.closest("svg") === other.closest("svg") && over(box(mark), box(other)))
+      found.over.push([mark.textContent, other.textContent]);
+  });
+});
+//more
+document.body.dataset.found = encodeURIComponent(JSON.stringify(found));
+</script></body>"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,19 @@ def visit(page: str, folder: Path, *options: str, width: int = 1200, height: int
         done = _chromium(folder, *options, f"--window-size={width},{height}", "--dump-dom", address)
     console = re.findall(r"CONSOLE.*?\] (.*)", done.stderr)
     return Visit(done.stdout, console, list(asked))
+
+
+def laid_out(page: str, folder: Path, *options: str, width: int, more: str = "") -> dict[str, Any]:
+    """Open a page that must neither complain nor ask for more; say what of it lies over something or outside.
+
+    `more` is a script that adds to `found`.
+    """
+    seen = visit(page.replace("</body>", _LOOK.replace("//more", more)), folder, *options, width=width)
+    assert seen.console == [], "the browser complains"
+    assert seen.asked == ["/report.html"], "the page asks for more than itself"
+    found = re.search(r'data-found="([^"]*)"', seen.dom)
+    assert found is not None, "the script that looks has not run to its end"
+    return json.loads(unquote(found[1]))
 
 
 def screenshot(page: str, path: Path, *options: str, width: int = 1200, height: int = 900) -> NDArray[np.uint8]:

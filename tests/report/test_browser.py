@@ -1,14 +1,12 @@
 """The page in a browser: no script error, nothing asked for, nothing over anything else, light, dark and narrow."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from helpers.browser import CHROMIUM, DARK, screenshot, visit
+from helpers.browser import CHROMIUM, DARK, laid_out, screenshot, visit
 from helpers.explained import CASES
 
 from fxcomp.report.html.page import to_html
@@ -18,19 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine: apt-get install chromium"),
 ]
 
-LOOK = """<script>
-const box = each => each.getBoundingClientRect(), shown = each => box(each).width > 0;
-const marks = [...document.querySelectorAll("svg text")].filter(shown);
-const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
-const found = {wide: document.documentElement.scrollWidth - window.innerWidth, outside: [], over: []};
-const sides = box(document.body);
-marks.forEach((mark, k) => {
-  if (!mark.closest(".scroll") && box(mark).right > sides.right + 1) found.outside.push(mark.textContent);
-  marks.slice(k + 1).forEach(other => {
-    if (mark.closest("svg") === other.closest("svg") && over(box(mark), box(other)))
-      found.over.push([mark.textContent, other.textContent]);
-  });
-});
+ZOOM = """
 found.widths = [...document.querySelectorAll(".lanes")].map(each => box(each).width);
 const figure = document.querySelector("figure.timelines"), svg = figure.querySelector("svg");
 const task = svg.querySelector(".task");
@@ -43,17 +29,12 @@ found.tip = document.getElementById("tip").textContent;
 found.tipShown = getComputedStyle(document.getElementById("tip")).display;
 task.dispatchEvent(new MouseEvent("mouseleave"));
 found.tipHidden = getComputedStyle(document.getElementById("tip")).display;
-document.body.dataset.found = encodeURIComponent(JSON.stringify(found));
-</script></body>"""
+"""
+"""Zooms the timelines and points at a task."""
 
 
 def looked(page: str, folder: Path, *options: str, width: int) -> dict[str, Any]:
-    seen = visit(page.replace("</body>", LOOK), folder, *options, width=width)
-    assert seen.console == [], "the browser complains"
-    assert seen.asked == ["/report.html"], "the page asks for more than itself"
-    found = re.search(r'data-found="([^"]*)"', seen.dom)
-    assert found is not None, "the script that looks has not run to its end"
-    return json.loads(unquote(found[1]))
+    return laid_out(page, folder, *options, width=width, more=ZOOM)
 
 
 @pytest.mark.parametrize("width", [1200, 800, 500])

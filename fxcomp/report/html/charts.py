@@ -122,3 +122,11 @@ def _grid(across: LogAxis, up: LogAxis, height: int, says_y: str) -> list[str]:
         lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
         lines.append(f'<text class="tick" x="2" y="{y - 3:.1f}">{tick:g}{says_y}</text>')
     return lines
+
+
+def round_step(whole: float, count: int) -> float:
+    """Find the round number that divides a whole into about so many: 1, 2 or 5 times a power of ten."""
+    if whole <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(whole / count))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= whole / count)

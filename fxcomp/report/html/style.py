@@ -53,6 +53,9 @@ button { font: inherit; font-size: .85rem; padding: .05rem .6rem; border: 1px so
   background: var(--ink); color: var(--page); font-size: .83rem; white-space: pre-line; pointer-events: none; }
 .bar { fill: var(--one); } .bar.other { fill: var(--six); } .bar.measured { fill: var(--two); }
 .bar.best { fill: var(--good); }
+svg .haloed { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); column-gap: 1.6rem; }
+.spot { fill: transparent; } .spot:hover { fill: var(--dim); fill-opacity: .15; }
 @media (max-width: 44rem) { body { padding: 1rem .7rem 3rem; font-size: 14px; } .optional, .wide-only { display: none; }
   h1 { font-size: 1.4rem; } th, td { padding-right: .55rem; } }
 @media print { :root { color-scheme: light; font-size: 11px; } body { max-width: none; padding: 0; font-size: 1rem; }

@@ -5,7 +5,6 @@ A drawing is laid out in shares of its width, so that zooming makes it wider and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from fxcomp.cost.timeline import Span, Timeline, critical_path
@@ -13,6 +12,7 @@ from fxcomp.plan.kinds import WIRES, Stream
 from fxcomp.report.document import Column, Table, decimals, ms
 from fxcomp.report.explanation import Explanation, kind_of
 from fxcomp.report.html.blocks import folded, legend, table, text
+from fxcomp.report.html.charts import round_step
 from fxcomp.report.tracks import LANES, Grounds, TaskFacts, Track, facts_of
 
 _LANE, _GAP, _TITLE, _AXIS = 20, 4, 24, 20  # heights, in pixels
@@ -180,14 +180,6 @@ def _grid(height: int, scale_us: float, digits: int) -> list[str]:
             fine.append(f'<line class="grid" x1="{x:.4f}%" x2="{x:.4f}%" y1="0" y2="{height}"/>')
             fine.append(f'<text class="tick" text-anchor="middle" x="{x:.4f}%" y="{height + 15}">{label}</text>')
     return [*lines, f'<g class="fine">{"".join(fine)}</g>']
-
-
-def round_step(whole: float, count: int) -> float:
-    """Find the round number that divides a whole into about so many: 1, 2 or 5 times a power of ten."""
-    if whole <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(whole / count))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= whole / count)
 
 
 def _share(us: float, scale_us: float) -> float:

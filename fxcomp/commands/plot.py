@@ -1,0 +1,59 @@
+"""`fxcomp plot`: draw what runs have logged, over steps and over time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fxcomp import compat
+from fxcomp.errors import BadOption
+from fxcomp.report.document import count
+from fxcomp.report.html.run_plots import METRICS, to_html
+from fxcomp.report.runs import read_run
+from fxcomp.report.terminal import encodable
+
+NAME = "plot"
+HELP = "draw loss, bytes and residuals of runs over each other, as one page for a browser"
+EXAMPLES = """\
+  fxcomp plot dense.jsonl int4.jsonl -o plots.html              what step.metrics() said, over steps and time
+"""
+
+MOST_RUNS = 12
+"""More cannot be told apart: six colors, drawn and dashed."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("logs", metavar="RUN.jsonl", nargs="+", help="a line of JSON a step: loss, seconds, metrics")
+    parser.add_argument("-o", "--output", metavar="FILE", default="plots.html", help="the page (default: plots.html)")
+    parser.add_argument("--metrics", metavar="NAME", nargs="+", help=f"numbers to draw (default: {', '.join(METRICS)})")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="add means over N points, and say so")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the logs and write the page."""
+    paths: Sequence[str] = arguments.logs
+    if len(paths) > MOST_RUNS:
+        raise BadOption(f"at most {MOST_RUNS} runs can be told apart in a plot; these are {len(paths)}")
+    if arguments.smooth < 1:
+        raise BadOption(f"--smooth is a number of points, from 1; it is {arguments.smooth}")
+    runs = [
+        read_run(path, name, arguments.metrics or list(METRICS))
+        for path, name in zip(paths, _names(paths), strict=True)
+    ]
+    try:
+        compat.write_atomically(Path(arguments.output), to_html(runs, arguments.smooth))
+    except OSError as error:
+        raise BadOption(f"cannot write {arguments.output}: {error.strerror or error}") from None
+    for note in (note for each in runs for note in each.notes):
+        print(encodable(note, sys.stdout.encoding))
+    lines = count(sum(len(each.steps) for each in runs), "line")
+    print(f"{arguments.output}: {count(len(runs), 'run')}, {lines}")
+    return 0
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Name runs by their files; those of one name by their paths."""
+    stems = [Path(path).stem for path in paths]
+    return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]

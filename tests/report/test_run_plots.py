@@ -1,0 +1,138 @@
+"""Plots of runs: no peak is lost by thinning, gaps stay open, and a page stays small and asks nobody for anything."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from fxcomp.report.html.charts import LogAxis
+from fxcomp.report.html.line_plot import LinearAxis, axis_of, line_of, line_plot, thinned
+from fxcomp.report.html.run_plots import to_html
+from fxcomp.report.runs import Run, Series
+
+NAN = float("nan")
+
+
+def run_of(name: str, lines: int, loss: Callable[[int], float], *, is_timed: bool = True) -> Run:
+    steps, values = [float(k) for k in range(lines)], [loss(k) for k in range(lines)]
+    every, places = Series(range(lines), values), range(0, lines, 10)
+    series = {"loss": every, "residual_norm": Series(places, [0.1 * k for k in places])}
+    seconds = [0.1 * step for step in steps] if is_timed else None
+    return Run(name, steps, seconds, series, [(0, "a" * 16)], [])
+
+
+def line_over(ys: Sequence[float], steps: Sequence[int] | None = None):
+    at = [float(step) for step in steps or range(len(ys))]
+    return line_of("one", 0, at, at, ys)
+
+
+def test_a_line_is_not_joined_over_what_is_not_finite():
+    line = line_over([1.0, 2.0, NAN, 3.0, math.inf, 4.0, 5.0])
+    assert [[y for _, y in part] for part in line.parts] == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+    assert line.crosses == [2.0, 4.0]
+
+
+def test_a_line_is_not_joined_where_steps_are_missing_or_fall_back():
+    line = line_over([1.0] * 8, [0, 1, 2, 3, 9, 10, 8, 9])
+    assert [[x for x, _ in part] for part in line.parts] == [[0, 1, 2, 3], [9, 10], [8, 9]]
+    every_tenth = line_over([1.0] * 5, [0, 10, 20, 30, 80])
+    assert len(every_tenth.parts) == 1
+
+
+def test_values_beside_which_nothing_could_be_seen_are_crosses():
+    assert line_over([1.0, 1e300, 2.0]).crosses == [1.0]
+
+
+def test_thinning_keeps_every_peak_and_both_ends():
+    ys = [math.sin(k / 50) for k in range(10_000)]
+    ys[4321], ys[7777] = 9.0, -9.0
+    across = LinearAxis(0.0, 9999.0)
+    (part,) = thinned(line_over(ys).parts, across, 100)
+    assert len(part) <= 202
+    assert {(4321.0, 9.0), (7777.0, -9.0), (0.0, ys[0]), (9999.0, ys[-1])} <= set(part)
+    assert [x for x, _ in part] == sorted(x for x, _ in part)
+    of_column = [y for x, y in enumerate(ys) if 100 <= x < 200]
+    kept = [y for x, y in part if 100 <= x < 200]
+    assert (min(kept), max(kept)) == (min(of_column), max(of_column))
+
+
+def test_a_line_of_many_gaps_is_thinned_to_dots():
+    ys = [NAN if k % 2 else float(k) for k in range(10_000)]
+    parts = thinned(line_over(ys).parts, LinearAxis(0.0, 9999.0), 100)
+    assert len(parts) <= 200
+    assert {len(part) for part in parts} == {1}
+    assert len(line_plot([line_over(ys)], str)) < 60_000
+
+
+def test_a_short_line_is_drawn_as_it_is():
+    line = line_over([3.0, 1.0, 2.0])
+    assert thinned(line.parts, LinearAxis(0.0, 2.0), 100) == line.parts
+
+
+def test_smoothing_stays_within_a_part():
+    line = line_over([1.0, 3.0, 5.0, NAN, 10.0, 20.0]).smoothed(2)
+    assert [[y for _, y in part] for part in line.parts] == [[1.0, 2.0, 4.0], [10.0, 15.0]]
+
+
+@pytest.mark.parametrize(
+    ("ys", "from_zero", "kind", "low", "high"),
+    [
+        ([1.0, 1000.0], False, LogAxis, 1 / 1.1, 1100.0),
+        ([1.0, 2.0], False, LinearAxis, 0.92, 2.08),
+        ([1.0, 2.0], True, LinearAxis, 0.0, 2.16),
+        ([-1.0, 1000.0], True, LinearAxis, -81.08, 1080.08),
+        ([0.0, 0.0], True, LinearAxis, 0.0, 1.0),
+        ([3.0], False, LinearAxis, 1.5, 4.5),
+    ],
+)
+def test_an_axis_holds_its_values(ys: list[float], from_zero: bool, kind: type, low: float, high: float):
+    axis = axis_of(ys, from_zero=from_zero)
+    assert isinstance(axis, kind)
+    assert (axis.low, axis.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_a_plot_of_nothing_finite_says_so():
+    page = to_html([run_of("one", 20, lambda _: NAN)])
+    assert "No value of loss over steps is a finite number." in page
+    assert "nan%" not in page
+
+
+@pytest.mark.parametrize("loss", [lambda _: 1.0, lambda k: 1e-300 * k, lambda k: 1e99 * (-1) ** k, lambda k: 0.0 * k])
+def test_strange_values_are_placed_inside(loss: Callable[[int], float]):
+    page = to_html([run_of("one", 50, loss)])
+    drawn = re.findall(r' d="([^"]*)"', page)
+    places = [
+        float(number) for along in drawn for number in re.findall(r"-?[\d.]+(?:e-?\d+)?", along.replace("h0", ""))
+    ]
+    assert places
+    assert all(-0.01 <= place <= 100.01 for place in places)
+
+
+def test_a_page_of_long_runs_is_small_and_asks_nobody_for_anything():
+    runs = [run_of(f"run {k}", 30_000, lambda step, k=k: 3 + math.sin(step * (k + 1))) for k in range(12)]
+    page = to_html(runs, smooth=50)
+    assert len(page) < 1_000_000
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|src=", page)
+    assert "means over 50 points" in page
+    assert "run 11, dashed" in page
+
+
+def test_smoothing_is_not_there_unless_asked_for():
+    page = to_html([run_of("one", 50, float)])
+    assert "means over" not in page
+    assert "stroke-opacity" not in page
+
+
+def test_names_are_no_markup():
+    assert "<b>" not in to_html([run_of("<b>bold</b>", 5, float)])
+
+
+def test_a_run_without_a_clock_is_drawn_over_steps_alone():
+    page = to_html([run_of("one", 20, float, is_timed=False)])
+    assert "over steps" in page
+    assert "over seconds" not in page
+    both = to_html([run_of("one", 20, float, is_timed=False), run_of("two", 20, float)])
+    assert both.count("<figcaption>over seconds") == 2
