@@ -92,10 +92,10 @@ def mistake(words: list[str]) -> str | None:
         unknown -= options_of(words[1] if "/" in words[1] else named[0])
         return f"{words[1]} has no option {min(unknown)}" if unknown else None
     words = words[1:]
-    if words[0] in ("explain", "dump") and (len(words) == 1 or words[1].startswith("-")):
+    if words[0] in ("explain", "dump", "bisect") and (len(words) == 1 or words[1].startswith("-")):
         words = [*words, "train.py"]  # named in a sentence, without its job
-    if words == ["diff"]:
-        words = ["diff", "a.json", "b.json"]
+    if len(words) == 1:
+        words += {"diff": ["a.json", "b.json"], "plot": ["run.jsonl"]}.get(words[0], [])
     try:
         make_parser().parse_args(words)
     except SystemExit:
