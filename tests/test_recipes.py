@@ -17,7 +17,11 @@ from helpers.recipes import RECIPES, ROOT, loaded
 
 import fxcomp
 
-PAIRS = [("plain_ddp.py", "plain.py"), ("trainer_ddp.py", "trainer.py")]
+PAIRS = [
+    ("plain_ddp.py", "plain.py", "recipes.md"),
+    ("trainer_ddp.py", "trainer.py", "recipes.md"),
+    ("with_lightning_ddp.py", "with_lightning.py", "recipes/lightning.md"),
+]
 STEPS = 6
 
 
@@ -28,13 +32,13 @@ def changed(before: str, after: str) -> list[str]:
     return [line for line in lines if line[0] in "+-" and line[1:].strip()]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_recipe_adds_five_lines_at_most_and_the_page_shows_them(before: str, after: str):
+@pytest.mark.parametrize(("before", "after", "page"), PAIRS)
+def test_a_recipe_adds_five_lines_at_most_and_the_page_shows_them(before: str, after: str, page: str):
     lines = changed(before, after)
     assert 0 < sum(line[0] == "+" for line in lines) <= 5
-    page = (ROOT / "docs" / "recipes.md").read_text()
+    told = (ROOT / "docs" / page).read_text()
     for line in lines:
-        assert line in page
+        assert line in told
 
 
 def trained(recipe: str, folder: Path, *, is_terminated: bool) -> list[torch.Tensor]:
