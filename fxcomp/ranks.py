@@ -309,11 +309,12 @@ class Ranks:
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
-    """The cluster that a live process group's ranks make, by the group's numbering; default: all ranks.
+    """The cluster that the ranks of a live process `group` make, by the group's numbering; default: all ranks.
 
-    Every rank of the group calls it. They tell each other the names of their hosts through the store. What a group
-    gets of the links that it shares with others, the cluster of all ranks knows:
-    `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
+    `intra` and `inter` are the links inside a host and between hosts, assumed where not given:
+    `compile_step` without `cluster=` measures them. Every rank of the group calls it. They tell each other the names of
+    their hosts through the store. What a group gets of the links that it shares with others, the cluster of all ranks
+    knows: `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise NoProcessGroup(

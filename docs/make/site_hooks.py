@@ -1,7 +1,7 @@
 """Make a site of the pages: what mkdocs calls while it builds (mkdocs.yml).
 
-Pages stay as a forge shows them. For the site, README and its neighbours become pages, decisions get a list, entries
-`folder/*` of the navigation are filled in, and links to what is no page lead to the repository.
+Pages stay as a forge shows them. For the site, README and its neighbours become pages, decisions and commands get one,
+entries `folder/*` of the navigation are filled in, and links to what is no page lead to the repository.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from describe_commands import describe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,7 +29,7 @@ FRONT = {
 }
 """Pages of the site, by the file of the repository that has their text."""
 
-DECISIONS = "decisions/index.md"
+DECISIONS, COMMANDS = "decisions/index.md", "reference/command_line.md"
 
 ITEM = re.compile(r"( *)([-*]|\d+\.) +")
 LINK = re.compile(r"(?P<start>\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?P<end>\))")
@@ -47,6 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in FRONT.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, DECISIONS, content=decisions()))
+    files.append(File.generated(config, COMMANDS, content=describe()))
     return files
 
 

@@ -91,6 +91,7 @@ class WeightedLoss:
     """
 
     sum: Tensor
+    """The losses of this batch's elements, added up."""
     count: Tensor | float
     """The number of elements, or the sum of their weights: none are negative."""
 

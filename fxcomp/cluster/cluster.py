@@ -43,9 +43,9 @@ UNSHARED = Processors()
 class Cluster(Seating):
     """Hosts of ranks, and the links that join them.
 
-    `placement[rank]` is the host of a rank; by default `ranks_per_host` ranks fill each host, one after the other. With
-    a placement hosts may have fewer, and `ranks_per_host` is what the fullest one has. `above` holds racks and the
-    like, from the hosts up.
+    There are `hosts`, joined by `inter`, of `ranks_per_host` each, joined by `intra`. `placement[rank]` is the host of
+    a rank; by default `ranks_per_host` ranks fill each host, one after the other. With a placement hosts may have
+    fewer, and `ranks_per_host` is what the fullest one has. `above` holds racks and the like, from the hosts up.
     """
 
     hosts: int
@@ -84,7 +84,7 @@ class Cluster(Seating):
 
     @classmethod
     def placed(cls, placement: Iterable[int], *, intra: Link, inter: Link, above: tuple[Tier, ...] = ()) -> Cluster:
-        """Make a cluster from the host of each rank."""
+        """Make a cluster from each rank's host, `placement`, the links `intra` and `inter`, and tiers `above` hosts."""
         hosts = tuple(placement)
         if not hosts:
             raise BadCluster("a cluster needs at least 1 rank")
@@ -100,7 +100,7 @@ class Cluster(Seating):
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
 
     def with_inter(self, gb_per_s: float) -> Cluster:
-        """Change the bandwidth between hosts; what lies above keeps its ratio to it."""
+        """Change the bandwidth between hosts to `gb_per_s`; what lies above keeps its ratio to it."""
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
         changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
@@ -110,7 +110,7 @@ class Cluster(Seating):
         return changed
 
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
-        """Put the hosts into racks, one after the other.
+        """Put the hosts into racks of `hosts_per_rack`, one after the other.
 
         A rack's uplink carries what its hosts send together, divided by `oversubscription`, unless `link` is given. Its
         latency is that between hosts.
@@ -172,8 +172,9 @@ class Cluster(Seating):
     def parse(cls, text: str, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
         """Read `8x4` as 8 hosts of 4 ranks, `4+4+2` or `2x4+2` as hosts that differ, `2x8x4` as 2 racks of `8x4`.
 
-        Links may follow, as `str(cluster)` writes them: `8x4, inter 25gbit@8us, intra 100gbit`. Then also
-        `rack 50gbit` for the racks' uplinks, and `placed 0 1 1 0` for the host of each rank.
+        Links may follow in `text`, as `str(cluster)` writes them: `8x4, inter 25gbit@8us, intra 100gbit`; else they are
+        `intra` and `inter`. Then also `rack 50gbit` for the racks' uplinks, and `placed 0 1 1 0` for the host of each
+        rank.
         """
         shape, links, placement = parse_clauses(text)
         intra, inter = links.get("intra", intra), links.get("inter", inter)
@@ -192,6 +193,7 @@ class Cluster(Seating):
         return cluster
 
     def to_json(self) -> dict[str, Any]:
+        """Return the cluster as plain data."""
         return {
             "hosts": self.hosts,
             "ranks_per_host": self.ranks_per_host,
@@ -203,7 +205,7 @@ class Cluster(Seating):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        """Build a cluster from `to_json`'s data. Raises BadCluster."""
+        """Build a cluster from `data` of `to_json`. Raises BadCluster."""
         try:
             return cls(
                 hosts=data["hosts"],

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def load_cluster(path: str | Path, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
-    """Read a cluster file; `intra` and `inter` win over what it says. Raises BadCluster naming the file and the key."""
+    """Read the cluster file `path`; `intra` and `inter` win over what it says. Raises BadCluster with file and key."""
     try:
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:

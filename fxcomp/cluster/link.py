@@ -67,7 +67,7 @@ def shortened(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A latency per step in µs, and a bandwidth in GB/s (10⁹ bytes a second).
+    """A latency per step in µs, `alpha_us`, and a bandwidth in GB/s (10⁹ bytes a second), `gb_per_s`.
 
     Inside a host every rank has its own link; between hosts the ranks of a host share the host's; and so on above.
     """
@@ -76,6 +76,7 @@ class Link:
     gb_per_s: float
     """Outgoing bandwidth; incoming too, unless `in_gb_per_s` is given."""
     in_gb_per_s: float | None = None
+    """Incoming bandwidth, where it is another."""
     count: int = 1
     """Parallel links of a unit. A rank drives one of them at a time."""
     message_us: float = 0.0
@@ -108,13 +109,13 @@ class Link:
         return 1 / (1 / self.gb_per_s + 1 / (self.in_gb_per_s or self.gb_per_s))
 
     def at_gb_per_s(self, gb_per_s: float) -> Link:
-        """Change the bandwidth; incoming keeps its ratio to outgoing."""
+        """Change the bandwidth to `gb_per_s`; incoming keeps its ratio to outgoing."""
         into = None if self.in_gb_per_s is None else self.in_gb_per_s * gb_per_s / self.gb_per_s
         return replace(self, gb_per_s=gb_per_s, in_gb_per_s=into)
 
     @classmethod
     def parse(cls, text: str, *, alpha_us: float = 25.0) -> Link:
-        """Read `25gbit`, `300mbit` or `12GB/s`, with a latency after `@` if given: `25gbit@8us`.
+        """Read a `text` like `25gbit`, `300mbit` or `12GB/s`, with a latency after `@` if given: `25gbit@8us`.
 
         The latency is `alpha_us` otherwise (default 25 µs: TCP over Ethernet, assumed). More can be said: `nvlink4` (a
         name of link.py), `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs

@@ -45,10 +45,14 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 class CostTable(MemoryPrices):
     """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
 
-    `compute` is keyed by operation and shapes: `aten.mm f32[512,384] f32[384,384]`.
-    `compressors` is keyed by compressor and device as a strategy writes them, and by threads: `int8@gpu`, `int8@cpu*2`.
-    `collectives` holds live measurements, keyed by topology: `all_reduce@4x1`. They win over
-    the cluster's links.
+    `hardware`, `versions`, `date` and `source` say on what and when it was measured. `compute` has operations with
+    their shapes, `aten.mm f32[512,384] f32[384,384]`; `roofline` prices all others. `collectives` are keyed by
+    topology, `all_reduce@4x1`, and win over the cluster's links. `transport` is their processor time, `contention` the
+    factor on it with which the job's steps slow compute as measured, and `launch_us` what starting one takes.
+    `compressors` are keyed as strategies write them, with threads, `int8@cpu*2`; they may use `threads`.
+    `pack_gb_per_s` fills buckets, `copy_gb_per_s` copies between host and device, `processors` are a rank's. `feed_us`
+    is what a step takes around its nodes, `host_us` the host's time where a device hides it; there `feed_us` is 0.
+    `error` is the prediction's relative error, `compute_error` is added for estimated compute, `estimate` its source.
     """
 
     hardware: str = "unknown"
@@ -68,16 +72,11 @@ class CostTable(MemoryPrices):
     copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
     processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
     contention: float = 1.0
-    """The factor on the transport's processor time with which the job's own steps slow compute as measured."""
     feed_us: float = 0.0
-    """The job's own: what a step takes around its nodes, looking for changes and handing it its tensors among it."""
     host_us: float = 0.0
-    """The host's time for a step of this job, on a device that works later and hides it; `feed_us` is 0 there."""
     error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
     compute_error: float = 0.0
-    """The additional relative error of estimated compute, on its share of the step."""
     estimate: str = ""
-    """The source of estimated compute and compression, if nothing was measured on the device; empty otherwise."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -207,6 +206,7 @@ class CostTable(MemoryPrices):
     # Text and files
 
     def to_json(self) -> dict[str, Any]:
+        """Return what `save` writes."""
         return {
             "version": VERSION,
             "hardware": self.hardware,
@@ -235,7 +235,7 @@ class CostTable(MemoryPrices):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from `to_json`'s data. Raises BadOption, which says where in the data a value is wrong."""
+        """Build a table from `data` of `to_json`. Raises BadOption, which says where in it a value is wrong."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
@@ -253,12 +253,12 @@ class CostTable(MemoryPrices):
             raise BadOption(f"this is not a cost table: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the table whole or not at all: other ranks may read or write the same file."""
+        """Write the table to `path`, whole or not at all: other ranks may read or write the same file."""
         compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """Read a table that somebody named. Raises BadOption."""
+        """Read the table at `path`. Raises BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except (OSError, ValueError, RecursionError) as error:

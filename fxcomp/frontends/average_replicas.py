@@ -54,7 +54,7 @@ def average_replicas(
     `model` went through `fully_shard(..., mesh=mesh["shard"])`, and `replicas` is `mesh["replicate"]` or its process
     group: the ranks that hold the same shard. Every rank of the job calls this, with the same options, before the first
     backward pass and when parameters have their values: all replicas then start from those of the first one. The other
-    options are `ddp_hook`'s; sizes are those of shards.
+    options, `compress`, `cluster`, `costs` and `scaler`, are `ddp_hook`'s; sizes are those of shards.
 
     Raises UnsupportedFeature for a mesh of two dimensions, for which fully_shard has averaged, dense, before anybody
     else can; UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where replicas are not the same.
@@ -169,7 +169,7 @@ class ReplicaAverage(PlannedAverage):
         return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back what `state_dict` or `checkpoint` returned; every rank calls it, with a state of its own shard.
+        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, with a state of its own shard.
 
         Before the first backward pass the state waits for it, and its plan is followed from there on.
         """

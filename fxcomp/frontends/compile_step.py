@@ -53,9 +53,10 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
-    `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any pytree of tensors. A loss may be
-    a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The returned
-    step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
+    `model` is not wrapped, and `optimizer` is one, or several in a list. `loss_fn(model, batch)` returns the scalar
+    loss, or `(loss, aux)`; a batch is any pytree of tensors, and `example_batch` one by which the step is captured. A
+    loss may be a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The
+    returned step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
     Gradients are averaged over all ranks as DistributedDataParallel does it; parameters, buffers and the optimizer's
     state start as rank 0's.
 

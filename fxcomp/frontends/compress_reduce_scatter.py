@@ -39,9 +39,9 @@ def compress_reduce_scatter(
     """Compress the gradients of a sharded model on their way to the ranks that hold the parameters.
 
     `model` went through `fully_shard` on a mesh of one dimension. Every rank of that mesh calls this, with the same
-    options, before the first backward pass. The options are `ddp_hook`'s; a module's gradients travel together, so a
-    pin decides for all that is scattered with the parameter. Compressors work on parts of
-    gradients: low rank, which needs whole matrices, is not offered.
+    options, before the first backward pass. These, `compress`, `cluster`, `costs` and `scaler`, are `ddp_hook`'s; a
+    module's gradients travel together, so a pin decides for all that is scattered with the parameter. Compressors work
+    on parts of gradients: low rank, which needs whole matrices, is not offered.
 
     Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
     """

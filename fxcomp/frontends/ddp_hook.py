@@ -42,9 +42,9 @@ def ddp_hook(
 ) -> DdpHook:
     """Make a hook for `model.register_comm_hook(None, hook)`; every rank makes one with the same arguments.
 
-    The options are those of `compile_step`, as far as they are about gradients: in `compress`, errors are those of
-    Gaussian values, and error feedback takes what needs no optimizer. `scaler` is the one that scales the loss:
-    what is left out follows its scale. Raises BadOption and BadPlan.
+    `compress`, `cluster` and `costs` are those of `compile_step`, as far as they are about gradients: in `compress`,
+    errors are those of Gaussian values, and error feedback takes what needs no optimizer. `scaler` is the one that
+    scales the loss: what is left out follows its scale. Raises BadOption and BadPlan.
     """
     options = StepOptions.of_gradients(
         compress, "which DistributedDataParallel leaves yours", cluster=cluster, costs=costs, scaler=scaler

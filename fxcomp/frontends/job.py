@@ -22,8 +22,10 @@ from fxcomp.plan.compress import GivenCompress
 class Job:
     """One rank's training job, on one example batch.
 
-    `compress` is what `fxcomp explain` and `fxcomp dump` ask about where their `--compress` is left out.
-    `next_batch(step, rank)` draws the batches of a real run; without it, tools that train repeat `batch`.
+    `model`, `loss_fn`, `optimizer`, `batch`, `max_grad_norm` and `max_grad_value` are what `compile_step` takes of
+    these names, `batch` being its example. `compress` is what `fxcomp explain` and `fxcomp dump` ask about where their
+    `--compress` is left out. `next_batch(step, rank)` draws the batches of a real run; without it, tools that train
+    repeat `batch`.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class Job:
     compress: GivenCompress = "balanced"
 
     def batch_at(self, step: int, rank: int) -> Any:
+        """Return the batch of a `step` on a `rank`."""
         return self.batch if self.next_batch is None else self.next_batch(step, rank)
 
 

@@ -31,7 +31,7 @@ _local: list[frozenset[int]] = []
 
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
-    """Let backward passes of a model that torch.compile compiled reduce nothing if their forward pass runs inside.
+    """Let backward passes of a `model` that torch.compile compiled reduce nothing if their forward pass runs inside.
 
     The next call of backward() that also runs through a forward pass outside reduces what has come together in `.grad`.
     All ranks must do the same, as under DistributedDataParallel.

@@ -56,7 +56,10 @@ class PlannedAverage:
         return self._job.report()
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """Sum the last backward pass up in numbers, as CompiledStep.metrics; empty before the first one."""
+        """Sum the last backward pass up in numbers, as CompiledStep.metrics, with the norm of `residuals` if asked.
+
+        Empty before the first one.
+        """
         return {} if self._job is None else self._job.metrics(residuals=residuals)
 
     # State
@@ -74,7 +77,7 @@ class PlannedAverage:
         return to_tensors(self.state_dict(), compat.rank_in_job())
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back what `state_dict` or `checkpoint` returned; every rank calls it, as CompiledStep.load_state_dict.
+        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, as CompiledStep.load_state_dict.
 
         Before the first backward pass the state waits for it, and its plan is followed from there on. Raises BadState.
         """

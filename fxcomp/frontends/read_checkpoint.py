@@ -16,11 +16,11 @@ from fxcomp.state.checkpoint import saved_ranks
 def read_checkpoint(
     folder: str | Path, under: str = "step", *, rank: int | None = None, ranks: int | None = None
 ) -> dict[str, Tensor]:
-    """Read this rank's part of what `dcp.save({under: step.checkpoint(), ...})` wrote into a folder.
+    """Read this rank's part of what `dcp.save({under: step.checkpoint(), ...})` wrote into a `folder`.
 
-    Of r ranks, rank i reads what the ranks i, i + r, i + 2r, ... saved, so that each state is read once. Give the
-    result to `load_state_dict`; it is empty on a rank for which nothing was saved. No rank waits for another.
-    Raises BadState.
+    `under` is the key there. Of r `ranks`, `rank` i, by default those of the process group, reads what the ranks i, i +
+    r, i + 2r, ... saved, so that each state is read once. Give the result to `load_state_dict`; it is empty on a rank
+    for which nothing was saved. No rank waits for another. Raises BadState.
     """
     # imported here: it takes a third of a second, which steps without checkpoints need not pay
     from torch.distributed.checkpoint.filesystem import FileSystemReader

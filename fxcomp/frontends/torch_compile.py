@@ -7,12 +7,6 @@ The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. W
 happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
-Options, in `options={...}`: `compress`, as far as it is about gradients, `cluster`, `costs` and `process_group` as in
-compile_step; `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable parameters
-that the graph does not reach; `ignore`, names of those that need no reduction; `inductor`, True to let Inductor compile
-both passes, which is usual on CUDA. Without `model`, parameters must start equal, and the first backward passes are
-compared between ranks.
-
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
   compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
   `fullgraph=True`: a graph break, or more recompilations than torch allows, is an error then, and not eager code that
@@ -73,7 +67,14 @@ def fxcomp_backend(
     options: Mapping[str, Any] | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
-    """Compile what Dynamo found. torch.compile calls this; see the top of this file for its options."""
+    """Compile what Dynamo found, `gm`, for `example_inputs`: torch.compile calls this.
+
+    `options` may have `compress`, as far as it is about gradients, `cluster`, `costs` and `process_group` as in
+    compile_step; `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable
+    parameters that the graph does not reach; `ignore`, names of those that need no reduction; `inductor`, True to let
+    Inductor compile both passes, which is usual on CUDA. Without `model`, parameters must start equal, and the first
+    backward passes are compared between ranks. Whatever else torch.compile hands over, `unknown`, is refused.
+    """
     chosen = read_options(options, unknown)
     _refuse_ddp(chosen.model)
     inductor = chosen.uses_inductor(example_inputs)

@@ -184,7 +184,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Allow as much as a uniform setting loses everywhere: "topk(0.01)", "int4 > int4". Raises BadOption."""
+    """Allow as much as a uniform `setting` loses everywhere: "topk(0.01)", "int4 > int4". Raises BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"

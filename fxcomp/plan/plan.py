@@ -107,7 +107,7 @@ def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The buckets in the order in which they leave, with a strategy each. Every rank must share it."""
+    """The `buckets` in the order in which they leave, with a strategy each. Every rank must share it."""
 
     buckets: tuple[Bucket, ...]
 
@@ -157,6 +157,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
+        """Nothing is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
@@ -173,7 +174,7 @@ class Plan:
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
         """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel.
 
-        Parameters that stay at the gradient share no bucket with others.
+        Parameters in `staying` stay at the gradient, and share no bucket with others.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
@@ -265,6 +266,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return what `save` writes."""
         return {
             "version": 1,
             "buckets": [
@@ -278,7 +280,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Build a plan from `to_json`'s data. Raises BadPlan."""
+        """Build a plan from `data` of `to_json`. Raises BadPlan."""
         try:
             if data["version"] != 1:
                 raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
@@ -299,11 +301,12 @@ class Plan:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to `path`, which `compress=` takes."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file. Raises BadPlan naming the file."""
+        """Read the plan file `path`. Raises BadPlan naming the file."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:

@@ -66,7 +66,7 @@ RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The steps of one bucket between its gradients' production and their use."""
+    """The `steps` of one bucket between its gradients' production and their use."""
 
     steps: tuple[Step, ...]
     ends_as_shards: bool = False
@@ -173,7 +173,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read the text form back. Raises BadStrategy."""
+        """Read a `text` as `str(strategy)` writes it, `all_reduce@world`. Raises BadStrategy."""
         steps = text.rstrip().removesuffix(_SHARDS)
         return cls(parse_steps(steps), ends_as_shards=steps != text.rstrip())
 

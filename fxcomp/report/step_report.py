@@ -36,11 +36,11 @@ class StepReport:
         return to_json(self.explanation)
 
     def save_html(self, path: str | Path) -> None:
-        """Write one file that any browser opens, without a network. Raises BadOption."""
+        """Write one file, `path`, that any browser opens, without a network. Raises BadOption."""
         _save(to_html(self.explanation), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace for ui.perfetto.dev: predicted steps, and those that were profiled. Raises BadOption."""
+        """Write a trace to `path` for ui.perfetto.dev: predicted steps, and profiled ones. Raises BadOption."""
         _save(json.dumps(to_trace(self.explanation)) + "\n", path)
 
 

@@ -120,9 +120,9 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Read the plan that was followed, or warmed up for, when this was saved; None if nothing says it.
+    """Read the plan that was followed, or warmed up for, when `saved` was; None if nothing says it.
 
-    Raises BadState.
+    It is what `state_dict` or `checkpoint` returned. Raises BadState.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):

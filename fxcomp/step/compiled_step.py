@@ -74,10 +74,12 @@ class CompiledStep:
         self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
+        """The steps that were taken, those before a loaded state among them."""
         self._steps_unlike_first = 0
         self.skipped_steps = 0
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes = Notes(site.ranks.notes)
+        """Sentences about what happened, which reports end with."""
         self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
@@ -233,7 +235,7 @@ class CompiledStep:
         return self.in_force.predicted
 
     def graph(self, after: str | None = None) -> GraphModule:
-        """The final graph, or the graph after a pass. Raises BadOption naming the passes if there is no such one."""
+        """The final graph, or the one `after` a pass. Raises BadOption naming the passes if there is no such one."""
         return self.in_force.program.graph_after(after)
 
     def explain(self) -> str:
@@ -248,7 +250,7 @@ class CompiledStep:
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
     def profile(self, steps: int = 5) -> None:
-        """Time this rank's lines in the next steps that only train; `report()` has them beside the prediction."""
+        """Time this rank's lines in the next `steps` that only train; `report()` has them beside the prediction."""
         self._profiler.begin(steps)
 
     @property
@@ -276,7 +278,7 @@ class CompiledStep:
         return to_tensors({**self.state_dict(), **about})
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back what `state_dict` or `checkpoint` returned; every rank calls it, with None where there is nothing.
+        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, with None where there is nothing.
 
         The states may be of another plan or of another number of ranks. Each is loaded by one rank, whichever it is;
         those of ranks that have gone by any, in a list with its own: `load_state_dict([state, another])`. What all

@@ -98,7 +98,9 @@ def test_words_of_pages_are_found(site: Path):
     assert {f"{place_of(page)}/".lstrip("/") for page in PAGES} <= places
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if ":::" not in page.read_text()], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_a_page_has_the_lists_tables_and_listings_that_a_forge_shows(page: Path, site: Path):
     forge = MarkdownIt("commonmark").enable("table").render(page.read_text())
     html = (site / place_of(page) / "index.html").read_text()
