@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fxcomp import __version__, status_line
 from fxcomp.commands import calibrate, diff, dump, explain, plot
+from fxcomp.commands.bisect import run as bisect
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 
@@ -32,7 +33,7 @@ class Command(Protocol):
 
 PAGES = "https://github.com/fxcomp/fxcomp/tree/main/docs"
 
-COMMANDS: tuple[Command, ...] = (explain, dump, diff, plot, calibrate, demo)
+COMMANDS: tuple[Command, ...] = (explain, dump, diff, bisect, plot, calibrate, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,18 @@ CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the job, the cluster, the plan, and the job's length."""
+    add_plan_options(parser)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        dest="job_steps",
+        help="the number of steps of the whole job, which aggressive compares",
+    )
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the job, the cluster and the plan."""
     parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
     parser.add_argument(
@@ -41,9 +53,6 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         help="where the mean stands: gradient, momentum (of a plan), or auto: the mode decides (default: auto)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="the number of steps of the whole job, which aggressive compares"
-    )
-    parser.add_argument(
         "--pin",
         action="append",
         default=[],
@@ -55,7 +64,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
     """Read how gradients are to travel: as the job says where the command line does not."""
     compress = Compress.of(job.compress) if arguments.compress is None else Compress.parse(arguments.compress)
-    changes: dict[str, Any] = {"pins": parse_pins(arguments.pin), "at": arguments.at, "steps": arguments.steps}
+    changes: dict[str, Any] = {"pins": parse_pins(arguments.pin), "at": arguments.at, "steps": arguments.job_steps}
     given = {name: value for name, value in changes.items() if value not in (None, {})}
     return replace(compress, **given) if given else compress
 

@@ -1,0 +1,1 @@
+"""Find the tensors whose compression costs the loss, by short trainings on ranks of this machine."""

@@ -1,0 +1,160 @@
+"""Search for the tensors whose compression costs the loss, by halves; stop where noise is larger than a difference.
+
+    everything dense, everything compressed      the cost in all, and the noise of it
+    one half compressed, the other half dense    the cost of a half; whichever costs something is halved again
+    neither half costs something by itself       the two are named together: no smaller set can be told
+
+A comparison is made seed by seed: both trainings see the same batches. Its noise is how far the mean of so few seeds
+may be off by chance. A few seeds may lie close together by chance, too, so their spread counts as no smaller than that
+of other comparisons does (its median).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Train = Callable[[Collection[str], int], float]
+"""Trains with these tensors compressed and all others dense, from one seed; returns the loss at the end."""
+
+LEAST = 1e-4
+"""A smaller cost is none: sums in another order make as much."""
+
+_STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
+"""By degrees of freedom, from 0: a mean of seeds without a cost is above so many standard errors in 1 of 40 cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The cost of compressing some tensors, as a share of the dense loss of each seed, and its noise."""
+
+    cost: float
+    """Infinite where a training diverges."""
+    noise: float
+
+    @property
+    def counts(self) -> bool:
+        """The cost is above the noise."""
+        return self.cost > self.noise
+
+    @classmethod
+    def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
+        """Compare seed by seed; `usual` is the spread of such differences elsewhere."""
+        if not all(map(math.isfinite, differences)):
+            return cls(math.inf, LEAST)
+        freedom = len(differences) - 1
+        factor = _STUDENT[freedom] if freedom < len(_STUDENT) else 2.0 + 2.5 / freedom
+        noise = factor * max(usual, statistics.stdev(differences)) / math.sqrt(len(differences))
+        return cls(statistics.mean(differences), max(noise, LEAST))
+
+
+def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Compare losses seed by seed, each as a share of dense's, whose scale a seed's batches make."""
+    return [(after - before) / (abs(before) or 1.0) for before, after in zip(dense, other, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Guilt:
+    """Tensors whose compression costs something; several where no smaller set could be told."""
+
+    names: tuple[str, ...]
+    found: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The result of a search."""
+
+    dense: tuple[float, ...]
+    chosen: tuple[float, ...]
+    """The loss of each seed."""
+    in_all: Comparison
+    guilty: tuple[Guilt, ...] = ()
+    rest: Comparison | None = None
+    """The cost of what stays compressed once the guilty are dense; None where nothing is left."""
+    trainings: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dense": [*self.dense],
+            "chosen": [*self.chosen],
+            "in_all": _pair(self.in_all),
+            "guilty": [{"names": [*each.names], **_pair(each.found)} for each in self.guilty],
+            "rest": None if self.rest is None else _pair(self.rest),
+            "trainings": self.trainings,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Findings:
+        def comparison(of: Any) -> Comparison:
+            return Comparison(of["cost"], of["noise"])
+
+        return cls(
+            tuple(data["dense"]),
+            tuple(data["chosen"]),
+            comparison(data["in_all"]),
+            tuple(Guilt(tuple(each["names"]), comparison(each)) for each in data["guilty"]),
+            None if data["rest"] is None else comparison(data["rest"]),
+            data["trainings"],
+        )
+
+
+def _pair(comparison: Comparison) -> dict[str, float]:
+    return {"cost": comparison.cost, "noise": comparison.noise}
+
+
+class Search:
+    """The trainings of a search, each of them once."""
+
+    def __init__(self, names: Sequence[str], train: Train, seeds: int, tell: Callable[[str], None] = lambda _: None):
+        assert seeds > 1, "one seed has no noise"
+        self._names, self._train, self._seeds, self._tell = names, train, seeds, tell
+        self._known: dict[frozenset[str], tuple[float, ...]] = {}
+        self._spreads: list[float] = []
+        """Of the differences of each comparison so far."""
+        self._trainings = 0
+
+    def run(self) -> Findings:
+        """Find what costs something, until what is left costs nothing that noise could not."""
+        dense, chosen = self._losses(()), self._losses(self._names)
+        in_all = self._cost(self._names)
+        guilty: list[Guilt] = []
+        left, rest = list(self._names), in_all
+        while rest.counts:
+            found = self._find(left, rest)
+            guilty += found
+            named = {name for each in found for name in each.names}
+            left = [name for name in left if name not in named]
+            if not left:
+                return Findings(dense, chosen, in_all, tuple(guilty), None, self._trainings)
+            rest = self._cost(left)
+        return Findings(dense, chosen, in_all, tuple(guilty), rest if guilty else None, self._trainings)
+
+    def _find(self, names: Sequence[str], found: Comparison) -> list[Guilt]:
+        """Find the smallest sets within some tensors that cost something together."""
+        if len(names) == 1:
+            return [Guilt(tuple(names), found)]
+        middle = len(names) // 2
+        halves = [(half, self._cost(half)) for half in (names[:middle], names[middle:])]
+        smaller = [guilt for half, cost in halves if cost.counts for guilt in self._find(half, cost)]
+        return smaller or [Guilt(tuple(names), found)]
+
+    def _cost(self, names: Sequence[str]) -> Comparison:
+        found = differences(self._losses(()), self._losses(names))
+        if all(map(math.isfinite, found)):
+            self._spreads.append(statistics.stdev(found))
+        return Comparison.of(found, statistics.median(self._spreads) if self._spreads else 0.0)
+
+    def _losses(self, compressed: Collection[str]) -> tuple[float, ...]:
+        key = frozenset(compressed)
+        if key not in self._known:
+            losses: list[float] = []
+            for seed in range(self._seeds):
+                self._tell(f"{len(key)} of {len(self._names)} tensors compressed, seed {seed + 1} of {self._seeds}")
+                losses.append(self._train(key, seed))
+                self._trainings += 1
+            self._known[key] = tuple(losses)
+        return self._known[key]

@@ -1,0 +1,124 @@
+"""The search for guilty tensors, over losses that are made up: it names the planted ones, and nothing within noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Collection, Mapping
+
+import pytest
+
+from fxcomp.commands.bisect.search import Comparison, Findings, Search, differences
+
+NAMES = [f"layer.{k}.weight" for k in range(16)]
+
+
+def planted(costs: Mapping[str, float], noise: float = 0.01, seed: int = 0) -> Callable[[Collection[str], int], float]:
+    """Losses about 2, with what each compressed tensor costs; half of the noise is a seed's own, as of its batches."""
+
+    def train(compressed: Collection[str], number: int) -> float:
+        of_seed = random.Random(f"{seed} {number}").gauss(0, 5 * noise)
+        of_run = random.Random(f"{seed} {number} {sorted(compressed)}").gauss(0, noise)
+        return 2.0 + of_seed + (of_run if compressed else 0.0) + sum(costs.get(name, 0.0) for name in compressed)
+
+    return train
+
+
+def named(found: Findings) -> set[tuple[str, ...]]:
+    return {each.names for each in found.guilty}
+
+
+@pytest.mark.parametrize("guilty", [0, 7, 8, 15])
+def test_one_guilty_tensor_is_named(guilty: int):
+    found = Search(NAMES, planted({NAMES[guilty]: 0.5}), 4).run()
+    assert named(found) == {(NAMES[guilty],)}
+    assert found.guilty[0].found.cost == pytest.approx(0.25, abs=0.03)
+    assert found.rest is not None
+    assert not found.rest.counts
+    assert found.trainings <= 4 * (2 + 2 * 4 + 1)
+
+
+@pytest.mark.parametrize("pair", [(1, 12), (4, 5), (0, 15)])
+def test_two_guilty_tensors_are_named(pair: tuple[int, int]):
+    found = Search(NAMES, planted({NAMES[k]: 0.4 for k in pair}), 4).run()
+    assert named(found) == {(NAMES[k],) for k in pair}
+
+
+def test_no_tensor_is_named_where_none_is_guilty():
+    for seed in range(20):
+        found = Search(NAMES, planted({}, seed=seed), 4).run()
+        assert found.guilty == () or found.in_all.counts
+    silent = [Search(NAMES, planted({}, seed=seed), 4).run().guilty == () for seed in range(40)]
+    assert sum(silent) >= 36, "in 1 of 40 cases chance is above the noise"
+
+
+def test_equal_losses_are_no_cost():
+    found = Search(NAMES, lambda _, seed: 2.0 + seed, 2).run()
+    assert (found.guilty, found.rest) == ((), None)
+    assert (found.in_all.cost, found.in_all.noise) == (0.0, 1e-4)
+
+
+def test_where_everything_is_a_little_guilty_groups_are_named_and_no_single_tensor():
+    found = Search(NAMES, planted(dict.fromkeys(NAMES, 0.004), noise=0.02, seed=3), 5).run()
+    assert found.in_all.counts
+    assert named(found)
+    assert all(len(each.names) > 1 for each in found.guilty)
+
+
+def test_tensors_that_are_guilty_only_together_are_named_together():
+    def train(compressed: Collection[str], seed: int) -> float:
+        return (2.0 + seed) * (1.25 if {NAMES[2], NAMES[13]} <= set(compressed) else 1.0)
+
+    found = Search(NAMES, train, 2).run()
+    assert named(found) == {tuple(NAMES)}
+    assert found.rest is None
+
+
+def test_a_second_fault_that_the_first_one_hides_is_found():
+    """One tensor breaks everything by itself; another one costs little, but more than noise."""
+    found = Search(NAMES, planted({NAMES[3]: 5.0, NAMES[9]: 0.2}), 4).run()
+    assert named(found) == {(NAMES[3],), (NAMES[9],)}
+
+
+def test_a_training_that_diverges_is_an_infinite_cost():
+    def train(compressed: Collection[str], seed: int) -> float:
+        return math.nan if NAMES[6] in compressed else 2.0 + 0.1 * seed
+
+    found = Search(NAMES, train, 3).run()
+    assert named(found) == {(NAMES[6],)}
+    assert found.guilty[0].found.cost == math.inf
+
+
+def test_a_gain_is_no_guilt():
+    assert Search(NAMES, planted({NAMES[2]: -0.5}), 4).run().guilty == ()
+
+
+def test_no_training_is_run_twice():
+    seen: list[tuple[frozenset[str], int]] = []
+
+    def train(compressed: Collection[str], seed: int) -> float:
+        seen.append((frozenset(compressed), seed))
+        return planted({NAMES[5]: 0.5})(compressed, seed)
+
+    found = Search(NAMES, train, 3).run()
+    assert len(seen) == len(set(seen)) == found.trainings
+
+
+def test_findings_go_to_json_and_back():
+    found = Search(NAMES, planted({NAMES[5]: 0.5}), 3).run()
+    assert Findings.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_noise_is_that_of_pairs_and_costs_are_shares():
+    """A spread that both share is no noise of their difference, whatever the scale of a seed's loss."""
+    found = Comparison.of(differences([1.0, 5.0, 9.0], [1.5, 7.5, 13.4]))
+    assert found.counts
+    assert found.cost == pytest.approx(0.5, abs=0.01)
+    assert not Comparison.of(differences([1.0, 5.0, 9.0], [1.5, 5.1, 9.0])).counts
+    assert Comparison.of(differences([-2.0, -2.0], [-1.0, -1.01])).cost == pytest.approx(0.5, abs=0.01)
+
+
+def test_seeds_that_lie_close_together_by_chance_are_no_certainty():
+    assert Comparison.of([0.01, 0.0101, 0.0102]).counts
+    assert not Comparison.of([0.01, 0.0101, 0.0102], usual=0.02).counts
