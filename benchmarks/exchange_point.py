@@ -4,11 +4,14 @@
     python benchmarks/exchange_point.py --steps 3000 --seeds 0,1,2 --names dense,sign
     python benchmarks/exchange_point.py --model large --rate 1e-3 --steps 2000
     python benchmarks/exchange_point.py --steps 3000 --names "dense,cmax8 after int4" --people
+    python benchmarks/exchange_point.py --steps 3000 --names dense,aggressive --inter 20mbit
 
 All contestants train through `compile_step`, on ranks of this machine. The learning rate falls along a cosine. With
-`--people` it rises over the first 5 % of the steps before it falls, beta2 is 0.95 and the weight decay 0.1. A record
-has the mean loss over passages that are the same for all, the bytes that a rank has sent in the whole job (by ring and
-pairwise algorithms), and the ratio to dense ones. The rate should be dense training's best: `--names dense --rate ...`.
+`--people` it rises over the first 5 % of the steps before it falls, beta2 is 0.95 and the weight decay 0.1.
+`aggressive` is the mode as a user has it: it measures, chooses, races, verifies and watches for drift. With `--inter`
+each rank has a host of its own, whose links are shaped. A record has the mean loss over passages that are the same for
+all, the bytes that a rank has sent in the whole job (by ring and pairwise algorithms), and the ratio to dense ones. The
+rate should be dense training's best: `--names dense --rate ...`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 import torch.distributed as dist
 from fixed_plans import at_momentum, shots
 from records import Records, options
-from shaped import Teller, ends_well, is_rank, join, run
+from shaped import UNSHAPED, Teller, ends_well, is_rank, join, run, set_rate
 
 import fxcomp
 from fxcomp.commands.demo.gpt import GPT, GPTConfig, draw_batch, loss_fn, training_text
@@ -39,6 +42,7 @@ MODELS = {
 """The configuration, the passages of a rank's batch, and the learning rate."""
 
 
+MODE = "aggressive"
 RISING = 0.05  # the share of the steps in which `--people` let the learning rate rise
 
 
@@ -47,6 +51,7 @@ def contestants(steps: int, share: float) -> dict[str, Any]:
     warmup, shorter = fxcomp.Warmup(int8_steps=round(share * steps)), fxcomp.Warmup(int4_steps=round(share * steps))
     return {
         "dense": lambda: "dense",
+        MODE: lambda: fxcomp.Compress(within=MODE, steps=steps),
         "int4": lambda: shots("int4"),
         "sign of gradients": lambda: fxcomp.Compress(
             plan=shots("sign"), feedback=fxcomp.ErrorFeedback(allow_diverging=True)
@@ -89,11 +94,10 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
     optimizer = make_optimizer(model, rate, arguments.people)
     rising = round(RISING * steps) if arguments.people else 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: share_of_rate(i, steps, rising))
-    checks = fxcomp.Checks(verify="never", race="off", replan="off")
+    checks: dict[str, Any] = {"checks": fxcomp.Checks(verify="never", race="off", replan="off")}
+    chosen: dict[str, Any] = {} if name == MODE else {**checks, "costs": fxcomp.CostTable()}
     compress = contestants(steps, arguments.warmup)[name]()
-    step = fxcomp.compile_step(
-        model, loss_fn, optimizer, batch(step=0), compress=compress, checks=checks, costs=fxcomp.CostTable()
-    )
+    step = fxcomp.compile_step(model, loss_fn, optimizer, batch(step=0), compress=compress, **chosen)
     sent, begun = 0.0, time.perf_counter()
     for i in range(steps):
         step(batch(step=i))
@@ -118,19 +122,37 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
         "sent_mb": sent / 1e6,
         "fewer": dense * steps / sent,
         "ms": 1e3 * seconds / steps,
+        "inter": arguments.inter,
+        "plan": list(map(str, step.plan.buckets)),
+        "notes": list(step.notes),
+        "replicas_equal": are_equal(model),
     }
+
+
+def are_equal(model: torch.nn.Module) -> bool:
+    """Tell whether all ranks have the same parameters, bit by bit."""
+    mine = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    differs = (first.view(torch.int32) != mine.view(torch.int32)).any().int()
+    dist.all_reduce(differs)
+    return not differs.item()
 
 
 def on_rank(arguments: argparse.Namespace) -> None:
     join()
     torch.set_num_threads(1)
+    if arguments.inter != UNSHAPED:
+        set_rate(arguments.inter)
     tell = Teller()
     for seed in map(int, arguments.seeds.split(",")):
         for name in arguments.names.split(","):
             tell.send(train(name, arguments, seed))
 
 
-def train_on_ranks(file: str, arguments: argparse.Namespace, on_rank: Callable[[argparse.Namespace], None]) -> None:
+def train_on_ranks(
+    file: str, arguments: argparse.Namespace, on_rank: Callable[[argparse.Namespace], None], inter: str = UNSHAPED
+) -> None:
     """Train as a rank, or start the ranks of this script, and print and keep their records."""
     if is_rank():
         on_rank(arguments)
@@ -141,7 +163,8 @@ def train_on_ranks(file: str, arguments: argparse.Namespace, on_rank: Callable[[
         kept.add(record)
         print(json.dumps(record), flush=True)
 
-    run([file, *sys.argv[1:]], hear, hosts=None, ranks_per_host=arguments.ranks)
+    hosts, ranks = (None, arguments.ranks) if inter == UNSHAPED else (arguments.ranks, 1)
+    run([file, *sys.argv[1:]], hear, hosts=hosts, ranks_per_host=ranks)
 
 
 def main() -> None:
@@ -154,8 +177,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=0.2, help="the warm-up's share of the steps")
     parser.add_argument("--people", action="store_true", help="beta2 0.95, weight decay 0.1, a rate that rises first")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--inter", default=UNSHAPED, help="the links' bandwidth, such as 20mbit, with a host a rank")
     arguments = parser.parse_args()
-    train_on_ranks(__file__, arguments, on_rank)
+    train_on_ranks(__file__, arguments, on_rank, arguments.inter)
 
 
 if __name__ == "__main__":
