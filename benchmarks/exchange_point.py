@@ -130,7 +130,7 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
 
 
 def are_equal(model: torch.nn.Module) -> bool:
-    """Tell whether all ranks have the same parameters, bit by bit."""
+    """Return whether all ranks have the same parameters, bit by bit."""
     mine = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
