@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.codegen.program import Program, load_program
+from fxcomp.codegen.traced import trace_program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, Timeline, simulate
 from fxcomp.gc_paused import gc_paused
@@ -157,7 +158,9 @@ class Compiler:
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            return load_program(captured, gm, replay, self._predicted(gm, captured.graph, plan, costs))
+            program = load_program(captured, gm, replay, self._predicted(gm, captured.graph, plan, costs))
+            trace_program(plan, program.emitted, program.timeline, replay)
+            return program
 
         return run_in_turns(captured.graph, self.passes(plan, costs), program_of)
 

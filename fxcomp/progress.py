@@ -113,7 +113,7 @@ def phase(name: str) -> Generator[None]:
 
 
 class Notes(list[str]):
-    """The notes that a report has of a step, in order. Each that is appended is logged, too."""
+    """The notes that a report has of a step, in order. Each that is added later is logged, too."""
 
     def __init__(self, notes: Iterable[str] = ()) -> None:
         super().__init__(notes)
@@ -121,3 +121,11 @@ class Notes(list[str]):
     def append(self, note: str) -> None:
         log.info("%s", note)
         super().append(note)
+
+    def extend(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.append(note)
+
+    def __iadd__(self, notes: Iterable[str]) -> Notes:
+        self.extend(notes)
+        return self

@@ -32,7 +32,10 @@ def test_each_phase_and_the_choice_are_logged(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO, "fxcomp"):
         step.notes.append("a note")
-    assert [record.getMessage() for record in caplog.records] == ["a note"]
+        step.notes += ["a late note"]
+        step.notes.extend(["two", "more"])
+    assert [record.getMessage() for record in caplog.records] == ["a note", "a late note", "two", "more"]
+    assert step.notes[-4:] == ["a note", "a late note", "two", "more"]
 
 
 def test_nothing_is_logged_where_nobody_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
 - streams: devices that work after the host, and their streams.
+- structured: torch's trace of what is compiled.
 - source_lines, machine: the user's line, the machine, atomic writes.
 """
 
@@ -60,6 +61,7 @@ from fxcomp.compat.source_lines import (
     users_line, users_source,
 )
 from fxcomp.compat.streams import recorded, stream_of, streams_of, to_device, wait_for_stream, works_later
+from fxcomp.compat.structured import is_traced, trace_artifact
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,
     is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,

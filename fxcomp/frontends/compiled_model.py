@@ -19,6 +19,7 @@ from fxcomp.capture.step_capture import refuse_gradients
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.codegen.profiled import run_named
+from fxcomp.codegen.traced import trace_program
 from fxcomp.errors import UnsynchronizedGradient
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
@@ -139,6 +140,7 @@ class CompiledModel:
         final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
+        trace_program(self.plan, self.source, None, lambda: {"final": final})
         module = load(self.source, final, compat.cache_directory() / "steps")
         if inductor:
             compile_regions(module, final)

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxcomp import compat
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import load
+from fxcomp.codegen.traced import trace_program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import UnsupportedFeature
@@ -186,6 +187,7 @@ class HookProgram:
         timeline = predicted(final, costs)
         source = emit(final, title="The buckets of one backward pass, averaged")
         module = load(source, final, compat.cache_directory() / "steps")
+        trace_program(plan, source, timeline, lambda: {"final": final})
         residuals, states = (tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE))
         return cls(layout, module, source, timeline, tuple(runs), lent, residuals, states)
 

@@ -93,7 +93,8 @@ def hardware(device: torch.device) -> str:
     """Name what measured numbers belong to: processor or GPU, and the threads that torch may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{compat.processor_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{compat.processor_name()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def versions() -> str:

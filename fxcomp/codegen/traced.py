@@ -1,0 +1,35 @@
+"""Show a program in torch's structured trace: TORCH_TRACE=folder, then `tlparse folder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxcomp import compat
+from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.dump import dump
+from fxcomp.plan.plan import Plan
+
+
+def trace_program(
+    plan: Plan, source: str, timeline: Timeline | None, graphs: Callable[[], Mapping[str, GraphModule]]
+) -> None:
+    """Write the graph after each pass, the plan, the predicted timeline and the source. Costs nothing untraced."""
+    if not compat.is_traced():
+        return
+    for number, (name, graph) in enumerate(graphs().items(), 1):
+        compat.trace_artifact(f"graph_{number:02d}_{name}", lambda graph=graph: dump(graph))
+    compat.trace_artifact("plan", plan.to_json)
+    if timeline is not None:
+        compat.trace_artifact("timeline", lambda: _to_json(timeline))
+    compat.trace_artifact("source", lambda: source)
+
+
+def _to_json(timeline: Timeline) -> dict[str, Any]:
+    spans = [
+        {"task": span.task.name, "stream": span.task.stream.value, "start_us": span.start_us, "end_us": span.end_us}
+        for span in timeline.spans
+    ]
+    return {"step_us": timeline.step_time_us, "spans": spans}

@@ -1,0 +1,26 @@
+"""Write artifacts into torch's structured trace (TORCH_TRACE), which tlparse lays out as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch._logging
+from torch._logging import _internal
+
+
+def is_traced() -> bool:
+    """Tell a process whose compilations are traced into a folder."""
+    return any(getattr(handler, "root_dir", None) is not None for handler in _internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, write: Callable[[], str | dict[str, Any]]) -> None:
+    """Write a text, or data; `write` is not called where nothing is traced."""
+    if not is_traced():
+        return
+    found = write()
+    encoding, text = ("string", found) if isinstance(found, str) else ("json", json.dumps(found, indent=1))
+    trace = cast("Callable[..., None]", torch._logging.trace_structured)  # pyright: ignore[reportUnknownMemberType]
+    about = {"name": f"fxcomp_{name}", "encoding": encoding}
+    trace("artifact", metadata_fn=lambda: about, payload_fn=lambda: text, expect_trace_id=False)
