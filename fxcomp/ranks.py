@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -89,6 +91,7 @@ class Ranks:
         """
         if not (dist.is_available() and dist.is_initialized()):
             _check_alone(cluster, group)
+            _tell_who_trains_alone(what)
             return ALONE
         members = Members.of(group)
         if len(members) == 1:
@@ -363,6 +366,19 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
             "process_group= was given, but torch.distributed is not initialised in this process.\n"
             "  Call torch.distributed.init_process_group first."
         )
+
+
+def _tell_who_trains_alone(what: str) -> None:
+    """Warn where a launcher has started several processes, and this one has not joined the others."""
+    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        started = os.environ.get(variable, "1")
+        if started not in ("0", "1"):
+            warnings.warn(
+                f"fxcomp: a launcher has started {started} processes ({variable}), but torch.distributed is not"
+                f" initialised: this one works for itself. Call init_process_group before {what}.",
+                stacklevel=4,
+            )
+            return
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:

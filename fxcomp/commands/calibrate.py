@@ -63,6 +63,13 @@ def _local_rank() -> int | None:
     values = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     said = " and ".join(f"{name}={values[name]}" for name in ("RANK", "WORLD_SIZE") if name in values)
     if not said:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != "1":
+            raise BadOption(
+                f"srun has started {tasks} tasks without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: each would"
+                " measure alone.\n  Set them from SLURM_PROCID and SLURM_NTASKS (docs/recipes/clusters.md), or start"
+                " one task."
+            )
         return None
     missing = [name for name in _VARIABLES if name not in values]
     if missing:

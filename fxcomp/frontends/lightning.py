@@ -6,6 +6,9 @@ Everything else stays Lightning's: loss scaling, accumulation, clipping, the opt
 by `import fxcomp`, because Lightning is optional.
 """
 
+# Lightning is not there where types are checked
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import importlib
@@ -74,7 +77,8 @@ class _KeepsStates(_DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
         """Read Lightning's checkpoint, and remember where it is."""
-        loaded = super().load_checkpoint(checkpoint_path, *arguments, **named)
+        library: Any = super()
+        loaded = library.load_checkpoint(checkpoint_path, *arguments, **named)
         if self.lightning_module.trainer.state.fn == "fit":
             self._begins_at = Path(checkpoint_path)
         return loaded
@@ -147,7 +151,7 @@ class FxcompStrategy(_KeepsStates):
         scaler = getattr(self.precision_plugin, "scaler", None)  # of precision="16-mixed": residuals follow its scale
         hook = ddp_hook(**self._options, scaler=scaler)
         self.keep(hook)
-        self.model.register_comm_hook(self.model, hook)  # pyright: ignore[reportUnknownMemberType]
+        self.model.register_comm_hook(self.model, hook)
 
 
 class CompiledStrategy(_KeepsStates):

@@ -83,7 +83,7 @@ def states_of(given: Any) -> list[Any]:
         is_list = isinstance(given, list | tuple)
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [given]
     ranks = saved_ranks(_names(given))
-    states = [_state(given, rank) for rank in ranks] if ranks else [given]
+    states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
     return [state for state in states if NOTHING_YET not in state]
 
 
