@@ -18,8 +18,9 @@ from helpers.recipes import RECIPES, ROOT
 import fxcomp
 
 SRUN = """
-import os, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys
 
+pathlib.Path("srun.pid").write_text(str(os.getpid()))
 command = [word for word in sys.argv[1:] if not word.startswith("--")]
 tasks = int(os.environ["SLURM_NTASKS"])
 ranks = [
@@ -82,13 +83,10 @@ def test_a_slurm_job_calibrates_once_saves_when_preempted_asks_to_be_requeued_an
     command = ["bash", str(RECIPES / "slurm.sh"), "saved"]
     first = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=tmp_path,
-        start_new_session=True,
     )  # fmt: skip
     wait_for(tmp_path / "saved" / "step-50" / ".metadata", first)
-    os.killpg(first.pid, 0)
-    tasks = subprocess.run(["ps", "-o", "pid=,args=", "-g", str(first.pid)], capture_output=True, text=True).stdout
-    [srun] = [line.split()[0] for line in tasks.splitlines() if "/bin/srun" in line]
-    os.kill(int(srun), signal.SIGTERM)  # what --signal=TERM@120 sends to the step
+    # what --signal=TERM@120 sends to the step
+    os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
     output, _ = first.communicate(timeout=200)
     assert first.returncode == 75, output
     assert f"scontrol requeue {environment['SLURM_JOB_ID']}" in output
