@@ -13,7 +13,8 @@ set -euo pipefail
 folder=${1:-checkpoints}
 recipes=${RECIPES:-$SLURM_SUBMIT_DIR/examples/recipes}
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
