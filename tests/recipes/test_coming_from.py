@@ -19,7 +19,7 @@ from fxcomp.plan.compress import Compress
 PAGE = (ROOT / "docs" / "recipes" / "coming_from.md").read_text()
 SETTINGS = sorted(set(re.findall(r"\| `compress=(.+?)` \|", PAGE)))
 COMPILED_ALONE = ("warmup=", "momentum", "steps=")
-"""What needs the optimizer, or whole steps."""
+"""Parts of settings that need the optimizer, or whole steps."""
 
 
 def meant(setting: str) -> Any:
