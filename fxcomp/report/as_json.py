@@ -6,15 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fxcomp.cost.timeline import critical_path
+from fxcomp.cost.timeline import Timeline, critical_path
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.by_layer import Layer, LayerPart, layers_of
-from fxcomp.report.explanation import Explanation, Variation, exposed_by_bucket, moves_json, variation
+from fxcomp.report.explanation import Explanation, Variation, bucket_of, exposed_by_bucket, moves_json, variation
 from fxcomp.report.links import measured_links
 from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
+
+SCHEMA = 1
+"""The form of the data, which `report.schema.json` beside this file describes. A key that is new leaves it as it is."""
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
@@ -22,6 +25,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
     plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
     waits, bound_us = exposed_by_bucket(explanation.timeline), explanation.bound_us
     return {
+        "schema": SCHEMA,
         "verdict": "dense" if plan.is_dense else "compress",
         "step_ms": {
             "chosen": explanation.step_us / 1e3,
@@ -80,8 +84,23 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,
         "racing": explanation.is_racing,
+        "timeline": _timeline(explanation.timeline),
         "notes": list(explanation.notes),
     }
+
+
+def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
+    """List the tasks of the predicted step."""
+    return [
+        {
+            "task": span.task.name,
+            "stream": span.task.stream.value,
+            "bucket": bucket_of(span.task.name),
+            "start_ms": span.start_us / 1e3,
+            "end_ms": span.end_us / 1e3,
+        }
+        for span in timeline.spans
+    ]
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.guard import Guard
-from fxcomp.step.metrics import Counts, metrics_of
+from fxcomp.step.metrics import Counts, in_a_line, metrics_of
 from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
@@ -217,6 +217,9 @@ class CompiledStep:
     def exposed_ms(self) -> float:
         """The wait of recent steps for the network, in ms (median); nan before the first."""
         return self.monitor.times.exposed_ms
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=self.is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxcomp.cost.timeline import Timeline
 from fxcomp.plan.plan import Plan
+from fxcomp.report.document import count
 from fxcomp.step.step_times import StepTimes
 
 
@@ -37,3 +38,17 @@ def metrics_of(counts: Counts, times: StepTimes, plan: Plan | None, predicted: T
         "skipped": counts.skipped,
         "plan": "" if plan is None else plan.digest,
     }
+
+
+def in_a_line(metrics: Mapping[str, Any], plan: Plan, *, is_racing: bool) -> str:
+    """Say in a line how gradients travel and how long steps take."""
+    buckets = plan.buckets
+    compressed = sum(not bucket.strategy.is_dense for bucket in buckets)
+    said = [f"{compressed} of {count(len(buckets), 'bucket')} compressed" if compressed else "dense"]
+    if compressed and not math.isnan(metrics["ratio"]):
+        said.append(f"gradients / sent {metrics['ratio']:.3g}")
+    measured = metrics["step_ms"]
+    times = f"predicted {metrics['predicted_ms']:.4g} ms a step"
+    said.append(times if math.isnan(measured) else f"{measured:.4g} ms a step, {times}")
+    said += ["plans take turns"] if is_racing else []
+    return ", ".join([*said, count(metrics["step"], "step"), f"plan {metrics['plan']}"])
