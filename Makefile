@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-builds lint format site
+.PHONY: demo test test-all test-recipes test-builds lint format site
 
 # The builds of torch that test-builds makes an environment for: a version, which takes what pip takes on an ordinary
 # machine (the CUDA build on Linux), or `pinned`, which takes what constraints.txt and pip's own settings say.
@@ -18,6 +18,10 @@ test: .venv/installed          ## install, then run the fast tests: within ten m
 
 test-all: .venv/installed      ## run the slow tests too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --slow
+
+test-recipes: .venv/installed  ## install the libraries that recipes are for, and run those tests, the slow ones too
+	$(BIN)/pip install -q -c constraints.txt -e '.[recipes]'
+	$(BIN)/python -m pytest -q --slow tests/recipes
 
 test-builds: $(BUILDS:%=test-build-%)  ## run the fast tests with each of BUILDS; "make test-builds BUILDS='2.11.0 2.12.0'"
 
