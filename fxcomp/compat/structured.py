@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch._logging
-from torch._logging import _internal
+from torch._logging import _internal  # pyright: ignore[reportPrivateUsage]
 
 
 def is_traced() -> bool:
@@ -21,6 +20,6 @@ def trace_artifact(name: str, write: Callable[[], str | dict[str, Any]]) -> None
         return
     found = write()
     encoding, text = ("string", found) if isinstance(found, str) else ("json", json.dumps(found, indent=1))
-    trace = cast("Callable[..., None]", torch._logging.trace_structured)  # pyright: ignore[reportUnknownMemberType]
+    trace = cast("Callable[..., None]", _internal.trace_structured)
     about = {"name": f"fxcomp_{name}", "encoding": encoding}
     trace("artifact", metadata_fn=lambda: about, payload_fn=lambda: text, expect_trace_id=False)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ def _trained(request: Request, dense: Collection[str], seed: int) -> float:
         losses = [_loss(step(job.batch_at(first + number, rank))) for number in range(request.steps)]
     last = losses[-max(1, request.steps // _END) :]
     mean = torch.tensor(sum(last) / len(last), dtype=torch.float64)
-    dist.all_reduce(mean)
+    dist.all_reduce(mean)  # pyright: ignore[reportUnknownMemberType]  # untyped
     loss = mean.item() / dist.get_world_size()
     if not dense or math.isfinite(loss) or len(dense) < len(compressed_names(request.plan)):
         return loss
@@ -121,14 +121,14 @@ def _trained(request: Request, dense: Collection[str], seed: int) -> float:
 
 def _loss(result: Any) -> float:
     """Read the loss of a step, which may come with more."""
-    return float(result[0] if isinstance(result, tuple) else result)
+    return float(cast("tuple[Any, ...]", result)[0] if isinstance(result, tuple) else result)
 
 
 def _restore(job: Job, path: str) -> None:
     """Load the model, and the optimizer if it is there. Raises BadState."""
     try:
-        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
-        has_both = isinstance(saved, dict) and {"model", "optimizer"} <= saved.keys()
+        saved = cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
+        has_both = {"model", "optimizer"} <= saved.keys()
         job.model.load_state_dict(saved["model"] if has_both else saved)
         if has_both:
             (optimizer,) = all_optimizers(job.optimizer)

@@ -77,8 +77,9 @@ def _plots(runs: Sequence[Run], metric: str, smooth: int) -> str:
 def _lines(run: Run, number: int, series: Series, unit_s: float | None, smooth: int) -> Sequence[Line]:
     """Make the line of a run's number, and that of its means; over time in a unit, or over steps."""
     steps = [run.steps[place] for place in series.places]
-    is_timed = unit_s is not None and run.seconds is not None
-    xs = [run.seconds[place] / unit_s for place in series.places] if is_timed else steps
+    xs = steps
+    if unit_s is not None and run.seconds is not None:
+        xs = [run.seconds[place] / unit_s for place in series.places]
     line = line_of(run.name, number, steps, xs, series.values)
     if smooth == 1:
         return (line,)
