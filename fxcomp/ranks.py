@@ -370,15 +370,10 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
 
 def _tell_who_trains_alone(what: str) -> None:
     """Warn where a launcher has started several processes, and this one has not joined the others."""
-    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        started = os.environ.get(variable, "1")
-        if started not in ("0", "1"):
-            warnings.warn(
-                f"fxcomp: a launcher has started {started} processes ({variable}), but torch.distributed is not"
-                f" initialised: this one works for itself. Call init_process_group before {what}.",
-                stacklevel=4,
-            )
-            return
+    started = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if started not in ("0", "1"):
+        text = f"fxcomp: a launcher has started {started} processes, but torch.distributed is not initialised:"
+        warnings.warn(f"{text} this one works for itself. Call init_process_group before {what}.", stacklevel=4)
 
 
 def _check_size(cluster: Cluster | None, world_size: int) -> None:

@@ -115,7 +115,7 @@ def test_calibrate_under_srun_without_the_variables_is_refused(tmp_path: Path):
 
 def test_a_rank_that_has_joined_no_group_is_told_that_it_works_for_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.warns(UserWarning, match=r"a launcher has started 8 processes \(WORLD_SIZE\).*init_process_group"):
+    with pytest.warns(UserWarning, match=r"a launcher has started 8 processes, but .*init_process_group"):
         alone()
 
 
