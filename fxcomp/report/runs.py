@@ -30,7 +30,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedRun:
     """Numbers of one run, by the number of a line."""
 
     name: str
@@ -43,7 +43,7 @@ class Run:
     notes: Sequence[str]
 
 
-def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> Run:
+def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
     """Read a file, of which `metrics` are wanted. Raises BadLog naming the line and the field."""
     columns = _Columns({metric: ([], []) for metric in metrics})
     for where, line in _lines(Path(path), columns.notes):
@@ -54,7 +54,7 @@ def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> Run:
     if not known:
         raise BadLog(f"{path}: no line has {' or '.join(map(repr, metrics))}.{_CURE}")
     since = _since_begin(str(path), columns.steps, columns.seconds, columns.notes)
-    return Run(name, columns.steps, since, known, columns.plans, columns.notes)
+    return LoggedRun(name, columns.steps, since, known, columns.plans, columns.notes)
 
 
 @dataclass(slots=True)

@@ -68,8 +68,7 @@ class CompiledStep:
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._site, self._ranks = site, site.ranks
         force.calendar.verified = options.checks.verified
-        self.monitor = Monitor(force, site, options)
-        """The judge of how long steps take."""
+        self.monitor = Monitor(force, site, options)  # judges how long steps take
         self._execution = Execution(force, self.monitor.times, site, options)
         self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
@@ -93,8 +92,7 @@ class CompiledStep:
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
-        self.errors: ErrorLooks | None = None
-        """Measures what compressors lose of gradients; None unless `measured`, or with one rank."""
+        self.errors: ErrorLooks | None = None  # of compressors; None unless `measured`, or with one rank
         if options.compress.measured and site.ranks.world_size > 1:
             self.watch_errors()
 

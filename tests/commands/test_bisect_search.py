@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
-from fxcomp.commands.bisect.search import Comparison, Findings, Search, differences
+from fxcomp.commands.bisect.search import Comparison, Search, SearchFindings, differences
 
 NAMES = [f"layer.{k}.weight" for k in range(16)]
 
@@ -25,7 +25,7 @@ def planted(costs: Mapping[str, float], noise: float = 0.01, seed: int = 0) -> C
     return train
 
 
-def named(found: Findings) -> set[tuple[str, ...]]:
+def named(found: SearchFindings) -> set[tuple[str, ...]]:
     return {each.names for each in found.guilty}
 
 
@@ -107,7 +107,7 @@ def test_no_training_is_run_twice():
 
 def test_findings_go_to_json_and_back():
     found = Search(NAMES, planted({NAMES[5]: 0.5}), 3).run()
-    assert Findings.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert SearchFindings.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_noise_is_that_of_pairs_and_costs_are_shares():

@@ -10,7 +10,7 @@ import pytest
 from helpers.browser import CHROMIUM, DARK, laid_out, screenshot
 
 from fxcomp.report.html.run_plots import to_html
-from fxcomp.report.runs import Run, Series
+from fxcomp.report.runs import LoggedRun, Series
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,7 +27,7 @@ COLORS = {"one": (42, 111, 187), "two": (217, 130, 43)}
 
 
 def page(smooth: int = 1) -> str:
-    def run(name: str, rate: float) -> Run:
+    def run(name: str, rate: float) -> LoggedRun:
         steps = [float(k) for k in range(1, 2001) if not 900 < k < 1100]
         loss = [math.nan if k in (500, 501) else 1.5 + 4 * math.exp(-k * rate) for k in steps]
         series = {
@@ -35,7 +35,7 @@ def page(smooth: int = 1) -> str:
             "sent_mb": Series(range(len(steps)), [5e3 * rate] * len(steps)),
             "residual_norm": Series(range(0, len(steps), 10), [k * rate for k in steps[::10]]),
         }
-        return Run(name, steps, [0.2 * k for k in steps], series, [(1, "0" * 16)], ["a note"])
+        return LoggedRun(name, steps, [0.2 * k for k in steps], series, [(1, "0" * 16)], ["a note"])
 
     return to_html([run("dense", 0.002), run("int4", 0.004)], smooth)
 

@@ -11,17 +11,17 @@ import pytest
 from fxcomp.report.html.charts import LogAxis
 from fxcomp.report.html.line_plot import LinearAxis, axis_of, line_of, line_plot, thinned
 from fxcomp.report.html.run_plots import to_html
-from fxcomp.report.runs import Run, Series
+from fxcomp.report.runs import LoggedRun, Series
 
 NAN = float("nan")
 
 
-def run_of(name: str, lines: int, loss: Callable[[int], float], *, is_timed: bool = True) -> Run:
+def run_of(name: str, lines: int, loss: Callable[[int], float], *, is_timed: bool = True) -> LoggedRun:
     steps, values = [float(k) for k in range(lines)], [loss(k) for k in range(lines)]
     every, places = Series(range(lines), values), range(0, lines, 10)
     series = {"loss": every, "residual_norm": Series(places, [0.1 * k for k in places])}
     seconds = [0.1 * step for step in steps] if is_timed else None
-    return Run(name, steps, seconds, series, [(0, "a" * 16)], [])
+    return LoggedRun(name, steps, seconds, series, [(0, "a" * 16)], [])
 
 
 def line_over(ys: Sequence[float], steps: Sequence[int] | None = None):

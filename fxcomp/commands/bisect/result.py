@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
-from fxcomp.commands.bisect.search import Comparison, Findings
+from fxcomp.commands.bisect.search import Comparison, SearchFindings
 from fxcomp.report.document import Column, Pairs, Section, Table, count, mb, members, short
 from fxcomp.report.explanation import Explanation
 
@@ -19,7 +19,7 @@ class Result:
     """A search over a predicted plan."""
 
     explanation: Explanation
-    found: Findings | None
+    found: SearchFindings | None
     """None where the plan compresses nothing."""
     steps: int
     seeds: int
@@ -91,7 +91,7 @@ _NOISE = (
 )
 
 
-def _losses(found: Findings) -> Pairs:
+def _losses(found: SearchFindings) -> Pairs:
     def spread(losses: Sequence[float]) -> str:
         if not all(map(math.isfinite, losses)):
             return "diverges"
@@ -117,7 +117,7 @@ _COLUMNS = (
 )
 
 
-def _guilty(result: Result, found: Findings) -> Table:
+def _guilty(result: Result, found: SearchFindings) -> Table:
     by = {name: short(bucket.strategy) for bucket in result.explanation.plan.buckets for name in bucket.names}
     rows: list[Sequence[str]] = []
     for each in found.guilty:
@@ -135,7 +135,7 @@ def _guilty(result: Result, found: Findings) -> Table:
     return Table(_COLUMNS, rows)
 
 
-def _remarks(found: Findings) -> Iterator[str]:
+def _remarks(found: SearchFindings) -> Iterator[str]:
     yield "A row is the cost of these alone, with everything else dense; rows need not add up to all."
     groups = [each for each in found.guilty if len(each.names) > 1]
     if groups:

@@ -14,7 +14,7 @@ from fxcomp import status_line
 from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
 from fxcomp.commands.bisect.rank import MARK, Request
 from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
-from fxcomp.commands.bisect.search import Findings
+from fxcomp.commands.bisect.search import SearchFindings
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster
 from fxcomp.errors import BadJob, BadOption
@@ -96,7 +96,7 @@ def _check(arguments: argparse.Namespace, ranks: int) -> None:
         raise BadOption(f"--checkpoint: there is no file {arguments.checkpoint}")
 
 
-def _searched(request: Request) -> Findings:
+def _searched(request: Request) -> SearchFindings:
     """Let ranks search, and show how far they are."""
     told: list[Any] = []
 
@@ -114,7 +114,7 @@ def _searched(request: Request) -> Findings:
         path.write_text(json.dumps(request.to_json()))
         command = ["-m", "fxcomp.commands.bisect.rank", str(path)]
         run_ranks(command, ranks_per_host=request.cluster.world_size, timeout_s=math.inf, on_line=hear)
-    return Findings.from_json(told[0])
+    return SearchFindings.from_json(told[0])
 
 
 def _named(compress: Compress) -> tuple[str | None, str]:

@@ -65,7 +65,7 @@ class Guilt:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class SearchFindings:
     """The result of a search."""
 
     dense: tuple[float, ...]
@@ -88,7 +88,7 @@ class Findings:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Findings:
+    def from_json(cls, data: Any) -> SearchFindings:
         def comparison(of: Any) -> Comparison:
             return Comparison(of["cost"], of["noise"])
 
@@ -117,7 +117,7 @@ class Search:
         """Of the differences of each comparison so far."""
         self._trainings = 0
 
-    def run(self) -> Findings:
+    def run(self) -> SearchFindings:
         """Find what costs something, until what is left costs nothing that noise could not."""
         dense, chosen = self._losses(()), self._losses(self._names)
         in_all = self._cost(self._names)
@@ -129,9 +129,9 @@ class Search:
             named = {name for each in found for name in each.names}
             left = [name for name in left if name not in named]
             if not left:
-                return Findings(dense, chosen, in_all, tuple(guilty), None, self._trainings)
+                return SearchFindings(dense, chosen, in_all, tuple(guilty), None, self._trainings)
             rest = self._cost(left)
-        return Findings(dense, chosen, in_all, tuple(guilty), rest if guilty else None, self._trainings)
+        return SearchFindings(dense, chosen, in_all, tuple(guilty), rest if guilty else None, self._trainings)
 
     def _find(self, names: Sequence[str], found: Comparison) -> list[Guilt]:
         """Find the smallest sets within some tensors that cost something together."""

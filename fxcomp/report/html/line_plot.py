@@ -29,7 +29,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """One run's number."""
 
     name: str
@@ -42,12 +42,12 @@ class Line:
     is_mean: bool = False
     """Drawn over the line that it smooths, which is pale then."""
 
-    def smoothed(self, over: int) -> Line:
+    def smoothed(self, over: int) -> PlotLine:
         """Let each point be the mean of so many up to it, within its part."""
-        return Line(self.name, self.number, [list(_means(part, over)) for part in self.parts], is_mean=True)
+        return PlotLine(self.name, self.number, [list(_means(part, over)) for part in self.parts], is_mean=True)
 
 
-def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> Line:
+def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> PlotLine:
     """Make a line over `xs`. It breaks where a value is not finite, and where steps are missing or fall back."""
     usual = statistics.median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0.0
     parts: list[list[Point]] = []
@@ -62,7 +62,7 @@ def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float],
             parts.append([])
         parts[-1].append((x, y))
         before = step
-    return Line(name, number, parts, crosses)
+    return PlotLine(name, number, parts, crosses)
 
 
 def _means(part: Sequence[Point], over: int) -> Iterator[Point]:
@@ -91,7 +91,7 @@ class LinearAxis:
         return [k * step for k in range(first, last + 1)]
 
 
-def line_plot(lines: Sequence[Line], says_x: Callable[[float], str], unit: str = "") -> str:
+def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> str:
     """Draw lines; empty where there is no point. Values that are not finite are crosses at the top edge."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
@@ -109,7 +109,7 @@ def line_plot(lines: Sequence[Line], says_x: Callable[[float], str], unit: str =
     return f'<svg width="100%" height="{HEIGHT + 22}" role="img" aria-label="lines over an axis">{inside}</svg>'
 
 
-def names_of(lines: Sequence[Line]) -> str:
+def names_of(lines: Sequence[PlotLine]) -> str:
     """Explain the colors."""
     named = {line.number: (_color(line), f"{line.name}{_DASHED * _is_dashed(line)}") for line in lines}
     return legend(list(named.values()))
@@ -148,7 +148,7 @@ def _extremes(column: Sequence[Point]) -> list[Point]:
     return [column[k] for k in sorted(kept)]
 
 
-def _drawn(line: Line, across: LinearAxis, up: LinearAxis | LogAxis, columns: int, has_mean: bool) -> Iterator[str]:
+def _drawn(line: PlotLine, across: LinearAxis, up: LinearAxis | LogAxis, columns: int, has_mean: bool) -> Iterator[str]:
     """Draw a line: what is joined, and points that stand by themselves as dots."""
     kept = thinned(line.parts, across, columns)
     joined, alone = [part for part in kept if len(part) > 1], [part for part in kept if len(part) == 1]
@@ -166,15 +166,15 @@ def _along(part: Sequence[Point], across: LinearAxis, up: LinearAxis | LogAxis) 
     return f"M{placed[0]}" + ("".join(f"L{place}" for place in placed[1:]) or "h0")
 
 
-def _color(line: Line) -> str:
+def _color(line: PlotLine) -> str:
     return COLORS[line.number % len(COLORS)]
 
 
-def _is_dashed(line: Line) -> bool:
+def _is_dashed(line: PlotLine) -> bool:
     return line.number >= len(COLORS)
 
 
-def _crosses(lines: Sequence[Line], across: LinearAxis) -> Iterator[str]:
+def _crosses(lines: Sequence[PlotLine], across: LinearAxis) -> Iterator[str]:
     """Mark values that are not finite, one a column."""
     for line in lines:
         for x in sorted({round(across.share(x)) for x in line.crosses}):
@@ -182,7 +182,7 @@ def _crosses(lines: Sequence[Line], across: LinearAxis) -> Iterator[str]:
             yield f'<text class="cross" style="fill:var(--{_color(line)})" {place}>×</text>'
 
 
-def _spots(lines: Sequence[Line], across: LinearAxis, says_x: Callable[[float], str]) -> Iterator[str]:
+def _spots(lines: Sequence[PlotLine], across: LinearAxis, says_x: Callable[[float], str]) -> Iterator[str]:
     """Let each place across the plot tell the first point there of each line."""
     told: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:

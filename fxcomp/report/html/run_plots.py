@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from fxcomp.report.document import Column, Table, count
 from fxcomp.report.html.blocks import figure, paragraph, table, text
 from fxcomp.report.html.frame import framed
-from fxcomp.report.html.line_plot import Line, line_of, line_plot, names_of
-from fxcomp.report.runs import Run, Series
+from fxcomp.report.html.line_plot import PlotLine, line_of, line_plot, names_of
+from fxcomp.report.runs import LoggedRun, Series
 
 METRICS: Mapping[str, tuple[str, str]] = {
     "loss": ("Loss", ""),
@@ -34,7 +34,7 @@ _READING = (
 _UNITS = (("hours", 3600.0, 2 * 3600.0), ("minutes", 60.0, 2 * 60.0), ("seconds", 1.0, 0.0))
 
 
-def to_html(runs: Sequence[Run], smooth: int = 1) -> str:
+def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
     """Write the whole page. With `smooth` lines are means over so many points, above the points themselves."""
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.series))
     sections = {"": _table_of(runs)}
@@ -48,7 +48,7 @@ def to_html(runs: Sequence[Run], smooth: int = 1) -> str:
     return framed(f"{count(len(runs), 'run')}", top, sections)
 
 
-def _plots(runs: Sequence[Run], metric: str, smooth: int) -> str:
+def _plots(runs: Sequence[LoggedRun], metric: str, smooth: int) -> str:
     """Draw one number over steps and over time."""
     _, unit = METRICS.get(metric, ("", ""))
     timed = [run for run in runs if run.seconds is not None]
@@ -56,7 +56,7 @@ def _plots(runs: Sequence[Run], metric: str, smooth: int) -> str:
     clock, length_s, _ = next(each for each in _UNITS if longest >= each[2])
 
     drawn: list[str] = []
-    named: list[Line] = []
+    named: list[PlotLine] = []
     for name, those, says in (("steps", runs, "{:,.6g}".format), (clock, timed, "{:.4g}".format)):
         lines = [
             line
@@ -74,7 +74,7 @@ def _plots(runs: Sequence[Run], metric: str, smooth: int) -> str:
     return f'{said}{names_of(named)}<div class="pair">\n{"".join(drawn)}\n</div>'
 
 
-def _lines(run: Run, number: int, series: Series, unit_s: float | None, smooth: int) -> Sequence[Line]:
+def _lines(run: LoggedRun, number: int, series: Series, unit_s: float | None, smooth: int) -> Sequence[PlotLine]:
     """Make the line of a run's number, and that of its means; over time in a unit, or over steps."""
     steps = [run.steps[place] for place in series.places]
     xs = steps
@@ -99,7 +99,7 @@ _COLUMNS = (
 _LAST = 10
 
 
-def _table_of(runs: Sequence[Run]) -> str:
+def _table_of(runs: Sequence[LoggedRun]) -> str:
     """Sum each run up in a row."""
     rows: list[Sequence[str]] = []
     for run in runs:
