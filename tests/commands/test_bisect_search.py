@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
-from fxcomp.commands.bisect.search import Comparison, Search, SearchFindings, differences
+from fxcomp.commands.bisect.search import Comparison, Search, SearchFindings, differences, most_trainings
+from fxcomp.errors import BadJob
 
 NAMES = [f"layer.{k}.weight" for k in range(16)]
 
@@ -35,22 +36,47 @@ def test_one_guilty_tensor_is_named(guilty: int):
     assert named(found) == {(NAMES[guilty],)}
     assert found.guilty[0].found.cost == pytest.approx(0.25, abs=0.03)
     assert found.rest is not None
-    assert not found.rest.counts
-    assert found.trainings <= 4 * (2 + 2 * 4 + 1)
+    assert not found.rest.counts()
+    assert found.trainings <= most_trainings(16, 4)[0] == 4 * (2 + 2 * 4 + 1)
 
 
 @pytest.mark.parametrize("pair", [(1, 12), (4, 5), (0, 15)])
 def test_two_guilty_tensors_are_named(pair: tuple[int, int]):
     found = Search(NAMES, planted({NAMES[k]: 0.4 for k in pair}), 4).run()
     assert named(found) == {(NAMES[k],) for k in pair}
+    assert found.trainings <= sum(most_trainings(16, 4))
 
 
-def test_no_tensor_is_named_where_none_is_guilty():
-    for seed in range(20):
-        found = Search(NAMES, planted({}, seed=seed), 4).run()
-        assert found.guilty == () or found.in_all.counts
-    silent = [Search(NAMES, planted({}, seed=seed), 4).run().guilty == () for seed in range(40)]
-    assert sum(silent) >= 36, "in 1 of 40 cases chance is above the noise"
+def test_all_tensors_are_named_singly_where_each_is_guilty():
+    found = Search(NAMES, planted(dict.fromkeys(NAMES, 0.3)), 3).run()
+    assert [each.names for each in found.guilty] == [(name,) for name in NAMES]
+    assert found.rest is None
+
+
+def searches_that_name(diverging: float, searches: int = 400) -> int:
+    """Count searches that name somebody where nobody is guilty, and trainings diverge by chance."""
+
+    def train_of(seed: int) -> Callable[[Collection[str], int], float]:
+        train = planted({}, seed=seed)
+
+        def by_chance(compressed: Collection[str], number: int) -> float:
+            draw = random.Random(f"{seed} {number} {sorted(compressed)} diverges").random()
+            return math.nan if compressed and draw < diverging else train(compressed, number)
+
+        return by_chance
+
+    return sum(bool(Search(NAMES, train_of(seed), 4).run().guilty) for seed in range(searches))
+
+
+@pytest.mark.parametrize("diverging", [0.0, 0.02, 0.1])
+def test_few_searches_name_somebody_where_nobody_is_guilty(diverging: float):
+    """docs/by_hand.md says 3 of 100."""
+    assert searches_that_name(diverging) <= 16
+
+
+def test_few_searches_name_an_innocent_tensor_beside_a_guilty_one():
+    searches = [Search(NAMES, planted({NAMES[7]: 0.5}, seed=seed), 4).run() for seed in range(200)]
+    assert sum({NAMES[7]} != {name for each in found.guilty for name in each.names} for found in searches) <= 6
 
 
 def test_equal_losses_are_no_cost():
@@ -59,9 +85,22 @@ def test_equal_losses_are_no_cost():
     assert (found.in_all.cost, found.in_all.noise) == (0.0, 1e-4)
 
 
+def test_seeds_that_change_nothing_are_refused():
+    with pytest.raises(BadJob, match=r"seeds change nothing in this job: without compression each of 4 ends with"):
+        Search(NAMES, lambda compressed, _: 2.0 + 0.001 * len(compressed), 4).run()
+
+
+def test_a_cost_up_to_the_least_is_not_searched():
+    train = planted({NAMES[5]: 0.001}, noise=1e-5)
+    found = Search(NAMES, train, 3, least=0.001).run()
+    assert found.in_all.counts()
+    assert (found.guilty, found.trainings) == ((), 6)
+    assert named(Search(NAMES, train, 3).run()) == {(NAMES[5],)}
+
+
 def test_where_everything_is_a_little_guilty_groups_are_named_and_no_single_tensor():
     found = Search(NAMES, planted(dict.fromkeys(NAMES, 0.004), noise=0.02, seed=3), 5).run()
-    assert found.in_all.counts
+    assert found.in_all.counts()
     assert named(found)
     assert all(len(each.names) > 1 for each in found.guilty)
 
@@ -88,6 +127,26 @@ def test_a_training_that_diverges_is_an_infinite_cost():
     found = Search(NAMES, train, 3).run()
     assert named(found) == {(NAMES[6],)}
     assert found.guilty[0].found.cost == math.inf
+    assert found.guilty[0].found.diverging == 3
+
+
+@pytest.mark.parametrize("seeds", [2, 4])
+def test_one_seed_that_diverges_names_nobody(seeds: int):
+    def train(compressed: Collection[str], seed: int) -> float:
+        return math.nan if len(compressed) == len(NAMES) and seed == 1 else planted({})(compressed, seed)
+
+    found = Search(NAMES, train, seeds).run()
+    assert (found.guilty, found.in_all.diverging) == ((), 1)
+    assert math.isfinite(found.in_all.cost)
+
+
+def test_seeds_that_do_not_diverge_still_tell_a_cost():
+    def train(compressed: Collection[str], seed: int) -> float:
+        return math.inf if compressed and seed == 1 else planted({NAMES[9]: 0.5})(compressed, seed)
+
+    found = Search(NAMES, train, 5).run()
+    assert named(found) == {(NAMES[9],)}
+    assert found.guilty[0].found.cost == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_gain_is_no_guilt():
@@ -113,12 +172,12 @@ def test_findings_go_to_json_and_back():
 def test_noise_is_that_of_pairs_and_costs_are_shares():
     """A spread that both share is no noise of their difference, whatever the scale of a seed's loss."""
     found = Comparison.of(differences([1.0, 5.0, 9.0], [1.5, 7.5, 13.4]))
-    assert found.counts
+    assert found.counts()
     assert found.cost == pytest.approx(0.5, abs=0.01)
-    assert not Comparison.of(differences([1.0, 5.0, 9.0], [1.5, 5.1, 9.0])).counts
+    assert not Comparison.of(differences([1.0, 5.0, 9.0], [1.5, 5.1, 9.0])).counts()
     assert Comparison.of(differences([-2.0, -2.0], [-1.0, -1.01])).cost == pytest.approx(0.5, abs=0.01)
 
 
 def test_seeds_that_lie_close_together_by_chance_are_no_certainty():
-    assert Comparison.of([0.01, 0.0101, 0.0102]).counts
-    assert not Comparison.of([0.01, 0.0101, 0.0102], usual=0.02).counts
+    assert Comparison.of([0.01, 0.0101, 0.0102]).counts()
+    assert not Comparison.of([0.01, 0.0101, 0.0102], usual=0.02).counts()

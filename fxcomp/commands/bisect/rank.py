@@ -1,18 +1,28 @@
-"""One rank of a search: train as the search asks, on all ranks alike. `run.py` starts it as a module of its own."""
+"""One rank of a search: train as the search asks, on all ranks alike. `run.py` starts it as a module of its own.
+
+    the seed                       the model, where the job makes it by random numbers; the same on all ranks
+    steps from seed · steps on     the batches that next_batch draws by step and rank
+    the seed and the rank          random numbers while it trains: masks, batches from the default generator
+
+Two trainings of a seed begin with the same parameters and see the same batches. This is checked: state in a module
+that the job imports lives on from one training to the next.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.cluster.cluster import Cluster
@@ -29,7 +39,10 @@ from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 
 MARK = "@bisect "
-"""Begins the lines that rank 0 prints for the process that started it."""
+"""Begins what rank 0 prints for the process that started it, which may stand after something of the job."""
+
+FOUND = "found.json"
+"""The file beside the request into which rank 0 writes what was found."""
 
 _END = 4
 """The loss of a training is the mean over the last of so many parts of its steps."""
@@ -46,17 +59,19 @@ class Request:
     steps: int
     seeds: int
     checkpoint: str | None
+    least: float
 
     def to_json(self) -> dict[str, Any]:
         data = {"plan": self.plan.to_json(), "cluster": self.cluster.to_json(), "feedback": asdict(self.feedback)}
         plain = {"job": self.job, "steps": self.steps, "seeds": self.seeds, "checkpoint": self.checkpoint}
-        return {**plain, **data}
+        return {**plain, **data, "least": self.least}
 
     @classmethod
     def from_json(cls, data: Any) -> Request:
         plan, cluster = Plan.from_json(data["plan"]), Cluster.from_json(data["cluster"])
         feedback = ErrorFeedback(**data["feedback"])
-        return cls(data["job"], plan, cluster, feedback, data["steps"], data["seeds"], data["checkpoint"])
+        plain = [data[name] for name in ("steps", "seeds", "checkpoint", "least")]
+        return cls(data["job"], plan, cluster, feedback, *plain)
 
 
 def main(path: str) -> int:
@@ -64,59 +79,107 @@ def main(path: str) -> int:
     request = Request.from_json(json.loads(Path(path).read_text()))
     join()
     is_first = dist.get_rank() == 0
-    names = compressed_names(request.plan)
-
-    def train(compressed: Collection[str], seed: int) -> float:
-        return _trained(request, [name for name in names if name not in compressed], seed)
+    trainings = Trainings(request)
 
     def tell(note: str) -> None:
         if is_first:
-            print(MARK + json.dumps({"note": note}), flush=True)
+            print(MARK + note, flush=True)
 
     try:
-        found = Search(names, train, request.seeds, tell).run()
+        found = Search(trainings.names, trainings.train, request.seeds, tell, least=request.least).run()
     except FxcompError as error:
         print(error, file=sys.stderr, flush=True)
         return 2
     if is_first:
-        print(MARK + json.dumps({"found": found.to_json()}), flush=True)
+        Path(path).with_name(FOUND).write_text(json.dumps(found.to_json()))
     dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
     dist.destroy_process_group()
     return 0
 
 
-def _trained(request: Request, dense: Collection[str], seed: int) -> float:
-    """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
-    random.seed(seed)
-    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped
-    job = load_job(request.job)
-    if request.checkpoint is not None:
-        _restore(job, request.checkpoint)
-    rank, first = dist.get_rank(), seed * request.steps
-    step = compile_step(
-        job.model,
-        job.loss_fn,
-        job.optimizer,
-        job.batch_at(first, rank),
-        compress=Compress(plan=partly_dense(request.plan, dense), feedback=request.feedback),
-        cluster=request.cluster,
-        costs=CostTable(),
-        max_grad_norm=job.max_grad_norm,
-        max_grad_value=job.max_grad_value,
-        checks=UNCHECKED,
-    )
-    with step:
-        losses = [_loss(step(job.batch_at(first + number, rank))) for number in range(request.steps)]
-    last = losses[-max(1, request.steps // _END) :]
-    mean = torch.tensor(sum(last) / len(last), dtype=torch.float64)
-    dist.all_reduce(mean)  # pyright: ignore[reportUnknownMemberType]  # untyped
-    loss = mean.item() / dist.get_world_size()
-    if not dense or math.isfinite(loss) or len(dense) < len(compressed_names(request.plan)):
-        return loss
-    raise BadJob(
-        f"the loss of {request.job!r} is not finite after {request.steps} steps without any compression"
-        f" (seed {seed}), so nothing can be compared with it.\n  Mend the job, or use fewer --steps."
-    )
+class Trainings:
+    """Trainings of a request, and how those of each seed began."""
+
+    def __init__(self, request: Request) -> None:
+        self.names = compressed_names(request.plan)
+        self._request, self._rank, self._world_size = request, dist.get_rank(), dist.get_world_size()
+        self._seen: dict[tuple[str, int], str] = {}
+
+    def train(self, compressed: Collection[str], seed: int) -> float:
+        """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
+        request, rank, first = self._request, self._rank, seed * self._request.steps
+        _seed(seed)
+        job = load_job(request.job)
+        if request.checkpoint is not None:
+            _restore(job, request.checkpoint)
+        self._check_same("parameters", seed, job.model.state_dict().values())
+        plan = partly_dense(request.plan, [name for name in self.names if name not in compressed])
+        step = compile_step(
+            job.model,
+            job.loss_fn,
+            job.optimizer,
+            job.batch_at(first, rank),
+            compress=Compress(plan=plan, feedback=request.feedback),
+            cluster=request.cluster,
+            costs=CostTable(),
+            max_grad_norm=job.max_grad_norm,
+            max_grad_value=job.max_grad_value,
+            checks=UNCHECKED,
+        )
+        _seed(seed * self._world_size + rank)
+        losses: list[float] = []
+        batches: list[Any] = []
+        with step:
+            for number in range(request.steps):
+                batch = job.batch_at(first + number, rank)
+                if number in (0, request.steps - 1):
+                    batches += [_digest(pytree.tree_leaves(batch))]
+                losses += [_loss(step(batch))]
+        self._check_same("batches", seed, batches)
+        last = losses[-max(1, request.steps // _END) :]
+        loss = self._sum(sum(last) / len(last)) / self._world_size
+        if compressed or math.isfinite(loss):
+            return loss
+        raise BadJob(
+            f"the loss of {request.job!r} is not finite after {request.steps} steps without any compression"
+            f" (seed {seed}), so nothing can be compared with it.\n  Mend the job, or use fewer --steps."
+        )
+
+    def _check_same(self, what: str, seed: int, values: Iterable[Any]) -> None:
+        """Raise BadJob on all ranks if on one an earlier training of the seed had others."""
+        digest = _digest(values)
+        if self._sum(float(self._seen.setdefault((what, seed), digest) != digest)):
+            raise BadJob(
+                f"two trainings of {self._request.job!r} from seed {seed} differ in their {what}, so their losses"
+                " cannot be compared: something lives on from one training to the next.\n"
+                "  Make model, optimizer and what next_batch draws from inside of the job's function, or in its file,"
+                " which runs again for each training; what it imports does not."
+            )
+
+    def _sum(self, value: float) -> float:
+        """Sum up over ranks."""
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        return total.item()
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    if "numpy" in sys.modules:
+        cast("Any", sys.modules["numpy"]).random.seed(number)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    """Hash tensors by their bytes, and plain values by what they print."""
+    digest = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif not isinstance(value, bool | int | float | str | bytes | None):
+            value = type(value).__name__  # what it prints may hold an address
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    return digest.hexdigest()
 
 
 def _loss(result: Any) -> float:

@@ -7,20 +7,22 @@ import json
 import math
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fxcomp import status_line
-from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
-from fxcomp.commands.bisect.rank import MARK, Request
+from fxcomp.commands.bisect.partly_dense import compressed_names
+from fxcomp.commands.bisect.rank import FOUND, MARK, Request
 from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
-from fxcomp.commands.bisect.search import SearchFindings
-from fxcomp.commands.demo.launch_ranks import run_ranks
+from fxcomp.commands.bisect.search import SearchFindings, most_trainings
+from fxcomp.commands.demo.launch_ranks import of_module, run_ranks
 from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster
-from fxcomp.errors import BadJob, BadOption
+from fxcomp.errors import BadJob, BadOption, PeerFailed
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import WhatIf, what_if
-from fxcomp.plan.compress import Compress
+from fxcomp.frontends.what_if import WhatIf, capture_job, what_if
+from fxcomp.graph.update_kinds import update_kinds
+from fxcomp.report.document import count
 from fxcomp.report.terminal import print_sections
 
 NAME = "bisect"
@@ -39,6 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="of each training (default: 60)")
     parser.add_argument("--seeds", type=int, default=4, metavar="N", help="trainings of a kind, 2 or more (default: 4)")
     parser.add_argument("--checkpoint", metavar="FILE", help="begin from a saved model.state_dict(), not from scratch")
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=0.001,
+        metavar="SHARE",
+        help="a cost up to this share of the loss is not searched for (default: 0.001)",
+    )
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan with the tensors that are found dense")
     parser.add_argument("--json", action="store_true", help="print data instead of a report")
 
@@ -62,18 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
             "the plan exchanges momenta, after a warm-up that is longer than the trainings of bisect.\n"
             "  Ask about gradients: --at gradient, or another --compress."
         )
-    found = None
+    found, kinds = None, ()
     if compressed_names(plan):
+        kinds = tuple(update_kinds(capture_job(job)[1].graph))
         checkpoint = arguments.checkpoint and str(Path(arguments.checkpoint).resolve())
-        request = Request(arguments.job, plan, cluster, compress.feedback, arguments.steps, arguments.seeds, checkpoint)
-        found = _searched(request)
+        feedback = replace(compress.feedback, allow_diverging=True)  # finding what diverges is what it is for
+        limits = (arguments.steps, arguments.seeds, checkpoint, arguments.least)
+        found = _searched(Request(arguments.job, plan, cluster, feedback, *limits))
     status_line.clear()
-    result = Result(explanation, found, arguments.steps, arguments.seeds, *_named(compress))
-    if arguments.save_plan:
+    saved = arguments.save_plan
+    result = Result(explanation, found, compress, arguments.steps, arguments.seeds, arguments.least, kinds, saved)
+    if saved:
         try:
-            partly_dense(plan, result.names).save(arguments.save_plan)
+            result.mended_plan.save(saved)
         except OSError as error:
-            raise BadOption(f"cannot save the plan to {arguments.save_plan}: {error.strerror}") from None
+            raise BadOption(f"cannot save the plan to {saved}: {error.strerror}") from None
     if arguments.json:
         print(json.dumps(to_json(result), indent=1))
     else:
@@ -92,32 +104,47 @@ def _check(arguments: argparse.Namespace, ranks: int) -> None:
         raise BadOption(f"--seeds are 2 or more, because one training has no noise; it is {arguments.seeds}")
     if arguments.steps < 1:
         raise BadOption(f"--steps is a number of steps, from 1; it is {arguments.steps}")
+    if not 0 <= arguments.least < 1:
+        raise BadOption(f"--least is a share of the loss, from 0 to below 1, like 0.001; it is {arguments.least:g}")
     if arguments.checkpoint and not Path(arguments.checkpoint).is_file():
         raise BadOption(f"--checkpoint: there is no file {arguments.checkpoint}")
 
 
 def _searched(request: Request) -> SearchFindings:
-    """Let ranks search, and show how far they are."""
-    told: list[Any] = []
+    """Let ranks search, and show how far they are. Raises PeerFailed."""
+    began: list[float] = []
 
     def hear(_: int, line: str) -> None:
-        if not line.startswith(MARK):
+        _, mark, note = line.partition(MARK)
+        if not mark:
             return
-        content = json.loads(line.removeprefix(MARK))
-        if "note" in content:
-            status_line.show(f"training: {content['note']}")
-        else:
-            told.append(content["found"])
+        began.append(time.monotonic())
+        if len(began) == 2:
+            _tell_length(request, began[1] - began[0])
+        status_line.show(f"training: {note}")
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request.to_json()))
-        command = ["-m", "fxcomp.commands.bisect.rank", str(path)]
+        command = of_module("fxcomp.commands.bisect.rank", str(path))
         run_ranks(command, ranks_per_host=request.cluster.world_size, timeout_s=math.inf, on_line=hear)
-    return SearchFindings.from_json(told[0])
+        try:
+            found = json.loads(path.with_name(FOUND).read_text())
+        except FileNotFoundError:
+            raise PeerFailed(
+                f"the ranks have ended before the search did, without an error: {request.job!r} ends its process.\n"
+                "  Let nothing that it trains with call sys.exit or os._exit."
+            ) from None
+    return SearchFindings.from_json(found)
 
 
-def _named(compress: Compress) -> tuple[str | None, str]:
-    """Write how the plan was asked for: the plan that was named, or the limit of a choice."""
-    within = compress.within
-    return None if compress.plan is None else str(compress.plan), repr(within)
+def _tell_length(request: Request, training_s: float) -> None:
+    """Say how long the search may take, after the first training."""
+    one, more = most_trainings(len(compressed_names(request.plan)), request.seeds)
+    minutes = count(max(1, round(one * training_s / 60)), "minute")
+    status_line.clear()
+    print(
+        f"At most {one} trainings, about {minutes}, if one tensor is guilty; {more} more for each further one.",
+        file=sys.stderr,
+        flush=True,
+    )

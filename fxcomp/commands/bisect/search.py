@@ -7,6 +7,9 @@
 A comparison is made seed by seed: both trainings see the same batches. Its noise is how far the mean of so few seeds
 may be off by chance. A few seeds may lie close together by chance, too, so their spread counts as no smaller than that
 of other comparisons does (its median).
+
+A seed that diverges has no cost: it is counted by itself. Only where all seeds of some tensors diverge are these
+guilty of it, because a divergence by chance, in one seed, would name somebody in each search.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fxcomp.errors import BadJob
 
 Train = Callable[[Collection[str], int], float]
 """Trains with these tensors compressed and all others dense, from one seed; returns the loss at the end."""
@@ -32,23 +37,28 @@ class Comparison:
     """The cost of compressing some tensors, as a share of the dense loss of each seed, and its noise."""
 
     cost: float
-    """Infinite where a training diverges."""
+    """Of the seeds that do not diverge; infinite where all do."""
     noise: float
+    """Infinite where one seed is left: it has none to be compared with."""
+    diverging: int = 0
+    """The seeds that diverge."""
 
-    @property
-    def counts(self) -> bool:
-        """The cost is above the noise."""
-        return self.cost > self.noise
+    def counts(self, least: float = 0.0) -> bool:
+        """Return whether the cost is above the noise, and the `least` that is searched for."""
+        return self.cost > max(self.noise, least)
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
         """Compare seed by seed; `usual` is the spread of such differences elsewhere."""
-        if not all(map(math.isfinite, differences)):
-            return cls(math.inf, LEAST)
-        freedom = len(differences) - 1
+        finite = [each for each in differences if math.isfinite(each)]
+        diverging, freedom = len(differences) - len(finite), len(finite) - 1
+        if not finite:
+            return cls(math.inf, LEAST, diverging)
+        if freedom == 0:
+            return cls(finite[0], math.inf, diverging)
         factor = _STUDENT[freedom] if freedom < len(_STUDENT) else 2.0 + 2.5 / freedom
-        noise = factor * max(usual, statistics.stdev(differences)) / math.sqrt(len(differences))
-        return cls(statistics.mean(differences), max(noise, LEAST))
+        noise = factor * max(usual, statistics.stdev(finite)) / math.sqrt(len(finite))
+        return cls(statistics.mean(finite), max(noise, LEAST), diverging)
 
 
 def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -81,16 +91,16 @@ class SearchFindings:
         return {
             "dense": [*self.dense],
             "chosen": [*self.chosen],
-            "in_all": _pair(self.in_all),
-            "guilty": [{"names": [*each.names], **_pair(each.found)} for each in self.guilty],
-            "rest": None if self.rest is None else _pair(self.rest),
+            "in_all": _numbers(self.in_all),
+            "guilty": [{"names": [*each.names], **_numbers(each.found)} for each in self.guilty],
+            "rest": None if self.rest is None else _numbers(self.rest),
             "trainings": self.trainings,
         }
 
     @classmethod
     def from_json(cls, data: Any) -> SearchFindings:
         def comparison(of: Any) -> Comparison:
-            return Comparison(of["cost"], of["noise"])
+            return Comparison(of["cost"], of["noise"], of["diverging"])
 
         return cls(
             tuple(data["dense"]),
@@ -102,28 +112,50 @@ class SearchFindings:
         )
 
 
-def _pair(comparison: Comparison) -> dict[str, float]:
-    return {"cost": comparison.cost, "noise": comparison.noise}
+def _numbers(comparison: Comparison) -> dict[str, float]:
+    return {"cost": comparison.cost, "noise": comparison.noise, "diverging": comparison.diverging}
+
+
+def most_trainings(names: int, seeds: int) -> tuple[int, int]:
+    """Return how many trainings a search makes at most where one tensor is guilty, and for each further one."""
+    each = 2 * math.ceil(math.log2(names)) + 1  # two halves at each border, and the rest
+    return seeds * (2 + each), seeds * each
 
 
 class Search:
-    """The trainings of a search, each of them once."""
+    """The trainings of a search, each of them once. A cost up to `least` is not searched for."""
 
-    def __init__(self, names: Sequence[str], train: Train, seeds: int, tell: Callable[[str], None] = lambda _: None):
+    def __init__(
+        self,
+        names: Sequence[str],
+        train: Train,
+        seeds: int,
+        tell: Callable[[str], None] = lambda _: None,
+        *,
+        least: float = 0.0,
+    ) -> None:
         assert seeds > 1, "one seed has no noise"
-        self._names, self._train, self._seeds, self._tell = names, train, seeds, tell
+        self._names, self._train, self._seeds, self._tell, self._least = names, train, seeds, tell, least
         self._known: dict[frozenset[str], tuple[float, ...]] = {}
         self._spreads: list[float] = []
         """Of the differences of each comparison so far."""
         self._trainings = 0
 
     def run(self) -> SearchFindings:
-        """Find what costs something, until what is left costs nothing that noise could not."""
-        dense, chosen = self._losses(()), self._losses(self._names)
+        """Find what costs something, until what is left costs nothing that noise could not. Raises BadJob."""
+        dense = self._losses(())
+        if len(set(dense)) == 1:
+            raise BadJob(
+                f"seeds change nothing in this job: without compression each of {self._seeds} ends with the loss"
+                f" {dense[0]:.9g}, to the bit, and so there is no noise to compare a cost with.\n"
+                "  Let next_batch(step, rank) draw other batches for other steps: each seed is given steps of its own."
+                " Random numbers may come from the default generator, which is seeded after the job is loaded."
+            )
+        chosen = self._losses(self._names)
         in_all = self._cost(self._names)
         guilty: list[Guilt] = []
         left, rest = list(self._names), in_all
-        while rest.counts:
+        while rest.counts(self._least):
             found = self._find(left, rest)
             guilty += found
             named = {name for each in found for name in each.names}
@@ -139,13 +171,14 @@ class Search:
             return [Guilt(tuple(names), found)]
         middle = len(names) // 2
         halves = [(half, self._cost(half)) for half in (names[:middle], names[middle:])]
-        smaller = [guilt for half, cost in halves if cost.counts for guilt in self._find(half, cost)]
+        smaller = [guilt for half, cost in halves if cost.counts(self._least) for guilt in self._find(half, cost)]
         return smaller or [Guilt(tuple(names), found)]
 
     def _cost(self, names: Sequence[str]) -> Comparison:
         found = differences(self._losses(()), self._losses(names))
-        if all(map(math.isfinite, found)):
-            self._spreads.append(statistics.stdev(found))
+        finite = [each for each in found if math.isfinite(each)]
+        if len(finite) > 1:
+            self._spreads.append(statistics.stdev(finite))
         return Comparison.of(found, statistics.median(self._spreads) if self._spreads else 0.0)
 
     def _losses(self, compressed: Collection[str]) -> tuple[float, ...]:

@@ -65,6 +65,15 @@ def run_ranks(
         _end(ranks)
 
 
+def of_module(module: str, *arguments: str) -> list[str]:
+    """Write the command of `run_ranks` that runs a module with what this process can import.
+
+    Python's own switch for modules looks into the current folder first, where a file `glob.py` would hide the library's.
+    """
+    run = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
+    return ["-c", run, *arguments]
+
+
 def join() -> None:
     """Join the process group, and end when the parent does. A rank started by `run_ranks` calls this first."""
     threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import TextIO
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.commands.demo.launch_ranks import run_ranks
+from fxcomp.commands.demo.launch_ranks import of_module, run_ranks
 from fxcomp.commands.demo.result import WIDTH, Contestant, describe
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here
 from fxcomp.errors import BadOption, HostsUnavailable
@@ -170,7 +170,7 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
     if place.sentence:
         print(place.sentence, file=sys.stderr, flush=True)
     found = Findings()
-    command = ["-m", "fxcomp.commands.demo.contest", str(steps or STEPS), str(budget_s)]
+    command = of_module("fxcomp.commands.demo.contest", str(steps or STEPS), str(budget_s))
     before = {sign: signal.signal(sign, _leave) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with ExitStack() as stack:

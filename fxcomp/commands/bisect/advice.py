@@ -1,0 +1,78 @@
+"""Write the setting that leaves some tensors dense, as Python: the user's own with pins, or with a saved plan.
+
+within="balanced"                    the same, and pins={"lm_head.weight": "dense"} after the user's pins
+plan="topk(0.01)", saved             plan="mended.json"
+plan="topk(0.01)"                    pins={"*": "topk(0.01)", "lm_head.weight": "dense"}: fxcomp buckets it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from fxcomp.plan.budget import ErrorBudget
+from fxcomp.plan.compress import BALANCED, Compress, Warmup
+from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.plan.given import is_path
+from fxcomp.plan.pins import Pins
+from fxcomp.plan.plan import Plan
+
+
+def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | None) -> Compress | None:
+    """Leave some tensors dense, of which `plan` compresses none; None if only a saved plan could say it."""
+    if compress.plan is None:
+        return replace(compress, pins=_after(compress.pins, names, plan.sizes))
+    if saved is not None:
+        return replace(compress, plan=saved)
+    pins = _pins_of(plan, compress.plan)
+    return None if pins is None else replace(compress, plan=None, pins=pins)
+
+
+def written(compress: Compress) -> str:
+    """Write what is not as by default."""
+    return f"fxcomp.Compress({_changes(compress, BALANCED)})"
+
+
+def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[str]) -> dict[str, str]:
+    """Add names to pins, where the last that matches decides, and leave out those that decide nothing any more."""
+    merged = {pattern: str(value) for pattern, value in pins.items() if pattern not in names}
+    merged |= dict.fromkeys(names, "dense")
+    deciding = {rule.pattern for rule in Pins.read(merged).decided(trained)}
+    return {pattern: value for pattern, value in merged.items() if pattern in deciding}
+
+
+def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
+    """Pin each parameter to what a plan sends it by; None if it sends parts of one by several strategies."""
+    uniform = given if isinstance(given, str) and not is_path(given) else None
+    ways: dict[str, str] = {}
+    for bucket in plan.buckets:
+        way = "dense" if bucket.strategy.is_dense else uniform or str(bucket.strategy)
+        for name in bucket.names:
+            if ways.setdefault(name, way) != way:
+                return None
+    usual = Counter(ways.values()).most_common(1)[0][0]
+    return {"*": usual} | {name: way for name, way in ways.items() if way != usual}
+
+
+def _changes(of: Any, default: Any) -> str:
+    given = {field.name: getattr(of, field.name) for field in fields(default)}
+    changed = {name: value for name, value in given.items() if value != getattr(default, name)}
+    return ", ".join(f"{name}={_value(value)}" for name, value in changed.items())
+
+
+def _value(value: Any) -> str:
+    match value:
+        case ErrorBudget():
+            return f"fxcomp.like({value.text!r})" if value.is_uniform else repr(value.text)
+        case ErrorFeedback() | Warmup():
+            return f"fxcomp.{type(value).__name__}({_changes(value, type(value)())})"
+        case Mapping():
+            pins = cast("Mapping[str, Any]", value)
+            return f"{{{', '.join(f'{pattern!r}: {str(way)!r}' for pattern, way in pins.items())}}}"
+        case Path():
+            return repr(str(value))
+        case _:
+            return repr(value)
