@@ -68,7 +68,7 @@ def run_ranks(
 def of_module(module: str, *arguments: str) -> list[str]:
     """Write the command of `run_ranks` that runs a module with what this process can import.
 
-    Python's own switch for modules looks into the current folder first, where a file `glob.py` would hide the library's.
+    Python's own switch for modules looks into the current folder first, where a `glob.py` would hide the library's.
     """
     run = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
     return ["-c", run, *arguments]
