@@ -91,6 +91,9 @@ class BackwardPasses(ABC):
         self.lockstep = Lockstep(self.site.ranks, closed)
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
+        """Those of this process."""
+        self._passes_before = 0
+        """Those of the job before, where a state was loaded."""
         self.follower: Follower | None = None
         """The owner of the plan that passes follow, once there is one."""
         self._skipped = 0
@@ -129,6 +132,10 @@ class BackwardPasses(ABC):
         """The pass under way tells when buckets are ready."""
         return self.passes < DENSE_PASSES
 
+    @property
+    def _passes_of_job(self) -> int:
+        return self._passes_before + self.passes
+
     # What runs a pass
 
     @property
@@ -160,7 +167,8 @@ class BackwardPasses(ABC):
     def metrics(self, *, residuals: bool) -> dict[str, Any]:
         """Sum the last pass up in numbers."""
         plan = None if self.decision is None else self.decision.plan
-        found = metrics_of(Counts(self.passes, self._skipped, self._payload_bytes), self.times, plan, self.timeline)
+        counts = Counts(self._passes_of_job, self._skipped, self._payload_bytes)
+        found = metrics_of(counts, self.times, plan, self.timeline)
         if residuals:
             found["residual_norm"] = 0.0 if self.follower is None else self.follower.state.residuals.norm
         return found
@@ -276,7 +284,7 @@ class BackwardPasses(ABC):
             return {}
         under = follower.racing[0] if follower.racing else follower.now
         plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
-        return {**follower.state_dict(under, plan, self.passes), PLAN: plan.to_json()}
+        return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:
         """Take back a state, or keep it until there is a plan; every rank calls it."""
@@ -292,6 +300,7 @@ class BackwardPasses(ABC):
         steps = follower.load(given, {follower.decision.plan.digest})
         if steps is None:
             return
+        self._passes_before = steps - self.passes
         for each in self._observers:
             each.resume(self.passes, given)
         if self.is_racing:  # it begins again

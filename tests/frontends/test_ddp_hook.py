@@ -234,9 +234,9 @@ def residuals(hook: fxcomp.DdpHook) -> list[Tensor]:
     return [piece["values"] for name in sorted(kept) for piece in kept[name]]
 
 
-def resumed() -> bool:
-    """Return if training that is saved and loaded goes on bit for bit."""
-    job, halves = JOBS["mlp"], []
+def resumed() -> tuple[bool, list[int]]:
+    """Return if training that is saved and loaded goes on bit for bit, and the step of each pass in metrics and in states."""
+    job, halves, steps = JOBS["mlp"], [], []
     model = job.build()
     hook, saved = fxcomp.ddp_hook(compress=MIXED), {}
     for is_loaded in (False, True):
@@ -254,9 +254,11 @@ def resumed() -> bool:
                 optimizer.zero_grad()
                 cross_entropy(ddp, batch).backward()
                 optimizer.step()
+                steps.append(hook.metrics()["step"])
         halves.append([p.detach().clone() for p in model.parameters()])
+        steps.append(hook.state_dict()["steps"])
         hook.close()
-    return distance(*halves) == 0
+    return distance(*halves) == 0, steps
 
 
 def used_after_closing() -> str:
@@ -358,7 +360,10 @@ def test_nothing_is_lost_while_the_scale_of_the_loss_falls_and_rises(ranks: list
 
 
 def test_a_loaded_state_goes_on_bit_for_bit_under_its_plan(ranks: list[dict[str, Any]]):
-    assert all(found["resumed"] for found in ranks)
+    for found in ranks:
+        is_same, steps = found["resumed"]
+        assert is_same
+        assert steps == [1, 2, 3, 4, 5, 6, 6, 4, 5, 6, 6]  # each half ends with that of its state
 
 
 def test_a_plan_that_is_named_again_is_the_saved_one_and_nothing_owed_waits(ranks: list[dict[str, Any]]):
