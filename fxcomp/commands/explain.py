@@ -8,7 +8,8 @@ import sys
 from dataclasses import replace
 
 from fxcomp import status_line
-from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, names_links
+from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, job_files, names_links
+from fxcomp.commands.outputs import check_outputs, check_page
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
@@ -58,6 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @gc_paused()
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and save what is asked for."""
+    written = {"--save-plan": arguments.save_plan, "--html": arguments.html, "--trace": arguments.trace}
+    check_outputs(written, (*job_files(arguments), arguments.costs, arguments.errors))
+    if arguments.html:
+        check_page("--html", arguments.html)
     costs = CostTable.read(arguments.costs) if arguments.costs else None
     cluster, assumed = chosen_cluster(arguments, costs)
     if costs is not None and names_links(arguments):

@@ -11,8 +11,9 @@ from fxcomp.cluster.cluster_file import INTRA_ALPHA_US, load_cluster, parse_rati
 from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable, link_of
 from fxcomp.errors import BadOption
-from fxcomp.frontends.job import Job
+from fxcomp.frontends.job import Job, file_and_function
 from fxcomp.plan.compress import Compress
+from fxcomp.plan.given import is_path
 from fxcomp.plan.pins import parse_pins
 
 CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
@@ -67,6 +68,13 @@ def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
     changes: dict[str, Any] = {"pins": parse_pins(arguments.pin), "at": arguments.at, "steps": arguments.job_steps}
     given = {name: value for name, value in changes.items() if value not in (None, {})}
     return replace(compress, **given) if given else compress
+
+
+def job_files(arguments: argparse.Namespace) -> list[str]:
+    """List the files that these options name: the job, a cluster, a plan."""
+    job, _ = file_and_function(arguments.job)
+    cluster, compress = arguments.cluster or "", arguments.compress or ""
+    return [job, *([cluster] if cluster.endswith(".toml") else []), *([compress] if is_path(compress) else [])]
 
 
 def names_links(arguments: argparse.Namespace) -> bool:

@@ -47,9 +47,7 @@ def load_job(text: str) -> Job:
 
     The file runs afresh at each call, as a script would: what lies beside it can be imported.
     """
-    path_text, colon, function_name = text.rpartition(":")
-    if not colon or function_name.endswith(".py"):
-        path_text, function_name = text, "job"
+    path_text, function_name = file_and_function(text)
     path = Path(path_text).expanduser()
     if not path.is_file():
         raise BadJob(f"cannot load {text!r}: there is no file {path_text!r}. Write it as path/to/file.py:function.")
@@ -66,6 +64,12 @@ def load_job(text: str) -> Job:
             f"  Return fxcomp.Job(model, loss_fn, optimizer, batch) from {function_name}()."
         )
     return job
+
+
+def file_and_function(text: str) -> tuple[str, str]:
+    """Split `path.py:function`."""
+    path, colon, function = text.rpartition(":")
+    return (path, function) if colon and not function.endswith(".py") else (text, "job")
 
 
 def _run_file(path: Path) -> ModuleType:

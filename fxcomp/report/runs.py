@@ -2,7 +2,8 @@
 
     {"step": 12, "loss": 2.31, "seconds": 4.2, "sent_mb": 0.6, "residual_norm": 0.1, "plan": "5f0c..."}
 
-A number may be missing from a line, null, or not finite; nothing is made up for it.
+A number may be missing from a line, null, or not finite; nothing is made up for it. Lines that a killed run has left
+half written are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from typing import Any
 from fxcomp.errors import BadLog
 from fxcomp.report.document import count
 
-_FALLS = 0.1
-"""Where the clock falls back in more than such a share of lines, it does not say how long a run has lasted."""
+_FEW = 0.1
+_RANKS = "do several ranks write this file? Let rank 0 alone write it"
+
+
+def are_few(number: float, lines: float) -> bool:
+    """Tell what some interruptions leave in a log from what is wrong with it: two, or a tenth of its lines."""
+    return number <= max(2, _FEW * lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +56,11 @@ def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
         columns.add(where, line)
     if not columns.steps:
         raise BadLog(f"{path} has no line to draw.{_CURE}")
+    columns.judge_steps(path)
     known = {metric: Series(*column) for metric, column in columns.values.items() if column[0]}
     if not known:
         raise BadLog(f"{path}: no line has {' or '.join(map(repr, metrics))}.{_CURE}")
-    since = _since_begin(str(path), columns.steps, columns.seconds, columns.notes)
+    since = _since_begin(str(path), columns)
     return LoggedRun(name, columns.steps, since, known, columns.plans, columns.notes)
 
 
@@ -67,6 +74,10 @@ class _Columns:
     seconds: list[float] = field(default_factory=list[float])
     plans: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     notes: list[str] = field(default_factory=list[str])
+    falls: list[str] = field(default_factory=list[str])
+    """Places where a step is below the last one."""
+    twice: list[str] = field(default_factory=list[str])
+    """Places where a step that the last line has is there again, with the same number."""
 
     def add(self, where: str, line: Mapping[str, Any]) -> None:
         """Take in a line."""
@@ -74,8 +85,11 @@ class _Columns:
         if step is None or not step.is_integer() or step < 0:
             raise BadLog(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
         if self.steps and step < self.steps[-1]:
-            before = f"step {self.steps[-1]:.0f} is followed by step {step:.0f}"
-            self.notes.append(f"{where}: {before}; what came twice is drawn twice")
+            self.falls.append(f"{where}: step {self.steps[-1]:.0f} is followed by step {step:.0f}")
+        last = len(self.steps) - 1
+        again = any(places[-1:] == [last] and metric in line for metric, (places, _) in self.values.items())
+        if again and step == self.steps[-1]:
+            self.twice.append(f"{where}: step {step:.0f} comes twice")
         if (since := _number(where, line, "seconds")) is not None:
             if not math.isfinite(since) or since < 0:
                 raise BadLog(f"{where}: 'seconds' must be the time since the run began; it is {since!r}.{_CURE}")
@@ -90,35 +104,58 @@ class _Columns:
         if isinstance(plan, str) and plan and (not self.plans or self.plans[-1][1] != plan):
             self.plans.append((int(step), plan))
 
+    def judge_steps(self, path: str | Path) -> None:
+        """Note where steps repeat or fall back. Raises BadLog where several runs are written through each other."""
+        lines = len(self.steps)
+        if self.twice:
+            self.notes.append(f"{self.twice[0]}{_in_all(self.twice)}: {_RANKS}")
+        if not are_few(len(self.falls), lines):
+            raise BadLog(f"{path}: steps fall back {len(self.falls)} times in {lines} lines: {_RANKS}.{_CURE}")
+        if self.falls:
+            self.notes.append(
+                f"{self.falls[0]}{_in_all(self.falls)}: the run went on from an earlier step; what it did twice is"
+                " drawn twice, and not joined"
+            )
+
+
+def _in_all(places: Sequence[str]) -> str:
+    return f" ({len(places)} such lines)" if len(places) > 1 else ""
+
 
 _CURE = (
     '\n  Write such lines: {"loss": float(loss), "seconds": time.perf_counter() - begun, **step.metrics()}'
-    " (docs/reports.md, Metrics over a run)."
+    " on rank 0 (docs/reports.md, Metrics over a run)."
 )
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read line by line, each with its place. A last line that was not finished is left out, with a note."""
+    """Read line by line, each with its place. A few broken ones are left out, with a note. Raises BadLog for more."""
+    whole, broken = 0, list[str]()
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
                 try:
-                    found: Any = json.loads(line)
+                    found: Any = json.loads(line.decode("utf-8-sig"))
+                except UnicodeDecodeError as error:
+                    broken.append(f"{where}: this is no text: {error.reason}")
                 except (ValueError, RecursionError) as error:
-                    if not line.endswith("\n"):
-                        notes.append(f"{where}: the last line is cut off, and left out")
-                        return
-                    raise BadLog(f"{where}: this is no JSON: {error}.{_CURE}") from None
-                if not isinstance(found, dict):
-                    raise BadLog(f"{where}: a line must be an object, not {type(found).__name__}.{_CURE}")
-                yield where, found
+                    broken.append(f"{where}: this is no JSON: {error}")
+                else:
+                    if isinstance(found, dict):
+                        whole += 1
+                        yield where, found
+                    else:
+                        broken.append(f"{where}: a line must be an object, not {type(found).__name__}")
     except OSError as error:
         raise BadLog(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise BadLog(f"cannot read {path}: it is no text ({error.reason} at byte {error.start:,})") from None
+    if broken and not (whole and are_few(len(broken), whole + len(broken))):
+        more = f" (and {len(broken) - 1} more of {whole + len(broken)} lines)" if len(broken) > 1 else ""
+        raise BadLog(f"{broken[0]}{more}.{_CURE}")
+    if broken:
+        notes.append(f"{broken[0]}; {count(len(broken), 'broken line')} left out (a killed run leaves such)")
 
 
 def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
@@ -134,8 +171,9 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
         raise BadLog(f"{where}: {name!r} is larger than a number of 64 bits.{_CURE}") from None
 
 
-def _since_begin(path: str, steps: Sequence[float], seconds: list[float], notes: list[str]) -> Sequence[float] | None:
+def _since_begin(path: str, columns: _Columns) -> Sequence[float] | None:
     """Join the clocks of the parts of a run: where one falls back, it goes on from the last time."""
+    steps, seconds, notes = columns.steps, columns.seconds, columns.notes
     if len(seconds) < len(steps):
         if seconds:
             raise BadLog(
@@ -148,11 +186,10 @@ def _since_begin(path: str, steps: Sequence[float], seconds: list[float], notes:
         if number and each < seconds[number - 1]:
             falls, ended = falls + 1, since[-1]
         since.append(ended + each)
-    if falls > _FALLS * len(seconds):
-        raise BadLog(
-            f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: it must be the time since the run"
-            f" began, not that of a step.{_CURE}"
-        )
+    if not are_few(falls, len(seconds)):
+        is_interleaved = not are_few(len(columns.twice), len(seconds))
+        why = _RANKS if is_interleaved else "it must be the time since the run began, not that of a step"
+        raise BadLog(f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: {why}.{_CURE}")
     if falls:
         notes.append(f"{path}: 'seconds' begins again {count(falls, 'time')}; parts follow each other without a gap")
     return since

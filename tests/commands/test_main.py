@@ -231,3 +231,33 @@ def test_explain_writes_a_page_and_a_trace(tmp_path: Path, capsys: pytest.Captur
     check_trace(json.loads(trace.read_text()))
     assert main([*arguments, "--html", str(page / "below.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--trace", "--save-plan"])
+def test_explain_overwrites_nothing_that_it_reads(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job, cluster, plan, costs, errors = (
+        tmp_path / name for name in ("job.py", "cluster.toml", "plan.json", "costs.json", "errors.json")
+    )
+    for path in (job, cluster, plan, costs, errors):
+        path.write_text("<!doctype html>")  # so that it may be a page's place
+    arguments = ["explain", f"{job}:make", "--cluster", str(cluster), "--compress", str(plan)]
+    arguments += ["--costs", str(costs), "--errors", str(errors)]
+    for path in (job, cluster, plan, costs, errors):
+        link = tmp_path / f"link to {path.name}"
+        link.symlink_to(path)
+        for output in (path, link):
+            assert main([*arguments, option, str(output)]) == 2
+            assert f"{option} {output} would overwrite {path}, which is read" in capsys.readouterr().err
+        assert path.read_text() == "<!doctype html>"
+
+
+def test_explain_writes_no_file_twice_and_no_page_over_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = str(tmp_path / "out")
+    assert main(["explain", EXAMPLE, "--html", out, "--trace", out]) == 2
+    assert f"--trace {out} would overwrite {out}, which --html writes" in capsys.readouterr().err
+    Path(out).write_text("notes")
+    assert main(["explain", EXAMPLE, "--html", out]) == 2
+    assert f"--html {out} would overwrite a file that is no page" in capsys.readouterr().err
+    assert Path(out).read_text() == "notes"

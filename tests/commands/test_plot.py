@@ -31,10 +31,28 @@ def test_runs_are_named_by_files_and_those_of_one_name_by_paths(logs: list[str],
 
 
 def test_other_numbers_are_drawn_if_they_are_named(logs: list[str]):
-    assert main(["plot", logs[0], "--metrics", "accuracy", "-o", "other.html"]) == 0
+    assert main(["plot", "--metrics", "accuracy,none, accuracy", logs[0], "-o", "other.html"]) == 0
     page = Path("other.html").read_text()
     assert "<h2>accuracy</h2>" in page
     assert "<h2>Loss</h2>" not in page
+    assert "a/run.jsonl: no line has &#x27;none&#x27;" in page
+
+
+def test_a_page_takes_the_place_of_a_page_alone(logs: list[str], capsys: pytest.CaptureFixture[str]):
+    Path("link.jsonl").symlink_to(logs[0])
+    Path("hard.jsonl").hardlink_to(logs[0])
+    Path("notes.txt").write_text("read me")
+    Path("empty.html").touch()
+    before = Path(logs[0]).read_text()
+    for output in (logs[0], f"./{logs[0]}", "link.jsonl", "hard.jsonl"):
+        assert main(["plot", *logs, "-o", output]) == 2
+        assert f"--output {output} would overwrite {Path(logs[0]).resolve()}, which is read" in capsys.readouterr().err
+    assert main(["plot", *logs, "-o", "notes.txt"]) == 2
+    assert "--output notes.txt would overwrite a file that is no page" in capsys.readouterr().err
+    assert (Path(logs[0]).read_text(), Path("notes.txt").read_text()) == (before, "read me")
+    for _ in range(2):
+        assert main(["plot", *logs, "-o", "empty.html"]) == 0
+        assert Path("empty.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +61,15 @@ def test_other_numbers_are_drawn_if_they_are_named(logs: list[str]):
         (["none.jsonl"], "cannot read none.jsonl: No such file"),
         (["other.jsonl", "--smooth", "0"], "--smooth is a number of points, from 1; it is 0"),
         (["other.jsonl", "-o", "."], "cannot write .: "),
+        (["other.jsonl", "-o", "none/plots.html"], "cannot write none/plots.html: there is no folder "),
+        (["other.jsonl", "./other.jsonl"], "other.jsonl is given twice"),
+        (["other.jsonl", "--metrics", " , "], "--metrics names no number"),
         (["other.jsonl"] * 13, "at most 12 runs can be told apart in a plot; these are 13"),
     ],
 )
 def test_a_mistake_is_told(options: list[str], said: str, logs: list[str], capsys: pytest.CaptureFixture[str]):
+    before = [Path(path).read_bytes() for path in logs]
     assert main(["plot", *options]) == 2
     assert said in capsys.readouterr().err
-    assert logs
+    assert [Path(path).read_bytes() for path in logs] == before
+    assert not list(Path().rglob("*.html"))

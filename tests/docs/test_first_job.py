@@ -47,21 +47,28 @@ def test_the_page_shows_the_scripts():
     assert blocks("diff") == ["".join(f"{'...' if line.startswith('@@') else line}\n" for line in lines)]
 
 
+def losses(script: Path) -> list[float]:
+    """Train on two ranks; return what it prints."""
+    for _ in range(3):
+        process = started(script)
+        output, _ = process.communicate(timeout=300)
+        if not any(text in output for text in TRIED_AGAIN):
+            break
+    assert process.returncode == 0, output
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
+
+
 @pytest.mark.slow
-def test_both_scripts_train_on_two_ranks_to_the_same_loss():
-    losses: list[list[float]] = []
-    for name in ("ddp.py", "job.py"):
-        for _ in range(3):
-            process = started(SCRIPTS / name)
-            output, _ = process.communicate(timeout=300)
-            if not any(text in output for text in TRIED_AGAIN):
-                break
-        assert process.returncode == 0, output
-        losses.append([float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", output, re.MULTILINE)])
-    eager, compiled = losses
+def test_the_scripts_train_on_two_ranks_to_the_same_loss_and_lossless_to_equal_ones(tmp_path: Path):
+    eager, compiled = (losses(SCRIPTS / name) for name in ("ddp.py", "job.py"))
     assert len(eager) == len(compiled) == 4
     assert eager == pytest.approx(compiled, rel=0.05)
     assert eager[-1] < eager[0] / 2
+    source, call = (SCRIPTS / "job.py").read_text(), "batch_at(0, rank))\n    for"
+    assert source.count(call) == 1
+    script = tmp_path / "lossless.py"
+    script.write_text(source.replace(call, call.replace("))", '), compress="lossless")')))
+    assert losses(script) == pytest.approx(eager, abs=2e-4)
 
 
 @pytest.mark.parametrize(("command", "quoted"), reports())

@@ -235,7 +235,7 @@ def residuals(hook: fxcomp.DdpHook) -> list[Tensor]:
 
 
 def resumed() -> tuple[bool, list[int]]:
-    """Return if training that is saved and loaded goes on bit for bit, and the step of each pass in metrics and in states."""
+    """Return if training that is saved and loaded goes on bit for bit, and the steps in metrics and states."""
     job, halves, steps = JOBS["mlp"], [], []
     model = job.build()
     hook, saved = fxcomp.ddp_hook(compress=MIXED), {}

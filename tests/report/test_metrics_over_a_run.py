@@ -13,6 +13,7 @@ import pytest
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
 import fxcomp
+from fxcomp.report.runs import read_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
 SECTION = PAGE.split("## Metrics over a run")[1].split("\n## ")[0]
@@ -32,7 +33,10 @@ def test_a_line_of_json_a_step(
 ):
     monkeypatch.chdir(tmp_path)
     step, loader = training
-    names: dict[str, Any] = {"step": step, "loader": loader, "json": json, "time": time}
+    names: dict[str, Any] = {"rank": 1, "step": step, "loader": loader, "json": json, "time": time}
+    exec(JSON_LINES, names)
+    assert not Path("run.jsonl").exists()
+    names["rank"] = 0
     exec(JSON_LINES, names)
     names["log"].close()
     lines = [json.loads(line) for line in Path("run.jsonl").read_text().splitlines()]
@@ -40,6 +44,15 @@ def test_a_line_of_json_a_step(
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[0]["seconds"] < lines[-1]["seconds"]
     assert lines[-1]["residual_norm"] == 0.0
+
+    with Path("run.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')  # the run is killed
+    exec(JSON_LINES, names)
+    names["log"].close()
+    run = read_run("run.jsonl", "run", ["loss"])
+    assert run.steps[:3] == [line["step"] for line in lines]
+    assert len(run.steps) == 6
+    assert any("1 broken line left out" in note for note in run.notes)
 
 
 def test_scalars_for_tensorboard(
@@ -53,7 +66,10 @@ def test_scalars_for_tensorboard(
     monkeypatch.chdir(tmp_path)
     step, loader = training
     step(loader[0])
-    names: dict[str, Any] = {"step": step, "torch": torch}
+    names: dict[str, Any] = {"rank": 1, "step": step, "torch": torch}
+    exec(TENSORBOARD, names)
+    assert not Path("runs").exists()
+    names["rank"] = 0
     exec(TENSORBOARD, names)
     names["writer"].close()
     read = EventAccumulator("runs/one").Reload()

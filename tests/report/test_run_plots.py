@@ -32,7 +32,7 @@ def line_over(ys: Sequence[float], steps: Sequence[int] | None = None):
 def test_a_line_is_not_joined_over_what_is_not_finite():
     line = line_over([1.0, 2.0, NAN, 3.0, math.inf, 4.0, 5.0])
     assert [[y for _, y in part] for part in line.parts] == [[1.0, 2.0], [3.0], [4.0, 5.0]]
-    assert line.crosses == [2.0, 4.0]
+    assert [x for x, _ in line.crosses] == [2.0, 4.0]
 
 
 def test_a_line_is_not_joined_where_steps_are_missing_or_fall_back():
@@ -43,7 +43,10 @@ def test_a_line_is_not_joined_where_steps_are_missing_or_fall_back():
 
 
 def test_values_beside_which_nothing_could_be_seen_are_crosses():
-    assert line_over([1.0, 1e300, 2.0]).crosses == [1.0]
+    line = line_over([1.0, 1e300, 2.0])
+    assert line.crosses == [(1.0, 1e300)]
+    assert "one: 1e+300 at 1" in line_plot([line], "{:g}".format)
+    assert "or beyond 1e+100." in to_html([run_of("one", 20, lambda k: 1e300 if k == 5 else 1.0)])
 
 
 def test_thinning_keeps_every_peak_and_both_ends():
@@ -96,7 +99,7 @@ def test_an_axis_holds_its_values(ys: list[float], from_zero: bool, kind: type, 
 
 def test_a_plot_of_nothing_finite_says_so():
     page = to_html([run_of("one", 20, lambda _: NAN)])
-    assert "No value of loss over steps is a finite number." in page
+    assert "No value of loss over steps can be drawn: none is a finite number" in page
     assert "nan%" not in page
 
 
@@ -124,6 +127,35 @@ def test_smoothing_is_not_there_unless_asked_for():
     page = to_html([run_of("one", 50, float)])
     assert "means over" not in page
     assert "stroke-opacity" not in page
+
+
+def test_sections_of_numbers_that_are_named_alike_stand_beside_each_other():
+    steps = [1.0, 2.0]
+    series = {name: Series([0, 1], steps) for name in ("loss", "Loss", "Notes")}
+    page = to_html([LoggedRun("one", steps, None, series, [], [])])
+    assert re.findall(r"<h2>(.*)</h2>", page) == ["Loss", "Loss (2)", "Notes (2)", "Notes"]
+    assert re.findall(r'<section id="(.*)">', page) == ["step", "loss", "loss-2-", "notes-2-", "notes"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sent", "said"),
+    [
+        (range(1, 20), [1000.0] * 19, "19"),
+        (range(1, 20), [1000.0] * 18 + [NAN], "at least 18"),
+        ([k for k in range(1, 20) if k != 7], [1000.0] * 18, "at least 18"),
+        (range(0, 190, 10), [1000.0] * 19, ""),
+        ([5, 6, 7, 1, 2], [1000.0] * 5, "at least 5"),
+        ([50, 60, 70, 1, 2], [1000.0] * 5, ""),
+        ([1, 2, 3, 3, 4], [1000.0] * 5, "5"),
+        ([1, 2], [NAN, NAN], ""),
+    ],
+)
+def test_bytes_are_summed_up_where_all_but_a_few_steps_were_logged(steps: Sequence[int], sent: list[float], said: str):
+    series = {"sent_mb": Series(range(len(sent)), sent), "loss": Series(range(len(sent)), sent)}
+    page = to_html([LoggedRun("one", [float(step) for step in steps], None, series, [], [])])
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
+    names = re.findall(r"<th[^>]*>(.*?)</th>", page)
+    assert cells[names.index("GB sent")] == said
 
 
 def test_names_are_no_markup():

@@ -17,7 +17,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def framed(title: str, top: str, sections: Mapping[str, str]) -> str:
     """Write a whole page: HTML to begin with, then that of each section under its title, which may be empty."""
     body = "\n".join(_section(name, inside) for name, inside in sections.items())
-    links = "".join(f'<a href="#{_anchor(name)}">{text(name)}</a>' for name in sections if name)
+    links = "".join(f'<a href="#{anchor(name)}">{text(name)}</a>' for name in sections if name)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">\n'
@@ -30,8 +30,9 @@ def framed(title: str, top: str, sections: Mapping[str, str]) -> str:
 
 def _section(title: str, body: str) -> str:
     head = f"<h2>{text(title)}</h2>\n" if title else ""
-    return f'<section id="{_anchor(title)}">\n{head}{body}\n</section>'
+    return f'<section id="{anchor(title)}">\n{head}{body}\n</section>'
 
 
-def _anchor(title: str) -> str:
+def anchor(title: str) -> str:
+    """Name the place of a section, to which links lead."""
     return re.sub(r"\W+", "-", title.lower()) or "step"

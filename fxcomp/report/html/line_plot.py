@@ -23,7 +23,8 @@ _DASHED = ", dashed"
 _GAP = 5.0  # times the usual distance: two points further apart are not joined
 _LOG = 100.0  # a number that spans such a factor is drawn on a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
-_LARGEST = 1e100  # what is larger cannot be drawn beside anything else
+LARGEST = 1e100
+"""Beside what is larger nothing else could be seen."""
 
 Point = tuple[float, float]
 
@@ -37,8 +38,8 @@ class PlotLine:
     """By which it is colored."""
     parts: Sequence[Sequence[Point]]
     """Points that are joined, in the order in which they were logged; parts are not."""
-    crosses: Sequence[float] = ()
-    """Places of values that cannot be drawn, because they are not finite."""
+    crosses: Sequence[Point] = ()
+    """Values that cannot be drawn: not finite, or too large."""
     is_mean: bool = False
     """Drawn over the line that it smooths, which is pale then."""
 
@@ -48,14 +49,14 @@ class PlotLine:
 
 
 def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> PlotLine:
-    """Make a line over `xs`. It breaks where a value is not finite, and where steps are missing or fall back."""
+    """Make a line over `xs`. It breaks where a value cannot be drawn, and where steps are missing or fall back."""
     usual = statistics.median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0.0
     parts: list[list[Point]] = []
-    crosses: list[float] = []
+    crosses: list[Point] = []
     before = math.inf
     for step, x, y in zip(steps, xs, ys, strict=True):
-        if not abs(y) < _LARGEST:
-            crosses.append(x)
+        if not abs(y) < LARGEST:
+            crosses.append((x, y))
             before = math.inf
             continue
         if not 0 <= step - before <= max(_GAP * usual, 1.0):
@@ -92,11 +93,11 @@ class LinearAxis:
 
 
 def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> str:
-    """Draw lines; empty where there is no point. Values that are not finite are crosses at the top edge."""
+    """Draw lines; empty where there is no point. Values that cannot be drawn are crosses at the top edge."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
         return ""
-    xs = [*(x for x, _ in points), *(x for line in lines for x in line.crosses)]
+    xs = [*(x for x, _ in points), *(x for line in lines for x, _ in line.crosses)]
     across, up = _padded(min(xs), max(xs), 0.0), axis_of([y for _, y in points], from_zero=bool(unit))
     columns = max(40, min(_COLUMNS, _POINTS_OF_ALL // len(lines)))
     smoothed = {line.number for line in lines if line.is_mean}
@@ -175,9 +176,9 @@ def _is_dashed(line: PlotLine) -> bool:
 
 
 def _crosses(lines: Sequence[PlotLine], across: LinearAxis) -> Iterator[str]:
-    """Mark values that are not finite, one a column."""
+    """Mark values that cannot be drawn, one a column."""
     for line in lines:
-        for x in sorted({round(across.share(x)) for x in line.crosses}):
+        for x in sorted({round(across.share(x)) for x, _ in line.crosses}):
             place = f'text-anchor="middle" x="{x:g}%" y="{8 + 9 * (line.number % 3)}"'
             yield f'<text class="cross" style="fill:var(--{_color(line)})" {place}>×</text>'
 
@@ -187,7 +188,7 @@ def _spots(lines: Sequence[PlotLine], across: LinearAxis, says_x: Callable[[floa
     told: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}
-        for x, y in () if line.is_mean else (*chain.from_iterable(line.parts), *((x, math.nan) for x in line.crosses)):
+        for x, y in () if line.is_mean else (*chain.from_iterable(line.parts), *line.crosses):
             at.setdefault(min(_SPOTS - 1, int(across.share(x) / 100 * _SPOTS)), (x, y))
         for spot, (x, y) in at.items():
             told[spot].append(f"{line.name}: {y:.5g} at {says_x(x)}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 from fxcomp.report.document import Column, Table, count
 from fxcomp.report.html.blocks import figure, paragraph, table, text
-from fxcomp.report.html.frame import framed
-from fxcomp.report.html.line_plot import PlotLine, line_of, line_plot, names_of
-from fxcomp.report.runs import LoggedRun, Series
+from fxcomp.report.html.frame import anchor, framed
+from fxcomp.report.html.line_plot import LARGEST, PlotLine, line_of, line_plot, names_of
+from fxcomp.report.runs import LoggedRun, Series, are_few
 
 METRICS: Mapping[str, tuple[str, str]] = {
     "loss": ("Loss", ""),
@@ -29,8 +31,10 @@ _SAID = {
 _READING = (
     "Long lines are thinned: each column of a plot keeps its lowest and its highest point. A line is not joined where"
     " steps are missing (more than five times the usual distance) or fall back. A cross at the upper edge is a value"
-    " that is not a finite number. An axis is logarithmic where its values are positive and span a factor of 100."
+    f" that is not a finite number, or beyond {LARGEST:g}. An axis is logarithmic where its values are positive and"
+    " span a factor of 100."
 )
+_NOTES = "Notes"
 _UNITS = (("hours", 3600.0, 2 * 3600.0), ("minutes", 60.0, 2 * 60.0), ("seconds", 1.0, 0.0))
 
 
@@ -39,13 +43,20 @@ def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.series))
     sections = {"": _table_of(runs)}
     for metric in metrics:
-        title, _ = METRICS.get(metric, (metric, ""))
-        sections[title] = _plots(runs, metric, smooth)
+        sections[_title(metric, sections)] = _plots(runs, metric, smooth)
     notes = [note for run in runs for note in run.notes]
     smoothed = f" Thick lines are means over {smooth} points; pale ones are the points." if smooth > 1 else ""
-    sections["Notes"] = "\n".join(map(paragraph, [_READING + smoothed, *notes]))
+    sections[_NOTES] = "\n".join(map(paragraph, [_READING + smoothed, *notes]))
     top = f"<h1>{text(', '.join(run.name for run in runs))}</h1>"
     return framed(f"{count(len(runs), 'run')}", top, sections)
+
+
+def _title(metric: str, others: Collection[str]) -> str:
+    """Title a number apart from the other sections, which are linked to by letters and digits alone."""
+    title, _ = METRICS.get(metric, (metric, ""))
+    taken = [anchor(other) for other in (_NOTES, *others)]
+    numbered = (f"{title} ({number})" for number in itertools.count(2))
+    return next(each for each in itertools.chain((title,), numbered) if anchor(each) not in taken)
 
 
 def _plots(runs: Sequence[LoggedRun], metric: str, smooth: int) -> str:
@@ -69,7 +80,9 @@ def _plots(runs: Sequence[LoggedRun], metric: str, smooth: int) -> str:
             drawn.append(figure(plot, f"over {name}"))
             named.extend(lines)
         elif lines:
-            drawn.append(paragraph(f"No value of {metric} over {name} is a finite number."))
+            drawn.append(
+                paragraph(f"No value of {metric} over {name} can be drawn: none is a finite number up to {LARGEST:g}.")
+            )
     said = paragraph(_SAID[metric], "dim") if metric in _SAID else ""
     return f'{said}{names_of(named)}<div class="pair">\n{"".join(drawn)}\n</div>'
 
@@ -104,10 +117,8 @@ def _table_of(runs: Sequence[LoggedRun]) -> str:
     rows: list[Sequence[str]] = []
     for run in runs:
         loss = run.series.get("loss")
-        last = [value for value in loss.values[-_LAST:] if abs(value) < float("inf")] if loss is not None else []
-        sent = run.series.get("sent_mb")
-        is_whole = sent is not None and len(sent.values) >= run.steps[-1] - run.steps[0]
-        bad = sum(not abs(value) < float("inf") for series in run.series.values() for value in series.values)
+        last = [value for value in loss.values[-_LAST:] if math.isfinite(value)] if loss is not None else []
+        bad = sum(not math.isfinite(value) for series in run.series.values() for value in series.values)
         plans = [f"{digest[:8]} from step {step}" for step, digest in run.plans]
         rows.append(
             (
@@ -116,13 +127,27 @@ def _table_of(runs: Sequence[LoggedRun]) -> str:
                 f"{run.steps[-1]:,.0f}",
                 "" if run.seconds is None else f"{run.seconds[-1]:,.1f}",
                 f"{sum(last) / len(last):.4g}" if last else "",
-                f"{sum(sent.values) / 1e3:.3g}" if sent is not None and is_whole else "",
+                _sent(run),
                 f"{bad:,}",
                 "; ".join(plans[:1] + (["…"] if len(plans) > 2 else []) + plans[1:][-1:]),
             )
         )
     caption = (
         f"The loss at the end is the mean of the last {_LAST} lines, as far as they are finite. Bytes are summed up"
-        " where every step was logged."
+        " where all steps but a few were logged."
     )
     return table(Table(_COLUMNS, rows)) + f'<p class="dim">{caption}</p>'
+
+
+def _sent(run: LoggedRun) -> str:
+    """Sum up what a run has sent; empty where more than a few of its steps do not say it."""
+    sent = run.series.get("sent_mb")
+    if sent is None:
+        return ""
+    known = {place: value for place, value in zip(sent.places, sent.values, strict=True) if math.isfinite(value)}
+    steps = max(run.steps) - min(run.steps) + 1
+    missing = steps - len({run.steps[place] for place in known})
+    if not known or not are_few(missing, steps):
+        return ""
+    is_whole = missing == 0 and len(known) == len(sent.values)
+    return f"{'' if is_whole else 'at least '}{math.fsum(known.values()) / 1e3:.3g}"

@@ -1,0 +1,46 @@
+"""Files that commands write: none that they read, none twice, and a page only in the place of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fxcomp.errors import BadOption
+
+
+def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None]) -> None:
+    """Raise BadOption where a file to write, by its option, is one to read, or another one to write."""
+    known = {path: "which is read" for path in map(_file, read) if path is not None}
+    for option, text in written.items():
+        path = _file(text)
+        if path is None:
+            continue
+        for other, reason in known.items():
+            if path == other or (path.exists() and other.exists() and path.samefile(other)):
+                raise BadOption(f"{option} {text} would overwrite {other}, {reason}: name another file")
+        known[path] = f"which {option} writes"
+
+
+def check_page(option: str, text: str) -> None:
+    """Raise BadOption where a page would take the place of another kind of file."""
+    path = Path(text)
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_PAGE))
+    except OSError as error:
+        raise BadOption(f"cannot read {text}, which {option} would replace: {error.strerror}") from None
+    if begin and begin.lower() != _PAGE:
+        raise BadOption(f"{option} {text} would overwrite a file that is no page: name another one, or delete it")
+
+
+_PAGE = b"<!doctype html>"
+
+
+def _file(text: str | None) -> Path | None:
+    """Resolve links, so that a file has one path; None for what is not named, or no file, like a terminal."""
+    if not text:
+        return None
+    path = Path(text).expanduser().resolve()
+    return None if path.exists() and not path.is_file() else path
