@@ -11,18 +11,22 @@ by `import fxcomp`, because Lightning is optional.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import os
 import sys
 import warnings
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, FxcompError
 from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
 from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
@@ -43,9 +47,13 @@ def _library() -> Any:
 
 
 _DDPStrategy: Any = _library().strategies.DDPStrategy
+url_to_fs: Any = importlib.import_module("fsspec.core").url_to_fs
+"""Lightning's way to a checkpoint's file, which comes with torch."""
 
 FILE = "{checkpoint}.fxcomp-rank{rank}.pt"
 """Beside each of Lightning's checkpoints: the tensors of `checkpoint()`, a file a rank."""
+STEP = "lightning.global_step"
+"""Among them: of which step they are."""
 
 
 class _KeepsStates(_DDPStrategy):
@@ -53,55 +61,69 @@ class _KeepsStates(_DDPStrategy):
 
     kept: DdpHook | CompiledStep | None = None
     """The hook or the step of the training that runs, or ran last."""
-    _begins_at: Path | None = None
+    _trained: Any = None
+    """The module that it averages gradients of."""
+    _begins_at: tuple[str, int | None] | None = None
+    """The checkpoint that training goes on from, and its step."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint, and this rank's tensors beside it; Lightning calls it on all ranks."""
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.kept is None or "loops" not in checkpoint:  # save_weights_only=True
             return
-        path = Path(FILE.format(checkpoint=filepath, rank=self.global_rank))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.kept.checkpoint(), path)
+        files = _Files(filepath)
+        files.write(self.global_rank, {**self.kept.checkpoint(), STEP: torch.tensor(checkpoint["global_step"])})
         if self.is_global_zero:  # of a job with more ranks, under the same name
-            for rank, old in _beside(Path(filepath)):
-                if rank >= self.world_size:
-                    old.unlink(missing_ok=True)
+            files.remove(self.world_size)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint with what stands beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            for _, path in _beside(Path(filepath)):
-                path.unlink(missing_ok=True)
+            _Files(filepath).remove()
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
         """Read Lightning's checkpoint, and remember where it is."""
         library: Any = super()
         loaded = library.load_checkpoint(checkpoint_path, *arguments, **named)
         if self.lightning_module.trainer.state.fn == "fit":
-            self._begins_at = Path(checkpoint_path)
+            self._begins_at = str(checkpoint_path), loaded.get("global_step")
         return loaded
 
     def keep(self, kept: DdpHook | CompiledStep) -> None:
-        """Save the state of this from now on, and load what was saved where training goes on; every rank calls it."""
-        if self.kept is not None:
-            self.kept.close()
-        self.kept = kept
-        if self._begins_at is not None:
-            kept.load_state_dict(self._saved_for_here(self._begins_at))
-            self._begins_at = None
+        """Save the state of this from now on, and load what training goes on from; every rank calls it.
 
-    def _saved_for_here(self, checkpoint: Path) -> list[Any] | None:
-        """Read this rank's part of what was saved, by as many ranks as there were."""
-        files = [path for _, path in _beside(checkpoint)]
-        if not files and self.is_global_zero:
-            warnings.warn(
-                f"fxcomp: {str(checkpoint)!r} has no state beside it: what compression left out before is lost, once.",
-                stacklevel=2,
+        That is the state beside a checkpoint, or, where `fit` trains the same module again, that of the fit before.
+        """
+        before, of = self.kept, self._trained
+        self.kept, self._trained = kept, self.lightning_module
+        if self._begins_at is not None:
+            kept.load_state_dict(self._saved_for_here(*self._begins_at))
+            self._begins_at = None
+        elif before is not None and of is self.lightning_module:
+            kept.load_state_dict(_state_of(before))
+        if before is not None:
+            before.close()
+
+    def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
+        """Read this rank's part of what was saved, by as many ranks as there were; what is of another step is left."""
+        files = _Files(checkpoint, follow=True)
+        ranks = sorted(files.of_ranks())
+        if not ranks and self.is_global_zero:
+            _warn(f"{checkpoint!r} has no state beside it: what compression left out before is lost, once.")
+        states: list[dict[str, Tensor]] = []
+        for rank in ranks[self.global_rank :: self.world_size]:
+            tensors = files.read(rank)
+            saved_at = int(tensors.pop(STEP, torch.tensor(step)))
+            if saved_at == step:
+                states.append(tensors)
+                continue
+            _warn(
+                f"{checkpoint!r} is of step {step}, and rank {rank}'s file beside it of step {saved_at}: a job ended"
+                " while it saved. The file is not used, and what compression left out on that rank is lost, once; or"
+                " go on from another checkpoint."
             )
-        mine = files[self.global_rank :: self.world_size]
-        return [torch.load(path, map_location="cpu", weights_only=True) for path in mine] or None
+        return states or None
 
     def teardown(self) -> None:
         """Give back process groups."""
@@ -110,20 +132,79 @@ class _KeepsStates(_DDPStrategy):
         super().teardown()
 
 
-def _beside(checkpoint: Path) -> list[tuple[int, Path]]:
-    """List the files beside a checkpoint, by their rank; a link is followed, as `save_last="link"` makes one."""
-    checkpoint = checkpoint.resolve()
-    start, end = FILE.partition("{rank}")[::2]
-    start = start.format(checkpoint=checkpoint.name)
-    names = [path for path in checkpoint.parent.glob("*") if path.name.startswith(start) and path.name.endswith(end)]
-    numbered = [(path.name.removeprefix(start).removesuffix(end), path) for path in names]
-    return sorted((int(number), path) for number, path in numbered if number.isdecimal())
+class _Files:
+    """The files beside a checkpoint, wherever Lightning can write one: a folder, or what fsspec has a protocol for."""
+
+    def __init__(self, checkpoint: Any, *, follow: bool = False):
+        """With `follow`, beside what a local link leads to: `save_last="link"` makes one."""
+        self._system, self._place = url_to_fs(str(checkpoint))
+        self._is_local = "file" in self._system.protocol
+        if follow and self._is_local:
+            self._place = os.path.realpath(self._place)
+
+    def write(self, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a rank's file, all of it or nothing."""
+        held = io.BytesIO()
+        torch.save(dict(tensors), held)
+        place = FILE.format(checkpoint=self._place, rank=rank)
+        self._system.makedirs(self._place.rpartition("/")[0], exist_ok=True)
+        if not self._is_local:  # elsewhere a file is there once it is whole
+            self._system.pipe_file(place, held.getvalue())
+            return
+        unfinished = f"{place}.part"
+        self._system.pipe_file(unfinished, held.getvalue())
+        os.replace(unfinished, place)
+
+    def read(self, rank: int) -> dict[str, Tensor]:
+        with self._system.open(self.of_ranks()[rank], "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+    def remove(self, first: int = 0) -> None:
+        """Remove the files of ranks from the `first` on."""
+        for rank, place in self.of_ranks().items():
+            if rank >= first:
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.rm_file(place)
+
+    def of_ranks(self) -> dict[int, str]:
+        """List the files by their rank."""
+        if "http" in self._system.protocol:  # a page, and no folder
+            return {}
+        folder, _, name = self._place.rpartition("/")
+        start, end = FILE.format(checkpoint=name, rank="/").split("/")
+        self._system.invalidate_cache(folder)
+        try:
+            places: list[str] = self._system.ls(folder, detail=False)
+        except FileNotFoundError:
+            return {}
+        names = {place: place.rpartition("/")[2] for place in places}
+        numbers = {
+            place: name.removeprefix(start).removesuffix(end)
+            for place, name in names.items()
+            if name.startswith(start) and name.endswith(end)
+        }
+        return {int(number): place for place, number in numbers.items() if number.isdecimal()}
+
+
+def _state_of(before: DdpHook | CompiledStep) -> Mapping[str, Any] | None:
+    """Copy the state in which a fit has ended, which the next one begins in."""
+    try:
+        return before.state_dict()
+    except FxcompError as error:
+        _warn(f"this fit begins without what compression left out in the one before: {error}")
+        return None
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"fxcomp: {text}", stacklevel=4)
 
 
 class FxcompStrategy(_KeepsStates):
     """DDPStrategy with fxcomp's hook, on CPUs as well; one process has nothing to average.
 
-    The options are those of `fxcomp.ddp_hook`, but for the scaler, which is Lightning's; others are DDPStrategy's.
+    `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are
+    those of DDPStrategy, as `process_group_backend=` and `find_unused_parameters=`. Raises BadOption for a second hook
+    (`ddp_comm_hook=`), and BadPlan, before anything is trained.
     """
 
     def __init__(
@@ -155,7 +236,7 @@ class FxcompStrategy(_KeepsStates):
 
 
 class CompiledStrategy(_KeepsStates):
-    """A process a rank, and no wrapper: a compiled step averages gradients.
+    """A process a rank, and no wrapper: a compiled step averages gradients. Its arguments are those of DDPStrategy.
 
     The module makes its step in `on_train_start`, hands it over by `trainer.strategy.keep(step)`, sets
     `automatic_optimization = False`, and calls `self.optimizers().step(lambda: step(batch))`. Lightning then counts

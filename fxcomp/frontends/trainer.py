@@ -35,7 +35,8 @@ FILE = "fxcomp-rank{rank}.safetensors"
 class FxcompCallback(transformers.TrainerCallback):
     """Registers a hook with the model that the trainer has wrapped; with one process there is none to register with.
 
-    The options are those of `fxcomp.ddp_hook`, but for the scaler, which is the trainer's.
+    `trainer` is the one that it is a callback of. `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the
+    scaler is the trainer's.
     """
 
     def __init__(

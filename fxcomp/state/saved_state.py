@@ -362,7 +362,9 @@ def tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
         who = ", ".join(map(str, agreed.lost))
         _warn(
             f"nobody loads what rank {who} of {agreed.ranks} saved: what compression left out there is lost. Where"
-            " ranks have gone, load their states too, on any rank: step.load_state_dict([state, another])."
+            " ranks have gone, load their states too, on any rank: step.load_state_dict([state, another]). Under a"
+            f" Trainer, put the missing files (fxcomp-rank{agreed.lost[0]} in a name) back where the others are, and"
+            " go on from that checkpoint again."
         )
     trained = set(here.trained)
     held = [(n, kept.values) for s in agreed.states for n, pieces in s.residuals.items() for kept in pieces]
