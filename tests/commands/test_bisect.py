@@ -188,7 +188,7 @@ def trainings_of(job: str, trainings: list[tuple[int, int]], checkpoint: str | N
 def test_trainings_begin_from_a_checkpoint():
     """From a model that has learned, a training has less to lose; what does not fit is told."""
     plan_of(TABLES)
-    job = load_job("train.py")
+    job: Any = load_job("train.py")
     for step in range(80):
         job.loss_fn(job.model, job.batch_at(step, 0)).backward()
         job.optimizer.step()
@@ -443,6 +443,9 @@ def test_tensors_that_are_all_guilty_singly_are_not_everywhere():
     assert (result.names, result.is_spread, to_json(result)["verdict"]) == (NAMES, False, "guilty")
     assert f"by {GUILTY} and {len(NAMES) - 1} more." in headline(result)
     assert evaluated(result.line) == Compress(pins=dict.fromkeys(NAMES, "dense"))
+    given = result_of(dict.fromkeys(NAMES, 0.5), Compress(plan="int8", feedback=FEEDBACK))
+    assert evaluated(given.line) == Compress(plan="dense", feedback=FEEDBACK)
+    assert "these pins" not in text_of(given)
 
 
 def test_the_only_compressed_tensor_is_named():

@@ -1,8 +1,8 @@
 """Write the setting that leaves some tensors dense, as Python: the user's own with pins, or with a saved plan.
 
-within="balanced"                    the same, and pins={"lm_head.weight": "dense"} after the user's pins
-plan="topk(0.01)", saved             plan="mended.json"
-plan="topk(0.01)"                    pins={"*": "topk(0.01)", "lm_head.weight": "dense"}: fxcomp buckets it
+within="balanced"          the same, and pins={"lm_head.weight": "dense"} after the user's pins
+plan="int8", saved         plan="mended.json"
+plan="int8"                pins={"*": "int8", "lm_head.weight": "dense"}; plan="dense" if nothing else is left
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | No
         return replace(compress, pins=_after(compress.pins, names, plan.sizes))
     if saved is not None:
         return replace(compress, plan=saved)
+    if plan.is_dense:
+        return replace(compress, plan="dense")
     pins = _pins_of(plan, compress.plan)
     return None if pins is None else replace(compress, plan=None, pins=pins)
 

@@ -89,6 +89,7 @@ def main(path: str) -> int:
         found = Search(trainings.names, trainings.train, request.seeds, tell, least=request.least).run()
     except FxcompError as error:
         print(error, file=sys.stderr, flush=True)
+        dist.destroy_process_group()  # with threads that are left, the process would abort
         return 2
     if is_first:
         Path(path).with_name(FOUND).write_text(json.dumps(found.to_json()))

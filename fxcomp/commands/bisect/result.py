@@ -189,9 +189,9 @@ def _advice(result: Result) -> Iterator[str]:
         yield line
     if result.saved is not None:
         yield f"{result.saved} holds this plan with those tensors dense."
-    elif is_given and line:
+    elif is_given and line and not result.mended_plan.is_dense:
         yield "fxcomp chooses the buckets of these pins. --save-plan FILE writes this plan with those tensors dense."
-    elif is_given:
+    elif is_given and not line:
         yield "No pins say it: search again with --save-plan FILE, which writes this plan with those tensors dense."
     if not result.is_spread and result.refusal(result.mended_plan):
         yield "compile_step refuses what is left, too: the line allows it, and longer trainings may diverge."

@@ -115,13 +115,12 @@ def _searched(request: Request) -> SearchFindings:
     began: list[float] = []
 
     def hear(_: int, line: str) -> None:
-        _, mark, note = line.partition(MARK)
-        if not mark:
+        if MARK not in line:
             return
         began.append(time.monotonic())
         if len(began) == 2:
             _tell_length(request, began[1] - began[0])
-        status_line.show(f"training: {note}")
+        status_line.show(f"training: {line.partition(MARK)[2]}")
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "request.json"
