@@ -233,6 +233,16 @@ def test_explain_writes_a_page_and_a_trace(tmp_path: Path, capsys: pytest.Captur
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_bisect_overwrites_nothing_that_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job, cluster, plan, checkpoint = (tmp_path / name for name in ("job.py", "cluster.toml", "plan.json", "model.pt"))
+    arguments = ["bisect", f"{job}:make", "--cluster", str(cluster), "--compress", str(plan)]
+    for path in (job, cluster, plan, checkpoint):
+        path.write_text("as it was")
+        assert main([*arguments, "--checkpoint", str(checkpoint), "--save-plan", str(path)]) == 2
+        assert f"--save-plan {path} would overwrite {path}, which is read" in capsys.readouterr().err
+        assert path.read_text() == "as it was"
+
+
 @pytest.mark.parametrize("option", ["--html", "--trace", "--save-plan"])
 def test_explain_overwrites_nothing_that_it_reads(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     job, cluster, plan, costs, errors = (

@@ -17,7 +17,8 @@ from fxcomp.commands.bisect.rank import FOUND, MARK, Request
 from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
 from fxcomp.commands.bisect.search import SearchFindings, most_trainings
 from fxcomp.commands.demo.launch_ranks import of_module, run_ranks
-from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster
+from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster, job_files
+from fxcomp.commands.outputs import check_outputs
 from fxcomp.errors import BadJob, BadOption, PeerFailed
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, what_if
@@ -54,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, and print what was found."""
+    check_outputs({"--save-plan": arguments.save_plan}, (*job_files(arguments), arguments.checkpoint))
     cluster, _ = chosen_cluster(arguments)
     _check(arguments, cluster.world_size)
     status_line.show("loading the job ...")
