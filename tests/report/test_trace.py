@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ def test_a_trace_is_as_the_format_asks(where: str, tmp_path: Path):
     trace = saved(explanation(cluster("1gbit", hosts, ranks)), tmp_path / "out.json")
     check_trace(trace)
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "s", "t", "f"}
+
+
+def test_perfetto_reads_the_slices_and_the_flows(tmp_path: Path):
+    """Runs where perfetto of PyPI is installed, and its trace_processor_shell is on the path."""
+    api, shell = pytest.importorskip("perfetto.trace_processor"), shutil.which("trace_processor_shell")
+    if shell is None:
+        pytest.skip("there is no trace_processor_shell")
+    trace = saved(by_hand(), tmp_path / "out.json")
+    with api.TraceProcessor(str(tmp_path / "out.json"), config=api.TraceProcessorConfig(bin_path=shell)) as processor:
+        read = Counter(row.name for row in processor.query("select name from slice"))
+        assert read == Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "X")
+        assert next(iter(processor.query("select count(*) as n from flow"))).n > 0
 
 
 def test_both_predictions_lie_side_by_side_with_a_lane_for_each_stream():
