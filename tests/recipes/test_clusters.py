@@ -107,7 +107,7 @@ def test_calibrate_under_srun_without_the_variables_is_refused(tmp_path: Path):
     """Each task would measure alone, and all would write one file."""
     environment = place(tmp_path / "bin", srun=SRUN, fxcomp=FXCOMP) | {"SLURM_NTASKS": "2"}
     command = ["srun", "fxcomp", "calibrate", "-o", str(tmp_path / "costs.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
     assert ran.returncode == 2, ran.stderr
     assert "srun has started 2 tasks without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in ran.stderr
     assert not (tmp_path / "costs.json").exists()
