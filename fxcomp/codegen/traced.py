@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -20,16 +19,8 @@ def trace_program(
     if not compat.is_traced():
         return
     for number, (name, graph) in enumerate(graphs().items(), 1):
-        compat.trace_artifact(f"graph_{number:02d}_{name}", lambda graph=graph: dump(graph))
-    compat.trace_artifact("plan", plan.to_json)
+        compat.trace_artifact(f"graph_{number:02d}_{name}", dump(graph))
+    compat.trace_artifact("plan", plan.to_json())
     if timeline is not None:
-        compat.trace_artifact("timeline", lambda: _to_json(timeline))
-    compat.trace_artifact("source", lambda: source)
-
-
-def _to_json(timeline: Timeline) -> dict[str, Any]:
-    spans = [
-        {"task": span.task.name, "stream": span.task.stream.value, "start_us": span.start_us, "end_us": span.end_us}
-        for span in timeline.spans
-    ]
-    return {"step_us": timeline.step_time_us, "spans": spans}
+        compat.trace_artifact("timeline", {"step_ms": timeline.step_time_us / 1e3, "tasks": timeline.to_json()})
+    compat.trace_artifact("source", source)

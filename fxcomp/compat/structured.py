@@ -14,11 +14,8 @@ def is_traced() -> bool:
     return any(getattr(handler, "root_dir", None) is not None for handler in _internal.trace_log.handlers)
 
 
-def trace_artifact(name: str, write: Callable[[], str | dict[str, Any]]) -> None:
-    """Write a text, or data; `write` is not called where nothing is traced."""
-    if not is_traced():
-        return
-    found = write()
+def trace_artifact(name: str, found: str | dict[str, Any]) -> None:
+    """Write a text, or data, for whoever has asked `is_traced`."""
     encoding, text = ("string", found) if isinstance(found, str) else ("json", json.dumps(found, indent=1))
     trace = cast("Callable[..., None]", _internal.trace_structured)
     about = {"name": f"fxcomp_{name}", "encoding": encoding}

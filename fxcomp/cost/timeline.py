@@ -18,6 +18,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fxcomp.cluster.cluster import UNSHARED, Processors
 from fxcomp.compressors import kernels
@@ -58,6 +59,18 @@ class Timeline:
     """All spans of a step: the prediction."""
 
     spans: tuple[Span, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """List the tasks, with their streams and times in ms."""
+        return [
+            {
+                "task": span.task.name,
+                "stream": span.task.stream.value,
+                "start_ms": span.start_us / 1e3,
+                "end_ms": span.end_us / 1e3,
+            }
+            for span in self.spans
+        ]
 
     @property
     def step_time_us(self) -> float:

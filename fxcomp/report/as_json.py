@@ -91,16 +91,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
 
 def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
     """List the tasks of the predicted step."""
-    return [
-        {
-            "task": span.task.name,
-            "stream": span.task.stream.value,
-            "bucket": bucket_of(span.task.name),
-            "start_ms": span.start_us / 1e3,
-            "end_ms": span.end_us / 1e3,
-        }
-        for span in timeline.spans
-    ]
+    return [{**task, "bucket": bucket_of(task["task"])} for task in timeline.to_json()]
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def test_a_trace_has_the_graph_after_each_pass_the_plan_the_timeline_and_the_sou
     assert graphs == pass_names()
     assert json.loads(found["fxcomp_plan"]) == {"version": 1, "buckets": []}
     timeline = json.loads(found["fxcomp_timeline"])
-    assert max(span["end_us"] for span in timeline["spans"]) == pytest.approx(timeline["step_us"])
+    assert max(task["end_ms"] for task in timeline["tasks"]) == pytest.approx(timeline["step_ms"])
     assert "def step(" in found["fxcomp_source"]
     last = next(text for name, text in found.items() if name.endswith(graphs[-1]))
     assert "output(" in last
