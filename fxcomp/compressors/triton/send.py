@@ -1,18 +1,22 @@
 """Send the largest values of each segment, for topk and sidco; nothing waits for the device.
 
     cuts       a magnitude a segment, as bits, that what may be sent reaches
-    gather     one pass over the bucket: the residual of what stays below, and a list of the rest, tile by tile
+    gather     one pass over the bucket: the residual, as if nothing were sent, and a list of what reaches the cut, tile
+               by tile: places and values
     decide     where more values reach the cut than may be sent, the last magnitude to send is found: three digits of
                it, 11, 10 and 10 bits, each from a histogram of the listed magnitudes that begin with those known so far
     count      what each tile sends; their sums tell where in the payload a tile begins
-    scatter    values and places into the payload, and the residual of what was listed
+    scatter    values and places into the payload; what was sent leaves the residual
 
-Only `gather` touches memory for each value; the lists are as long as what reaches the cut. All decisions stay on the
-device: every launch happens whatever the data, and returns at once where there is nothing to do. A segment's decision
-is a magnitude and a number: sent is what is larger, and of what is equal the first so many.
+Only `gather` touches memory for each value. Later, one warp a tile reads the tile's list in parts: most lists are one
+part. All decisions stay on the device: every launch happens whatever the data, and returns at once where there is
+nothing to do. A segment's decision is a magnitude and a number: sent is what is larger, and of what is equal the first
+so many.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,6 +40,8 @@ from fxcomp.compressors.triton.tiles import INFINITY, TILE, Tiles, compensated, 
 BINS = 2048
 DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
 COPIES = 8  # of a histogram while there are few: most values fall in few bins, and additions to one bin wait  # assumed
+PART = constant(128)  # of a list that a program reads at once: 4 a thread of a warp  # assumed
+NEAR = constant(64)  # leading digits from a part's lowest on that are counted before they are added: 8 octaves
 DECISION_COLUMNS = constant(3)
 
 
@@ -67,6 +73,17 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
     tl.atomic_add(histogram + digit, 1, mask=is_ours, sem="relaxed")
+
+
+@jit
+def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr, BINS: constexpr):
+    """Count first digits of large magnitudes: most are among few, and additions to one bin wait for each other."""
+    digit = magnitude >> SHIFT
+    lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
+    is_near = is_there & (digit - lowest < NEAR)
+    found = tl.histogram(digit - lowest, NEAR, mask=is_near)
+    tl.atomic_add(histogram + lowest + tl.arange(0, NEAR), found, mask=found > 0, sem="relaxed")
+    tl.atomic_add(histogram + digit, 1, mask=is_there & (is_near == 0), sem="relaxed")
 
 
 @jit
@@ -112,29 +129,32 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
     The second cut, not above the first, holds where fewer than k / 2 values reach the first.
     """
     device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
-    listed = torch.empty(count * TILE, dtype=torch.int16, device=device)
+    places = torch.empty(count * TILE, dtype=torch.int16, device=device)
+    values = torch.empty(count * TILE, dtype=torch.float32, device=device)
     lengths = torch.empty(count, dtype=torch.int32, device=device)
     tally = torch.zeros(segments, 3, dtype=torch.int32, device=device)
     decisions = torch.empty(segments, 3, dtype=torch.int32, device=device)
     payload.zero_()
-    tiles.launch(_gather, given.bucket, given.residual, cuts, segments, listed, lengths, tally)
+    tiles.launch(_gather, given.bucket, given.residual, cuts, segments, places, values, lengths, tally)
     launch(_open, segments, layout.sections, cuts, segments, tally, decisions)
-    lists = (given.bucket, given.residual, listed, lengths, decisions)
+    lists = replace(tiles, warps=1)
     copies = copies_of(segments)
     for shift, above in DIGITS:
         histograms = torch.zeros(segments * copies, BINS, dtype=torch.int32, device=device)
         constants = {"SHIFT": shift, "BINS": BINS, "COPIES": copies}
-        tiles.launch(_histogram, *lists, histograms, ABOVE=above, **constants)
+        lists.launch(_histogram, values, lengths, decisions, histograms, ABOVE=above, **constants)
         launch(pick, segments, decisions, histograms, **constants)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
-    tiles.launch(_count, *lists, counts, count)
-    places = (payload, layout.sections, counts, counts.cumsum(dim=1), count)
-    tiles.launch(_scatter, *lists, *places, HAS_COUNTS=layout.has_counts)
+    lists.launch(_count, values, lengths, decisions, counts, count)
+    ends = counts.flatten().cumsum(dim=0, dtype=torch.int32)  # of a row more would be one block's work
+    sums = (layout.sections, counts, ends, count)
+    arguments = (places, values, lengths, decisions, payload, given.residual, *sums)
+    lists.launch(_scatter, *arguments, HAS_COUNTS=layout.has_counts)
     return tally
 
 
 @jit
-def _gather(table, bucket, residual, cuts, segments, listed, lengths, tally, SHAPE: constexpr):
+def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
     """List what reaches the lower cut; count a segment's values at both cuts, and what is not finite."""
     TILE: constexpr = SHAPE[1]
     start, size, _, _ = tile_of(table, SHAPE)
@@ -145,8 +165,9 @@ def _gather(table, bucket, residual, cuts, segments, listed, lengths, tally, SHA
     magnitude = magnitude_of(value)
     is_listed = is_there & (magnitude >= tl.load(cuts + segments + segment))
     number = tl.cumsum(is_listed.to(tl.int32), axis=0)
-    at = listed + tl.program_id(0).to(tl.int64) * TILE
-    tl.store(at + number - 1, place.to(tl.int16), is_listed)
+    at = tl.program_id(0).to(tl.int64) * TILE
+    tl.store(places + at + number - 1, place.to(tl.int16), is_listed)
+    tl.store(values + at + number - 1, value, is_listed)
     length = tl.sum(is_listed.to(tl.int32), axis=0)
     tl.store(lengths + tl.program_id(0), length)
     is_reached = is_there & (magnitude >= tl.load(cuts + segment))
@@ -158,7 +179,7 @@ def _gather(table, bucket, residual, cuts, segments, listed, lengths, tally, SHA
     tl.atomic_add(counter + 2, infinite, mask=infinite > 0, sem="relaxed")
     if residual is not None:
         left_out = tl.where(magnitude < INFINITY, value, old)
-        tl.store(residual + start + place, left_out, is_there & (is_listed == 0))
+        tl.store(residual + start + place, left_out, is_there)
 
 
 @jit
@@ -179,21 +200,9 @@ def _open(sections, cuts, segments, tally, decisions):
 
 
 @jit
-def _read_list(bucket, residual, listed, length, start, TILE: constexpr):
-    """Return a tile's list: places in the tile, values, magnitudes, and which there are."""
-    number = tl.arange(0, TILE)
-    is_there = number < length
-    place = tl.load(listed + tl.program_id(0).to(tl.int64) * TILE + number, is_there, other=0).to(tl.int32)
-    value, _ = compensated(bucket, residual, start + place, is_there)
-    return place, value, magnitude_of(value), is_there
-
-
-@jit
 def _histogram(
     table,
-    bucket,
-    residual,
-    listed,
+    values,
     lengths,
     decisions,
     histograms,
@@ -203,38 +212,58 @@ def _histogram(
     COPIES: constexpr,
     SHAPE: constexpr,
 ):
-    start, _, _, _ = tile_of(table, SHAPE)
     segment, _ = segment_of(table)
     decision = decisions + segment * DECISION_COLUMNS
     length = tl.load(lengths + tl.program_id(0)) * (tl.load(decision) != 0).to(tl.int32)
-    _, _, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
+    known = tl.load(decision + 1)
     histogram = histograms + (segment * COPIES + tl.program_id(0) % COPIES) * BINS
-    add_to_histogram(histogram, magnitude, is_there, tl.load(decision + 1), SHIFT, ABOVE)
+    first = length * 0
+    while first < length:
+        value, is_there = _read_values(values, first, length, SHAPE[1])
+        magnitude = magnitude_of(value)
+        if ABOVE == 31:
+            add_leading_digits(histogram, magnitude, is_there, SHIFT, BINS)
+        else:
+            add_to_histogram(histogram, magnitude, is_there, known, SHIFT, ABOVE)
+        first += PART
 
 
 @jit
-def _count(table, bucket, residual, listed, lengths, decisions, counts, tiles, SHAPE: constexpr):
+def _read_values(values, first, length, TILE: constexpr):
+    """Return a part of a tile's list: values, and which there are."""
+    number = first + tl.arange(0, PART)
+    is_there = number < length
+    return tl.load(values + tl.program_id(0).to(tl.int64) * TILE + number, is_there, other=0.0), is_there
+
+
+@jit
+def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
     """Count what of a tile is larger than the decision's magnitude, and what is equal."""
-    start, _, _, _ = tile_of(table, SHAPE)
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
-    _, _, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
-    is_larger = is_there & (magnitude > last)
-    is_equal = is_there & (magnitude == last)
-    tl.store(counts + tl.program_id(0), tl.sum(is_larger.to(tl.int32), axis=0))
-    tl.store(counts + tiles + tl.program_id(0), tl.sum(is_equal.to(tl.int32), axis=0))
+    larger = length * 0
+    equal = length * 0
+    first = length * 0
+    while first < length:
+        value, is_there = _read_values(values, first, length, SHAPE[1])
+        magnitude = magnitude_of(value)
+        larger += tl.sum((is_there & (magnitude > last)).to(tl.int32), axis=0)
+        equal += tl.sum((is_there & (magnitude == last)).to(tl.int32), axis=0)
+        first += PART
+    tl.store(counts + tl.program_id(0), larger)
+    tl.store(counts + tiles + tl.program_id(0), equal)
 
 
 @jit
 def _scatter(
     table,
-    bucket,
-    residual,
-    listed,
+    places,
+    values,
     lengths,
     decisions,
     payload,
+    residual,
     sections,
     counts,
     ends,
@@ -246,48 +275,52 @@ def _scatter(
     segment, in_segment = segment_of(table)
     section = sections + segment * SECTION_COLUMNS
     decision = decisions + segment * DECISION_COLUMNS
-    last = tl.load(decision + 1)
-    equals = tl.load(decision + 2).to(tl.int64)  # so many of what equals `last` are sent
     tile = tl.program_id(0)
+    length = tl.load(lengths + tile)
+    last = tl.load(decision + 1)
+    equals = tl.load(decision + 2)  # so many of what equals `last` are sent
     first_tile = tl.load(section + FIRST_TILE)
+    form = tl.load(section + FORM)
+    low_at = payload + tl.load(section + PLACES_AT)
+    bits_at = 8 * tl.load(section + BITS_AT)
+    words = payload.to(tl.pointer_type(tl.int32))
+    sent_at = words + tl.load(section + VALUES_AT) // 4
     larger_base = _before(counts, ends, first_tile)
     equal_base = _before(counts + tiles, ends + tiles, first_tile)
     equal_before = _before(counts + tiles, ends + tiles, tile) - equal_base
-
-    length = tl.load(lengths + tile)
-    place, value, magnitude, is_there = _read_list(bucket, residual, listed, length, start, SHAPE[1])
-    is_equal = is_there & (magnitude == last)
-    rank = equal_before + tl.cumsum(is_equal.to(tl.int32), axis=0)  # from 1 on
-    is_sent = is_there & ((magnitude > last) | (is_equal & (rank <= equals)))
     sent_before = _before(counts, ends, tile) - larger_base + tl.minimum(equal_before, equals)
-    number = sent_before + tl.cumsum(is_sent.to(tl.int32), axis=0) - 1
+    if HAS_COUNTS:  # noqa: SIM102  Triton compiles it away
+        if tile == first_tile:
+            last_tile = tl.load(section + LAST_TILE)
+            larger = tl.load(ends + last_tile) - larger_base
+            equal = tl.load(ends + tiles + last_tile) - equal_base
+            tl.store(sent_at - 1, larger + tl.minimum(equal, equals))
 
-    words = payload.to(tl.pointer_type(tl.int32))
-    values = words + tl.load(section + VALUES_AT) // 4
-    tl.store(values + number, value.to(tl.int32, bitcast=True), is_sent)
-    in_segment += place
-    form = tl.load(section + FORM)
-    low = (in_segment & ((1 << form) - 1)).to(tl.int32)
-    _or_bits(words, 8 * tl.load(section + PLACES_AT) + number * form, low, is_sent & (form > 0))
-    bit = tl.where(form > 0, (in_segment >> form) + number, in_segment)
-    _or_bits(words, 8 * tl.load(section + BITS_AT) + bit, tl.full([SHAPE[1]], 1, tl.int32), is_sent)
-    if HAS_COUNTS:
-        last_tile = tl.load(section + LAST_TILE)
-        larger = tl.load(ends + last_tile) - larger_base
-        equal = tl.load(ends + tiles + last_tile) - equal_base
-        tl.store(values - 1, (larger + tl.minimum(equal, equals)).to(tl.int32), tile == first_tile)
-    if residual is not None:
-        left_out = tl.where(is_sent, 0.0, value)
-        tl.store(residual + start + place, left_out, is_there & (magnitude < INFINITY))
+    first = length * 0
+    while first < length:
+        value, is_there = _read_values(values, first, length, SHAPE[1])
+        magnitude = magnitude_of(value)
+        entry = tile.to(tl.int64) * SHAPE[1] + first + tl.arange(0, PART)
+        place = tl.load(places + entry, is_there, other=0).to(tl.int32)
+        is_equal = is_there & (magnitude == last)
+        rank = equal_before + tl.cumsum(is_equal.to(tl.int32), axis=0)  # from 1 on
+        is_sent = is_there & ((magnitude > last) | (is_equal & (rank <= equals)))
+        number = sent_before + tl.cumsum(is_sent.to(tl.int32), axis=0) - 1
+        tl.store(sent_at + number, value.to(tl.int32, bitcast=True), is_sent)
+        in_all = in_segment + place
+        tl.store(low_at + number * (form // 8), (in_all & 255).to(tl.uint8), is_sent & (form > 0))
+        tl.store(low_at + number * (form // 8) + 1, ((in_all >> 8) & 255).to(tl.uint8), is_sent & (form > 8))
+        bit = bits_at + tl.where(form > 0, (in_all >> form) + number, in_all)
+        # The payload was cleared; others may set bits of the same word.
+        tl.atomic_or(words + (bit >> 5), 1 << (bit & 31).to(tl.int32), mask=is_sent, sem="relaxed")
+        if residual is not None:
+            tl.store(residual + start + place, tl.zeros([PART], tl.float32), is_sent & (magnitude < INFINITY))
+        equal_before += tl.sum(is_equal.to(tl.int32), axis=0)
+        sent_before += tl.sum(is_sent.to(tl.int32), axis=0)
+        first += PART
 
 
 @jit
 def _before(counts, ends, tile):
     """Return the sum of all counts before a tile's."""
     return tl.load(ends + tile) - tl.load(counts + tile)
-
-
-@jit
-def _or_bits(words, bit, bits, is_there):
-    """Set bits of a payload that was cleared; others may set theirs in the same word."""
-    tl.atomic_or(words + (bit >> 5), bits << (bit & 31).to(tl.int32), mask=is_there, sem="relaxed")
