@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.triton.language import bits_at, constant, constexpr, jit, launch, mix, sum_of, sum_of_rows, tl
+from fxcomp.compressors.triton.language import bits_at, constant, constexpr, jit, launch, mix, tl
 from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 
-_IN_REGISTERS = 8192  # products that a program folds at once  # assumed
-FOLD_WIDTH = constant(1024)  # the same numbers as in the reference
+FOLD_WIDTH = constant(1024)  # values that a program reads at once for a sum  # assumed
+_AT_ONCE = 8192  # and for what has no order  # assumed
+_WARPS = 16  # assumed
+_FIRST, _THEN = constant(32), constant(8)  # terms of a sum that a thread adds up, before it writes and others read
 NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
@@ -20,49 +22,91 @@ P in the proposal, offset of the sums by chunks, rank."""
 
 def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bool) -> Tensor:
     """Return the bases of all matrices, fp32, where the factors lie: of Q at the start, else of P."""
-    height = max(1, (1 << (longest - 1).bit_length()) // 1024)
+    padded = max(1024, 1 << (longest - 1).bit_length())
     basis = torch.empty_like(factors)
     work = torch.empty_like(factors, dtype=torch.float64)
-    scratch = torch.empty(len(matrices) * 1024, dtype=torch.float64, device=factors.device)
-    constants = {"HEIGHT": height, "WIDTH": min(1024, max(1, _IN_REGISTERS // height))}
-    launch(_orthonormalise, len(matrices), factors, basis, work, scratch, matrices, IS_START=is_start, **constants)
+    terms = 2 * max(1024, padded // int(_FIRST.value))
+    scratch = torch.empty(len(matrices) * terms, dtype=torch.float64, device=factors.device)
+    constants = {"PADDED": padded, "TERMS": terms, "WIDTH": min(padded, _AT_ONCE), "IS_START": is_start}
+    launch(_orthonormalise, len(matrices), factors, basis, work, scratch, matrices, warps=_WARPS, **constants)
     return basis
 
 
 @jit
-def _dot(one, other, length, scratch, HEIGHT: constexpr, WIDTH: constexpr):
-    """Add up products, the upper half to the lower."""
+def _dot(one, other, length, scratch, PADDED: constexpr):
+    """Add up products, the upper half to the lower: parts of them in registers, and what is left in memory."""
+    COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
-    for first in range(0, FOLD_WIDTH, WIDTH):
-        at = tl.arange(0, HEIGHT)[:, None] * FOLD_WIDTH + first + tl.arange(0, WIDTH)[None, :]
-        is_there = at < length
-        terms = tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
-        tl.store(scratch + first + tl.arange(0, WIDTH), sum_of_rows(terms, HEIGHT, WIDTH))
-    tl.debug_barrier()
-    return sum_of(tl.load(scratch + tl.arange(0, FOLD_WIDTH)), FOLD_WIDTH)
+    for first in range(0, COUNT, FOLD_WIDTH):
+        at = first + tl.arange(0, FOLD_WIDTH)
+        tl.store(scratch + at, _sum_of_products(one, other, at, length, COUNT, PADDED // COUNT))
+    return _sum_in_memory(scratch, COUNT)
 
 
 @jit
-def _clean(vector, basis, count, length, scratch, HEIGHT: constexpr, WIDTH: constexpr):
+def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
+    """Add up so many products, every so many, the upper half to the lower."""
+    if COUNT == 1:
+        is_there = at < length
+        return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
+    else:  # noqa: RET505  Triton compiles one branch only
+        even = _sum_of_products(one, other, at, length, 2 * STEP, COUNT // 2)
+        return even + _sum_of_products(one, other, at + STEP, length, 2 * STEP, COUNT // 2)
+
+
+@jit
+def _sum_in_memory(terms, COUNT: constexpr):
+    """Add up terms, the upper half to the lower; behind them is room for as many."""
+    tl.debug_barrier()
+    if COUNT <= 2 * _THEN:
+        return _sum_of_terms(terms, 1, COUNT)
+    else:  # noqa: RET505
+        LEFT: constexpr = COUNT // _THEN
+        WIDTH: constexpr = min(LEFT, FOLD_WIDTH)
+        for first in range(0, LEFT, WIDTH):
+            at = first + tl.arange(0, WIDTH)
+            tl.store(terms + COUNT + at, _sum_of_terms(terms + at, LEFT, _THEN))
+        return _sum_in_memory(terms + COUNT, LEFT)
+
+
+@jit
+def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
+    if COUNT == 1:
+        return tl.load(terms)
+    else:  # noqa: RET505
+        return _sum_of_terms(terms, 2 * STEP, COUNT // 2) + _sum_of_terms(terms + STEP, 2 * STEP, COUNT // 2)
+
+
+@jit
+def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
     """Take the basis away, twice; return the length of what is left."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length
-        along = _dot(other, vector, length, scratch, HEIGHT, WIDTH)
-        tl.debug_barrier()
+        along = _dot(other, vector, length, scratch, PADDED)
         first = length * 0
         while first < length:
-            at = first + tl.arange(0, FOLD_WIDTH)
+            at = first + tl.arange(0, WIDTH)
             is_there = at < length
             taken = along * tl.load(other + at, is_there, other=0.0)
             tl.store(vector + at, tl.load(vector + at, is_there, other=0.0) - taken, is_there)
-            first += FOLD_WIDTH
+            first += WIDTH
         number += 1
-    return tl.sqrt(_dot(vector, vector, length, scratch, HEIGHT, WIDTH))
+    return tl.sqrt(_dot(vector, vector, length, scratch, PADDED))
 
 
 @jit
-def _orthonormalise(factors, basis, work, scratch, matrices, IS_START: constexpr, HEIGHT: constexpr, WIDTH: constexpr):
+def _orthonormalise(
+    factors,
+    basis,
+    work,
+    scratch,
+    matrices,
+    PADDED: constexpr,
+    TERMS: constexpr,
+    WIDTH: constexpr,
+    IS_START: constexpr,
+):
     """Of the rows of Q, zeros if one is not finite, or of P, whose basis is NaN then."""
     matrix = matrices + tl.program_id(0) * MATRIX_COLUMNS
     if IS_START:
@@ -75,13 +119,13 @@ def _orthonormalise(factors, basis, work, scratch, matrices, IS_START: constexpr
     factors += at
     basis += at
     work += at
-    scratch += tl.program_id(0) * FOLD_WIDTH
-    largest = tl.zeros([FOLD_WIDTH], tl.int32)
+    scratch += tl.program_id(0).to(tl.int64) * TERMS
+    largest = tl.zeros([WIDTH], tl.int32)
     first = length * 0
     while first < rank * length:
-        place = first + tl.arange(0, FOLD_WIDTH)
+        place = first + tl.arange(0, WIDTH)
         largest = tl.maximum(largest, magnitude_of(tl.load(factors + place, place < rank * length, other=0.0)))
-        first += FOLD_WIDTH
+        first += WIDTH
     is_sound = tl.max(largest, axis=0) < INFINITY
 
     index = length * 0
@@ -89,33 +133,33 @@ def _orthonormalise(factors, basis, work, scratch, matrices, IS_START: constexpr
         vector = work + index * length
         first = length * 0
         while first < length:
-            place = first + tl.arange(0, FOLD_WIDTH)
+            place = first + tl.arange(0, WIDTH)
             value = tl.load(factors + index * length + place, place < length, other=0.0)
             tl.store(vector + place, tl.where(is_sound, value, 0.0).to(tl.float64), place < length)
-            first += FOLD_WIDTH
-        whole = tl.sqrt(_dot(vector, vector, length, scratch, HEIGHT, WIDTH))
-        left = _clean(vector, work, index, length, scratch, HEIGHT, WIDTH)
+            first += WIDTH
+        whole = tl.sqrt(_dot(vector, vector, length, scratch, PADDED))
+        left = _clean(vector, work, index, length, scratch, PADDED, WIDTH)
         if left <= whole * NOTHING_LEFT:  # the interpreter keeps a product that begins with a constant from comparing
             tl.debug_barrier()
             low = mix(index.to(tl.uint32))
             high = mix(low)
             first = length * 0
             while first < length:
-                place = first + tl.arange(0, FOLD_WIDTH)
+                place = first + tl.arange(0, WIDTH)
                 drawn = bits_at(low, high, place)
                 total = (drawn & 255) + ((drawn >> 8) & 255) + ((drawn >> 16) & 255) + (drawn >> 24)
                 tl.store(vector + place, (total.to(tl.int32) - 510).to(tl.float64), place < length)
-                first += FOLD_WIDTH
-            left = _clean(vector, work, index, length, scratch, HEIGHT, WIDTH)
+                first += WIDTH
+            left = _clean(vector, work, index, length, scratch, PADDED, WIDTH)
         tl.debug_barrier()
         first = length * 0
         while first < length:
-            place = first + tl.arange(0, FOLD_WIDTH)
+            place = first + tl.arange(0, WIDTH)
             value = tl.load(vector + place, place < length, other=0.0) / left
             tl.store(vector + place, value, place < length)
             rounded = value.to(tl.float32)
             if not IS_START:
                 rounded = tl.where(is_sound, rounded, float("nan"))
             tl.store(basis + index * length + place, rounded, place < length)
-            first += FOLD_WIDTH
+            first += WIDTH
         index += 1
