@@ -56,7 +56,7 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Add up terms, the upper half to the lower; behind them is room for as many."""
+    """Add up terms, the upper half to the lower, of which as many again have room after them."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
