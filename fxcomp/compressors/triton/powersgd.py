@@ -31,9 +31,11 @@ from fxcomp.compressors.triton.tiles import compensated, is_finite, nothing
 
 _ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # values of a matrix that a program expands: 16 a thread  # assumed
 _BACK_COLUMNS = 128  # columns of MᵀP of a program: one a thread  # assumed
+_SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum of a program  # assumed
 _DENSE = 1024  # values of a dense segment of a program  # assumed
 CHUNK = constant(32)  # the same numbers as in the reference
 SPAN = constant(64)
+AHEAD = constant(8)  # chunks that are read before the first of them is added  # assumed
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _plan(compressor: PowerSGD, segments: tuple[int, ...], device: torch.device)
             chunks, stretches = -(-rows // 32), range(0, columns, _BACK_COLUMNS)
             matrices.append((start, rows, columns, payload, proposal, chunk_element, rank))
             row_parts += [(index, row) for row in range(0, rows, _rows_at_once(rank_width))]
-            column_parts += [(index, column) for column in stretches]
+            column_parts += [(index, column) for column in range(0, columns, _SUM_COLUMNS)]
             chunk_parts += [(index, chunk, column) for chunk in range(chunks) for column in stretches]
             blocks = range(0, columns, _COLUMN_BLOCK)
             tiles += [(index, row, column) for row in range(0, rows, _ROW_BLOCK) for column in blocks]
@@ -118,7 +120,9 @@ def encode(compressor: PowerSGD, given: EncoderInput, payload: Tensor) -> None:
     constants = {"RANK": rank, "RANK_WIDTH": plan.rank_width, "WIDTH": _BACK_COLUMNS}
     arguments = (values, given.residual, basis, chunks, plan.matrices, plan.chunk_parts)
     launch(_project_back, len(plan.chunk_parts), *arguments, **constants)
-    launch(_add_chunks, len(plan.column_parts), chunks, payload, plan.matrices, plan.column_parts, **constants)
+    constants["WIDTH"] = _SUM_COLUMNS
+    arguments = (chunks, payload, plan.matrices, plan.column_parts)
+    launch(_add_chunks, len(plan.column_parts), *arguments, warps=_SUM_WARPS, **constants)
     if given.residual is not None:
         arguments = (values, given.residual, payload, basis, plan.matrices, plan.tiles)
         launch(_leave_out, len(plan.tiles), *arguments, RANK=rank, ROWS=_ROW_BLOCK, WIDTH=_COLUMN_BLOCK)
@@ -202,8 +206,10 @@ def _add_chunks(chunks, payload, matrices, parts, RANK: constexpr, RANK_WIDTH: c
     total = tl.zeros([RANK_WIDTH, WIDTH], tl.float32)
     chunk = count * 0
     while chunk < count:
-        total += tl.load(chunks + chunk * RANK * columns + place, is_there, 0.0)
-        chunk += 1
+        for i in tl.static_range(AHEAD):  # a zero more changes no sum that began with one
+            is_chunk = is_there & (chunk + i < count)
+            total += tl.load(chunks + (chunk + i) * RANK * columns + place, is_chunk, 0.0)
+        chunk += AHEAD
     tl.store(payload + tl.load(matrix + Q_AT) + place, total, is_there)
 
 

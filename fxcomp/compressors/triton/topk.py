@@ -23,7 +23,7 @@ from fxcomp.compressors.triton.send import BINS, DECISION_COLUMNS, DIGITS, pick,
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import COLUMNS, TILE, compensated, cut, magnitude_of
 
-_STRETCH = 1 << 16  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
+_STRETCH = 1 << 14  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
 _SAMPLE = 1 << 14  # values of a segment  # assumed
 
 
