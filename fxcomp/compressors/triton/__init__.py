@@ -23,7 +23,7 @@ and cmax have kernels of their own.
 - The bits are those of the reference on the CPU. On a GPU, torch divides by a number by multiplying with its inverse,
   so a reference that runs there may differ in last bits: the ranks of a job all use kernels, or none does.
 
-On an H200 they have the bits of the references, and quantisers run at the speed of a copy (docs/benchmarks/gpu.md).
+On an H100 they have the bits of the references, and quantisers run at the speed of a copy (docs/benchmarks/gpu.md).
 Tests run them in Triton's interpreter on the CPU, and compile them for compute capability 9.0.
 """
 
