@@ -57,7 +57,7 @@ class Constants(TorchDispatchMode):
             torch.ops.aten._assert_async.msg(torch.isclose(*args, **(kwargs or {})).all(), message)
             return True
         given: Any = (args, kwargs or {})
-        if not _is_torchs_own(func) and any(map(_is_real, pytree.tree_leaves(given))):
+        if not _is_torchs_own(func) and any(map(_holds_real, (*args, *given[1].values()))):
             given = pytree.tree_map_only(Tensor, self.traced, given)
         return func(*given[0], **given[1])
 
@@ -82,6 +82,11 @@ def traced(tensor: Tensor) -> Tensor:
 def _is_torchs_own(func: Any) -> bool:
     """Ask if torch knows what to do: it refuses operators that give a real tensor another shape."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
+
+
+def _holds_real(value: Any) -> bool:
+    """Ask if an operator's argument is or holds a real tensor."""
+    return any(map(_holds_real, value)) if isinstance(value, list | tuple) else _is_real(value)
 
 
 def _is_real(leaf: Any) -> bool:

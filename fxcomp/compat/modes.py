@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_leaves
 
 from fxcomp.compat.tracing import is_traced_here
 
@@ -93,9 +93,14 @@ def _place(generator: Any) -> int:
 def generators_in(graph: GraphModule) -> list[torch.Generator]:
     """List the generators that a graph names, each once."""
     found: dict[int, torch.Generator] = {}
+
+    def note(value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            found[_place(value)] = value
+        return value
+
     for node in graph.graph.nodes:
-        held = [getattr(graph, str(node.target))] if node.op == "get_attr" else tree_leaves((node.args, node.kwargs))
-        found.update((_place(value), value) for value in held if isinstance(value, torch.Generator))
+        map_aggregate((node.args, node.kwargs) if node.op != "get_attr" else getattr(graph, str(node.target)), note)
     return list(found.values())
 
 

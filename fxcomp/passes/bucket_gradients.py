@@ -43,7 +43,8 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     values = {name: node.meta["val"] for name, node in local.items()}
     types = {name: ElementType.of(value.dtype) for name, value in values.items()}
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
-    found = {name: _PlacedGradient(gm.graph, name, node, plan.parts[name]) for name, node in local.items()}
+    parts = plan.parts
+    found = {name: _PlacedGradient(gm.graph, name, node, parts[name]) for name, node in local.items()}
     order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm.graph, number, bucket, found, order)

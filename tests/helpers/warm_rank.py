@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.fx.experimental import symbolic_shapes
 
 import fxcomp
 from helpers import plans, planted, ranks, replicas, small_step
@@ -52,6 +53,7 @@ def warm_up() -> None:
 torch.set_num_threads(1)
 _USED_BY_TESTS = planted, plans, ranks, replicas, small_step
 warm_up()
+symbolic_shapes.uninteresting_files()  # imports what each rank would on the first number that it traces
 gc.collect()
 gc.freeze()  # what the collector does not touch, ranks share
 assert threading.active_count() == 1, "a thread is lost when a process forks"

@@ -182,6 +182,9 @@ def _restore(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+_PLAIN = frozenset({int, float, str, type(None)})
+
+
 def _comparable(state: Any) -> Hashable:
     """Turn a state into one that compares by value: NumPy's hold arrays."""
     if isinstance(state, Mapping):
@@ -191,5 +194,6 @@ def _comparable(state: Any) -> Hashable:
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
     if isinstance(state, tuple | list):
-        return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
+        values = cast("tuple[Any, ...]", state)
+        return tuple(values) if {*map(type, values)} <= _PLAIN else tuple(map(_comparable, values))
     return state

@@ -11,7 +11,8 @@ from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 FOLD_WIDTH = constant(1024)  # values that a program reads at once for a sum  # assumed
 _AT_ONCE = 8192  # and for what has no order  # assumed
 _WARPS = 8  # of 4, 8, 16 and 32 the fastest (H100, measured, 2026-11)
-_FIRST, _THEN = constant(32), constant(8)  # terms of a sum that a thread adds up, before it writes and others read
+_TERMS = 32
+_FIRST, _THEN = constant(_TERMS), constant(8)  # terms of a sum that a thread adds up, before it writes and others read
 NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
@@ -25,7 +26,7 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
     padded = max(1024, 1 << (longest - 1).bit_length())
     basis = torch.empty_like(factors)
     work = torch.empty_like(factors, dtype=torch.float64)
-    terms = 2 * max(1024, padded // int(_FIRST.value))
+    terms = 2 * max(1024, padded // _TERMS)
     scratch = torch.empty(len(matrices) * terms, dtype=torch.float64, device=factors.device)
     constants = {"PADDED": padded, "TERMS": terms, "WIDTH": min(padded, _AT_ONCE), "IS_START": is_start}
     launch(_orthonormalise, len(matrices), factors, basis, work, scratch, matrices, warps=_WARPS, **constants)
