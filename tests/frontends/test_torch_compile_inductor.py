@@ -128,10 +128,8 @@ def two_forwards(run: Callable[..., Any]) -> Tensor:
 
 
 def passes_of_an_mlp() -> dict[str, Any]:
-    """Tell what Inductor compiled, gaps to `backend="inductor"` and to eager, and what became of gradients held."""
+    """Tell what Inductor compiled, gaps to eager, and what became of gradients held."""
     found: dict[str, Any] = {}
-    found["two forward passes"] = compared(mlp, two_forwards, plan=TWO_BUCKETS)
-    torch._dynamo.reset()
     model, eager = seeded(mlp), seeded(mlp)
     run = compiled(model, model=model, inductor=True, plan=TWO_BUCKETS)
     with graphs_of_inductor() as graphs:
@@ -173,7 +171,6 @@ def test_inductor_compiles_both_passes_and_gradients_lie_in_their_buckets():
         assert regions == [(True, False)] * 2, "the backward pass's regions, one for each bucket"
         assert "aten.clone" not in found.pop("source")
         assert found.pop("memories") == 2
-        assert found.pop("two forward passes") == (pytest.approx(0, abs=1e-6), 0)
         assert found.pop("ranks differ by") == 0
         assert found.pop("held gradients changed by") == 0
         assert all(distance < 1e-5 for distance in found.values()), found
@@ -181,7 +178,8 @@ def test_inductor_compiles_both_passes_and_gradients_lie_in_their_buckets():
 
 def other_models() -> dict[str, tuple[float, float]]:
     """Gaps to `backend="inductor"`, and how far ranks differ."""
-    found = {"conv": compared(conv, lambda run: run(batch((4, 3, 8, 8))).square().mean())}
+    found = {"two forward passes": compared(mlp, two_forwards, plan=TWO_BUCKETS)}
+    found["conv"] = compared(conv, lambda run: run(batch((4, 3, 8, 8))).square().mean())
     for name, build, shape in (("attention", Attention, (3, 5, 16)), ("checkpointed", Checkpointed, (6, 20))):
         for torch_draws in (False, True):
             with config.patch(fallback_random=torch_draws):
@@ -195,7 +193,7 @@ def other_models() -> dict[str, tuple[float, float]]:
 @pytest.mark.slow
 def test_gradients_are_those_of_inductor():
     for found in run_ranks(2, other_models, timeout_s=600):
-        assert len(found) == 5
+        assert len(found) == 6
         assert all(distance < 1e-5 and apart == 0 for distance, apart in found.values()), found
 
 

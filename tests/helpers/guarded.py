@@ -15,7 +15,7 @@ from helpers.jobs import JOBS, cross_entropy
 from helpers.plans import plan_in_turns
 
 JOB = JOBS["mlp"]
-WARM, JUMP, STEPS = 5, 23, 45
+WARM, JUMP, STEPS = 5, 23, 34
 TWO_SHOTS = Strategy.parse(
     "compress(sign)@gpu > all_to_all@world > decompress@gpu > compress(sign)@gpu > all_gather@world > decompress@gpu"
 )

@@ -38,13 +38,13 @@ def test_a_bound_default_group_is_split_by_all_ranks_for_a_group_of_some():
 
 
 def test_ranks_that_never_call_it_leave_members_waiting():
-    found = try_ranks(3, make, [0, 1], None, [0, 1], grace_s=8)
+    found = try_ranks(3, make, [0, 1], None, [0, 1], grace_s=3)
     assert [each.error for each in found[:2]] == ["Hang", "Hang"]
     assert "split 0 of the communicator of 3 ranks, for group 1: not rank 2" in found[0].text
 
 
 def test_members_of_a_gloo_group_leave_the_others_waiting():
-    found = try_ranks(3, make, [0, 1], "gloo", [0, 1, 2], grace_s=8)
+    found = try_ranks(3, make, [0, 1], "gloo", [0, 1, 2], grace_s=0)
     assert [each.error for each in found[2:]] == ["Hang"]
     assert "for a group of other ranks: not rank 0" in found[2].text
 

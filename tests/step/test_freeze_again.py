@@ -121,39 +121,36 @@ def test_momenta_are_exchanged_again_each_time_later():
             assert stayed is is_frozen, f"what means are divided by, in step {number}"
 
 
-def restarted(steps: int, in_place: bool) -> tuple[str, str, int | None]:
-    job, saved, end = started(), list[Any](), FIRST + 4
+RESTARTS = (WARM + 1, THAW, THAW + 1, FIRST - 1, FIRST, FIRST + 1)
+IN_PLACE = (THAW, FIRST - 1, FIRST + 1)
+
+
+def restarted() -> dict[str, tuple[str, int | None]]:
+    """Fingerprints of a job, and of those that go on from its states, and when each froze last."""
+    job, saved, end = started(), dict[int, list[Any]](), FIRST + 4
+    found: dict[str, tuple[str, int | None]] = {}
     with breaking_at(THAW):
         for number in range(end):
-            if number == steps:
-                saved = kept_by(job)
+            if number in RESTARTS:
+                saved[number] = kept_by(job)
             train(job, number, number + 1)
-        whole = replica_fingerprint(job[0])
-        other = job if in_place else started()
-        take_back(saved, other)
-        train(other, steps, end)
-    assert other[2].plan.moves_exchange
-    return whole, replica_fingerprint(other[0]), other[2].in_force.momenta.freezes_at
+        found["whole"] = replica_fingerprint(job[0]), job[2].in_force.momenta.freezes_at
+        for in_place, places in ((False, RESTARTS), (True, IN_PLACE)):
+            for steps in places:
+                other = job if in_place else started()
+                take_back(saved[steps], other)
+                train(other, steps, end)
+                assert other[2].plan.moves_exchange
+                ends = replica_fingerprint(other[0]), other[2].in_force.momenta.freezes_at
+                found[f"from {steps}, {in_place=}"] = ends
+    return found
 
 
-@pytest.mark.parametrize(
-    ("steps", "in_place"),
-    [
-        (WARM + 1, False),
-        (THAW, False),
-        (THAW + 1, False),
-        (FIRST - 1, False),
-        (FIRST, False),
-        (FIRST + 1, False),
-        (THAW, True),
-        (FIRST - 1, True),
-        (FIRST + 1, True),
-    ],
-)
-def test_a_restart_goes_on_to_the_bit(steps: int, in_place: bool):
-    results = run_ranks(2, restarted, steps, in_place)
-    assert len({fingerprint for *pair, _ in results for fingerprint in pair}) == 1
-    assert {freezes_at for *_, freezes_at in results} == {FIRST}
+def test_a_restart_goes_on_to_the_bit():
+    results = run_ranks(2, restarted)
+    assert len(results[0]) == 1 + len(RESTARTS) + len(IN_PLACE)
+    assert len({fingerprint for found in results for fingerprint, _ in found.values()}) == 1, results
+    assert {freezes_at for found in results for _, freezes_at in found.values()} == {FIRST}
 
 
 def after(energy: float, beta2: float) -> int | None:

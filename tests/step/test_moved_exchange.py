@@ -63,6 +63,7 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strat
         JOB.batch(0, dist.get_rank()),
         compress=fxcomp.Compress(plan=plan, warmup=warmup, steps=options.pop("steps", None)),
         checks=fxcomp.Checks(verify=2),
+        costs=fxcomp.CostTable(),
         **options,
     )
 
@@ -229,7 +230,10 @@ def verified(name: str, compressor: str) -> tuple[int, str]:
     optimizer = OTHERS[name](model)
     falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     checks = fxcomp.Checks(verify=1)
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0), compress=compress, checks=checks)
+    costs = fxcomp.CostTable()
+    step = fxcomp.compile_step(
+        model, cross_entropy, optimizer, JOB.batch(0), compress=compress, checks=checks, costs=costs
+    )
     for i in range(STEPS):
         step(JOB.batch(i, dist.get_rank()))
         falling.step()
@@ -268,8 +272,11 @@ def test_micro_batches_are_summed_up_before_the_momentum():
         assert off < 1e-5 * went
 
 
-def restarted_at(steps: int) -> tuple[str, str]:
-    """Fingerprints without and with a restart after so many steps."""
+RESTARTS = (WARM - 1, WARM, WARM + 1, STEPS - 1)
+
+
+def restarted() -> dict[int, str]:
+    """Fingerprints of a job, and of those that go on from its states after so many steps."""
     reference = FormulaA(1, None)
     strategy = Strategy.flat(parse_compressor("sign"))
 
@@ -279,46 +286,45 @@ def restarted_at(steps: int) -> tuple[str, str]:
         return model, optimizer, compiled(model, optimizer, strategy, warmup={"dense_steps": WARM})
 
     model, optimizer, step = start()
-    saved: Any = None
+    saved: dict[int, Any] = {}
     for i in range(STEPS):
-        if i == steps:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+        if i in RESTARTS:
+            saved[i] = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
         step(JOB.batch(i, dist.get_rank()))
-    other, its_optimizer, resumed = start()
-    resumed.load_state_dict(saved[2])  # first: at the freeze the optimizer's state counts as it is when a step runs
-    other.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    for i in range(steps, STEPS):
-        resumed(JOB.batch(i, dist.get_rank()))
-    return replica_fingerprint(model), replica_fingerprint(other)
+    found = {0: replica_fingerprint(model)}
+    for steps, (of_model, of_optimizer, of_step) in saved.items():
+        other, its_optimizer, resumed = start()
+        resumed.load_state_dict(of_step)  # first: at the freeze the optimizer's state counts as it is when a step runs
+        other.load_state_dict(of_model)
+        its_optimizer.load_state_dict(of_optimizer)
+        for i in range(steps, STEPS):
+            resumed(JOB.batch(i, dist.get_rank()))
+        found[steps] = replica_fingerprint(other)
+    return found
 
 
-@pytest.mark.parametrize("steps", [WARM - 1, WARM, WARM + 1, STEPS - 1])
-def test_a_restart_goes_on_to_the_bit(steps):
-    results = run_ranks(2, restarted_at, steps)
-    assert len({fingerprint for pair in results for fingerprint in pair}) == 1
+def test_a_restart_goes_on_to_the_bit():
+    results = run_ranks(2, restarted)
+    assert set(results[0]) == {0, *RESTARTS}
+    assert len({fingerprint for found in results for fingerprint in found.values()}) == 1, results
 
 
 def rolled_back() -> tuple[str, str]:
     """Fingerprints of a job, and of the same one rolled back to the freeze from beyond it."""
-    reference, found = FormulaA(1, None), list[str]()
-    for goes_back in (False, True):
-        model = JOB.build()
-        optimizer = reference.optimizer(model)
-        step = compiled(model, optimizer, Strategy.flat(parse_compressor("sign")), warmup={"dense_steps": WARM})
-        saved: Any = None
-        for i in range(STEPS):
-            if i == WARM:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
-            step(JOB.batch(i, dist.get_rank()))
-        if goes_back:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            step.load_state_dict(saved[2])
-            for i in range(WARM, STEPS):
-                step(JOB.batch(i, dist.get_rank()))
-        found.append(replica_fingerprint(model))
-    return found[0], found[1]
+    model, saved = JOB.build(), None
+    optimizer = FormulaA(1, None).optimizer(model)
+    step = compiled(model, optimizer, Strategy.flat(parse_compressor("sign")), warmup={"dense_steps": WARM})
+    for i in range(STEPS):
+        if i == WARM:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+        step(JOB.batch(i, dist.get_rank()))
+    whole = replica_fingerprint(model)
+    assert saved is not None
+    for each, state in zip((model, optimizer, step), saved, strict=True):
+        each.load_state_dict(state)
+    for i in range(WARM, STEPS):
+        step(JOB.batch(i, dist.get_rank()))
+    return whole, replica_fingerprint(model)
 
 
 def test_a_job_that_is_rolled_back_to_the_freeze_freezes_again():
@@ -424,6 +430,26 @@ def test_a_row_that_had_no_gradient_before_the_freeze_moves_a_bounded_way():
 # Refused
 
 
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("sgd", {"max_grad_norm": 1.0}, "does not go with max_grad_norm="),
+    ("sgd", {"max_grad_value": 1.0}, "does not go with max_grad_value="),
+    ("adamw", {}, "there is no warm-up"),
+    ("plain", {}, "it keeps no mean of gradients"),
+    ("amsgrad", {"warmup": {"dense_steps": 1}}, "several magnitudes of gradients"),
+    ("adamw", {"steps": 20}, "after a warm-up of 20 steps, and the job has 20"),
+    ("adamw", {"steps": 4, "warmup": {"dense_steps": 5}}, "after a warm-up of 5 steps, and the job has 4"),
+]
+
+
+def refusals() -> list[str]:
+    found: list[str] = []
+    for make, options, _ in REFUSED:
+        with pytest.raises(fxcomp.FxcompError) as refused:
+            with_options(make, **copy.deepcopy(options))
+        found.append(str(refused.value))
+    return found
+
+
 def with_options(make: str, **options: Any) -> None:
     model = JOB.build()
     optimizers: dict[str, Make] = {
@@ -435,21 +461,10 @@ def with_options(make: str, **options: Any) -> None:
     compiled(model, optimizers[make](model), DENSE, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "what"),
-    [
-        ("sgd", {"max_grad_norm": 1.0}, "does not go with max_grad_norm="),
-        ("sgd", {"max_grad_value": 1.0}, "does not go with max_grad_value="),
-        ("adamw", {}, "there is no warm-up"),
-        ("plain", {}, "it keeps no mean of gradients"),
-        ("amsgrad", {"warmup": {"dense_steps": 1}}, "several magnitudes of gradients"),
-        ("adamw", {"steps": 20}, "after a warm-up of 20 steps, and the job has 20"),
-        ("adamw", {"steps": 4, "warmup": {"dense_steps": 5}}, "after a warm-up of 5 steps, and the job has 4"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(make, options, what):
-    outcomes = try_ranks(2, partial(with_options, make, **options))
-    assert all(what in outcome.text for outcome in outcomes), outcomes
+def test_what_is_not_built_is_refused_by_name():
+    for texts in run_ranks(2, refusals):
+        for (_, _, what), text in zip(REFUSED, texts, strict=True):
+            assert what in text
 
 
 def from_a_plan(named: bool) -> None:

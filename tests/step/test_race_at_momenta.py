@@ -146,50 +146,54 @@ def test_after_the_warm_up_the_chosen_code_races_with_bf16(bf16_ms: float, winne
     assert "race of 2 plans at the momentum" in " ".join(first["report"].split())
 
 
-def restarted(steps: int) -> dict[str, Any]:
-    """Save in a race or after it, and go on by the saved plan, twice; and by the mode."""
-    job, saved = started(), list[Any]()
+def restarted() -> dict[int, dict[str, Any]]:
+    """Save in a race and after it, and go on by the saved plan; and by the mode."""
+    job, saved = started(), dict[int, tuple[list[Any], Tensor]]()
     with taking(job[2], 15.0):
-        for number in range(FIRST + LONGEST):
-            if number == steps:
-                saved, before = kept_by(job), owed(job[2])
+        for number in range(FIRST + 64):
+            if number in (FIRST, FIRST + 3, FIRST + 60):
+                saved[number] = kept_by(job), owed(job[2])
             train(job, number, number + 1)
-            if number >= steps + 3 and job[2].raced is not None:
-                break
-    end, found = job[2].steps, list[str]()
-    for _ in range(2):
-        other = started(fxcomp.saved_plan(saved[2]))
-        take_back(saved, other)
-        lost = float((owed(other[2]) - before).norm() / before.norm())
-        assert not sends_bf16(other[2])
-        train(other, steps, end)
-        assert not other[2].is_racing
-        assert other[2].raced is None
-        found.append(replica_fingerprint(other[0]))
-    by_mode = started()
-    take_back(saved, by_mode)
-    races_again = by_mode[2].is_racing
-    train(by_mode, steps, steps + 12)
-    return {
-        "original": replica_fingerprint(job[0]),
-        "restarted": found,
-        "lost": lost,
-        "races again": races_again,
-        "by mode": replica_fingerprint(by_mode[0]),
-        "raced": job[2].raced.last_step if job[2].raced else None,
-    }
+    assert job[2].raced is not None
+    assert FIRST + 3 < job[2].raced.last_step <= FIRST + 60
+    found: dict[int, dict[str, Any]] = {}
+    for steps, (states, before) in saved.items():
+        restarted = list[str]()
+        for _ in range(2 if steps == FIRST else 1):
+            other = started(fxcomp.saved_plan(states[2]))
+            take_back(states, other)
+            lost = float((owed(other[2]) - before).norm() / before.norm())
+            assert not sends_bf16(other[2])
+            train(other, steps, job[2].steps)
+            assert not other[2].is_racing
+            assert other[2].raced is None
+            restarted.append(replica_fingerprint(other[0]))
+        by_mode = started()
+        take_back(states, by_mode)
+        races_again = by_mode[2].is_racing
+        train(by_mode, steps, steps + 12)
+        found[steps] = {
+            "original": replica_fingerprint(job[0]),
+            "restarted": restarted,
+            "lost": lost,
+            "races again": races_again,
+            "by mode": replica_fingerprint(by_mode[0]),
+        }
+    return found
 
 
-@pytest.mark.parametrize("steps", [FIRST, FIRST + 3, FIRST + 60])
-def test_a_job_that_goes_on_by_its_saved_plan_does_not_race_again(steps: int):
-    results = run_ranks(3, restarted, steps)
-    assert len({fingerprint for each in results for fingerprint in each["restarted"]}) == 1
-    assert len({each["by mode"] for each in results}) == 1
-    for each in results:
-        assert each["lost"] < 1e-5
-        assert each["races again"], "by the mode it does, as at gradients"
-        if each["raced"] <= steps:
-            assert each["original"] == each["restarted"][0], "once the race is over it goes on to the bit"
+def test_a_job_that_goes_on_by_its_saved_plan_does_not_race_again():
+    results = run_ranks(3, restarted)
+    assert len(results[0]) == 3
+    for steps in results[0]:
+        of_ranks = [each[steps] for each in results]
+        assert len({fingerprint for each in of_ranks for fingerprint in each["restarted"]}) == 1
+        assert len({each["by mode"] for each in of_ranks}) == 1
+        for each in of_ranks:
+            assert each["lost"] < 1e-5
+            assert each["races again"], "by the mode it does, as at gradients"
+            if steps == FIRST + 60:
+                assert each["original"] == each["restarted"][0], "once the race is over it goes on to the bit"
 
 
 def rolled_back() -> list[str]:
