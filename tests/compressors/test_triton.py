@@ -24,8 +24,10 @@ from helpers.pretended import runs_triton
 from helpers.ptx import compiled
 
 from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, parse_compressor, triton
+from fxcomp.compressors.powersgd import _orthonormal as reference_basis  # pyright: ignore[reportPrivateUsage]
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import language
+from fxcomp.compressors.triton.orthonormal import orthonormal
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.testing import SAMPLES
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
@@ -175,6 +177,17 @@ def test_powersgd_folds_long_vectors_in_halves() -> None:
     bucket = SAMPLES["gaussian"](sum(segments))
     bucket[: segments[0]] = 1.0  # of rank 1, so that two random vectors are needed
     assert_kernels_give_the_bits(compressor, bucket, segments, feedback=True)
+
+
+@RUNS
+@pytest.mark.parametrize("length", [1, 2, 1023, 1025, 40_000, 300_000])
+def test_powersgd_kernels_give_the_bits_of_bases_of_any_length(length: int) -> None:
+    """The last of three vectors lies in what the others span, so a random one takes its place."""
+    factors = torch.randn(3, length, generator=torch.Generator().manual_seed(0))
+    factors[2] = factors[0] - factors[1]
+    matrices = torch.tensor([[0, length, 0, 0, 0, 0, 3]], device=DEVICE)
+    basis = orthonormal(factors.flatten().to(DEVICE), matrices, length, is_start=False)
+    assert_same_bits(basis.cpu().view(3, length), reference_basis(factors), f"{length} values")
 
 
 def _is_first_of_its_kind(compressor: Compressor) -> bool:
