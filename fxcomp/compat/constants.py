@@ -86,7 +86,9 @@ def _is_torchs_own(func: Any) -> bool:
 
 def _holds_real(value: Any) -> bool:
     """Ask if an operator's argument is or holds a real tensor."""
-    return any(map(_holds_real, value)) if isinstance(value, list | tuple) else _is_real(value)
+    if isinstance(value, list | tuple):
+        return any(map(_holds_real, value))
+    return any(map(_holds_real, value.values())) if isinstance(value, dict) else _is_real(value)
 
 
 def _is_real(leaf: Any) -> bool:

@@ -105,6 +105,8 @@ def _rounds(largest: int, rounds: int) -> list[list[int]]:
     while coarse[-1] * GROWTH <= largest:
         coarse.append(coarse[-1] * GROWTH)
     between = [size * GROWTH // 2 for size in coarse[:-1]]
+    if largest >= 2 * coarse[-1]:
+        coarse.append(largest)
     return [coarse, between, sorted(coarse + between)][:rounds]
 
 

@@ -30,8 +30,9 @@ SMALL_BYTES = 4096
 """A collective of so few bytes costs the processor what starting one costs."""
 
 LARGEST_FROM_DEVICE = 64 << 20
-"""The largest collective that is timed between accelerators, whose buckets and links are larger: up to 16 MiB, a dense
-step of 513 MB was told to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11)."""
+"""The largest collective that is timed between accelerators, whose buckets and links are larger (a gather that fills
+less, `MOST_RECEIVED`): with 16 MiB, a dense step of 513 MB was told to take 126 ms and took 305 (H100, NCCL's sockets,
+measured, 2026-11)."""
 
 SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
 """The sizes of collectives that are timed while compute runs."""

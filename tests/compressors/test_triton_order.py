@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ from helpers.ptx import accesses, compiled
 from fxcomp.compressors import parse_compressor, triton
 from fxcomp.compressors.block_codes import BlockCompressor
 from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.triton import blocks, language
+from fxcomp.compressors.triton import blocks, language, orthonormal
 from fxcomp.compressors.triton.language import constexpr, jit, tl
 from fxcomp.compressors.triton.tiles import compensated, places
 
@@ -82,3 +82,27 @@ def test_a_mean_has_been_read_by_all_threads(block: int):
 def _mean_alone(bucket, residual, size, SHAPE: constexpr):
     mean = blocks.mean_magnitude(bucket, residual, size, SHAPE)
     tl.store(residual + tl.arange(0, SHAPE[2]), mean)
+
+
+@COMPILES
+@pytest.mark.parametrize("longest", [3000, 70_000])
+def test_what_threads_of_a_basis_hand_over_is_read_after_a_barrier(longest: int):
+    """Vectors, and terms of their products: in parts of a sum, and in parts of these parts."""
+    programs: list[str] = []
+
+    def compile_only(
+        kernel: Any, _: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
+    ) -> None:
+        programs.append(compiled(kernel, arguments, constants, warps)["ptx"])
+
+    matrices = torch.tensor([[0, longest, 0, 0, 0, 0, 2]])
+    with patch.object(language, "start", compile_only):
+        orthonormal.orthonormal(torch.zeros(2 * longest), matrices, longest, is_start=False)
+    [ptx] = programs
+    for parameter in (WORK, SCRATCH):
+        found = in_short(ptx, parameter)
+        assert {"read", "write", "barrier"} <= set(found)
+        assert ("write", "read") not in pairwise(found)
+
+
+WORK, SCRATCH = 2, 3  # parameters of the kernel

@@ -159,12 +159,13 @@ def test_a_slow_link_stops_at_the_sizes_that_the_budget_allows():
     assert network.spent_s < 1.5
 
 
-def test_a_gather_among_many_ranks_is_measured_with_less_each():
-    many = Cluster(64, 1, intra=Link(1, 10), inter=Link(10, 10))
+@pytest.mark.parametrize("ranks", [8, 24, 64])
+def test_a_gather_among_many_ranks_is_measured_with_less_each(ranks: int):
+    many = Cluster(ranks, 1, intra=Link(1, 10), inter=Link(10, 10))
     network = Network(5.0, 10.0, many)
     measure_collectives(network, many, budget_s=100.0, largest=64 << 20)
     largest = {kind: max(size for other, _, size in network.calls if other is kind) for kind, *_ in network.calls}
-    assert largest[CollectiveKind.ALL_GATHER] * 64 == MOST_RECEIVED
+    assert MOST_RECEIVED / 2 < largest[CollectiveKind.ALL_GATHER] * ranks <= MOST_RECEIVED
     assert largest[CollectiveKind.ALL_REDUCE] == 64 << 20
 
 

@@ -281,8 +281,9 @@ def _scatter(
     equals = tl.load(decision + 2)  # so many of what equals `last` are sent
     first_tile = tl.load(section + FIRST_TILE)
     form = tl.load(section + FORM)
-    low_at = payload + tl.load(section + PLACES_AT)
+    low_at = tl.load(section + PLACES_AT)
     bits_at = 8 * tl.load(section + BITS_AT)
+    edge = bits_at // 32 * 4  # from this byte on low bits share their word with the bit string
     words = payload.to(tl.pointer_type(tl.int32))
     sent_at = words + tl.load(section + VALUES_AT) // 4
     larger_base = _before(counts, ends, first_tile)
@@ -308,11 +309,11 @@ def _scatter(
         number = sent_before + tl.cumsum(is_sent.to(tl.int32), axis=0) - 1
         tl.store(sent_at + number, value.to(tl.int32, bitcast=True), is_sent)
         in_all = in_segment + place
-        tl.store(low_at + number * (form // 8), (in_all & 255).to(tl.uint8), is_sent & (form > 0))
-        tl.store(low_at + number * (form // 8) + 1, ((in_all >> 8) & 255).to(tl.uint8), is_sent & (form > 8))
+        low = low_at + number * (form // 8)
+        _send_byte(payload, words, low, in_all & 255, is_sent & (form > 0), edge)
+        _send_byte(payload, words, low + 1, (in_all >> 8) & 255, is_sent & (form > 8), edge)
         bit = bits_at + tl.where(form > 0, (in_all >> form) + number, in_all)
-        # The payload was cleared; others may set bits of the same word.
-        tl.atomic_or(words + (bit >> 5), 1 << (bit & 31).to(tl.int32), mask=is_sent, sem="relaxed")
+        _set_bits(words, bit, tl.full([PART], 1, tl.int32), is_sent)
         if residual is not None:
             tl.store(residual + start + place, tl.zeros([PART], tl.float32), is_sent & (magnitude < INFINITY))
         equal_before += tl.sum(is_equal.to(tl.int32), axis=0)
@@ -324,3 +325,16 @@ def _scatter(
 def _before(counts, ends, tile):
     """Return the sum of all counts before a tile's."""
     return tl.load(ends + tile) - tl.load(counts + tile)
+
+
+@jit
+def _send_byte(payload, words, at, value, is_there, edge):
+    """Store a byte, or set its bits where others set bits of the same word."""
+    tl.store(payload + at, value.to(tl.uint8), is_there & (at < edge))
+    _set_bits(words, 8 * at, value.to(tl.int32), is_there & (at >= edge))
+
+
+@jit
+def _set_bits(words, bit, value, is_there):
+    """Set bits of a word of the payload, which was cleared."""
+    tl.atomic_or(words + (bit >> 5), value << (bit & 31).to(tl.int32), mask=is_there, sem="relaxed")
