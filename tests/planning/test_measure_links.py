@@ -1,4 +1,4 @@
-"""What is timed of live links."""
+"""Live links are timed up to sizes that suit the device."""
 
 from typing import Any
 
