@@ -103,6 +103,7 @@ def test_an_attribute_of_a_module(pair: tuple[Any, Any]):
     assert_followed(Exchanging(pair[0]), cross_entropy, lambda model: setattr(model, "act", pair[1]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pair", OF_TENSORS.values(), ids=OF_TENSORS)
 def test_an_item_outside(pair: tuple[Any, Any]):
     held = [pair[0]]

@@ -111,6 +111,7 @@ HISTORIES = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("place", PLACES)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.jobs import captured_step, cross_entropy
+from helpers.torch_compiled import QUICK
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule
 
 import fxcomp
@@ -64,7 +66,7 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     tokens = [torch.randint(0, 20, (3, 6)) for _ in range(3)]
     batches = [(each, each) for each in tokens]
-    with warnings.catch_warnings():
+    with inductor_config.patch(QUICK), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's own
         step = fxcomp.compile_step(
             model, cross_entropy, optimizer, batches[0], accumulate=accumulate, checks=fxcomp.Checks(verify=1)

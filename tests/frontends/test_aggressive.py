@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,8 +93,9 @@ def everywhere() -> list[tuple[str, str, bool, set[str], str]]:
 
 def _everywhere() -> Iterator[tuple[str, str, bool, set[str], str]]:
     assert dist.get_world_size() == 2
-    for frontend in FRONTENDS:
-        for what, asked in ASKED.items():
+    for frontend, what in itertools.product(FRONTENDS, ASKED):
+        if frontend is hooked or what in ("a name", "balanced"):  # all ask the same code
+            asked = ASKED[what]
             compress = fxcomp.Compress(**{"within": "aggressive", **asked})
             plan, said = frontend({"compress": compress, "cluster": SLOW, "costs": CostTable()})
             assert plan is not None, "it was decided on"
@@ -103,7 +105,7 @@ def _everywhere() -> Iterator[tuple[str, str, bool, set[str], str]]:
 
 def test_where_the_optimizer_is_not_seen_aggressive_is_balanced_and_says_so():
     for found in run_ranks(2, everywhere):
-        assert len(found) == len(FRONTENDS) * len(ASKED)
+        assert len(found) == len(ASKED) + 2 * (len(FRONTENDS) - 1)
         for frontend, what, moves, compressors, said in found:
             assert not moves, (frontend, what)
             assert compressors, (frontend, what)

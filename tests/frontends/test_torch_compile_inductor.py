@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
-from helpers.torch_compiled import compiled, seeded
+from helpers.torch_compiled import QUICK, compiled, seeded
 from torch import Tensor, nn
 from torch._inductor import config
 from torch.nn.functional import dropout
@@ -127,6 +127,7 @@ def two_forwards(run: Callable[..., Any]) -> Tensor:
     return run(batch((6, 20))).square().mean() + run(batch((6, 20), 1)).square().mean()
 
 
+@config.patch(QUICK)
 def passes_of_an_mlp() -> dict[str, Any]:
     """Tell what Inductor compiled, gaps to eager, and what became of gradients held."""
     found: dict[str, Any] = {}
@@ -176,6 +177,7 @@ def test_inductor_compiles_both_passes_and_gradients_lie_in_their_buckets():
         assert all(distance < 1e-5 for distance in found.values()), found
 
 
+@config.patch(QUICK)
 def other_models() -> dict[str, tuple[float, float]]:
     """Gaps to `backend="inductor"`, and how far ranks differ."""
     found = {"two forward passes": compared(mlp, two_forwards, plan=TWO_BUCKETS)}
@@ -200,7 +202,7 @@ def test_gradients_are_those_of_inductor():
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_rank_alone_draws_and_trains_as_eager_where_torch_draws():
     model, eager = (seeded(Checkpointed) for _ in range(2))
-    with config.patch(fallback_random=True), graphs_of_inductor() as graphs:
+    with config.patch({**QUICK, "fallback_random": True}), graphs_of_inductor() as graphs:
         run = compiled(model, inductor=True)
         for each, call in ((model, run), (eager, eager)):
             torch.manual_seed(1)

@@ -30,14 +30,12 @@ from fxcomp.site import Site
 from helpers.drifting import table
 from helpers.jobs import Transformer, cross_entropy
 from helpers.plans import plan_in_turns
+from helpers.torch_compiled import QUICK
 
 WORDS, CLASSES = 20, 5
 
 SYMBOLIC_FROM = 2
 """The number of sizes that have captures of their own, before one capture serves many."""
-
-QUICK = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads": 1}
-"""Inductor's C++ without optimizations takes a third of the time to compile, and computes the same."""
 
 
 class Mirror(NullTransport):
@@ -331,9 +329,13 @@ def met(cases: Sequence[Case]) -> set[tuple[int, Any, int, Any]]:
     return {(a, x, b, y == "dense" if (a, b) == (0, 1) else y) for a, x, b, y in pairs}
 
 
+def _price(case: Case) -> tuple[Any, ...]:
+    return case.model in RECURRENT, case.model != "mlp", case.varies, case.autocast, str(case)
+
+
 def cases() -> list[Case]:
     """Draw cases, the cheap ones first, and leave out those, the dearest first, without which the same choices meet."""
-    kept = sorted(pairwise(CHOICES), key=lambda case: (case.model in RECURRENT, case.varies, case.autocast, str(case)))
+    kept = sorted(pairwise(CHOICES), key=_price)
     every = met(kept)
     for case in reversed(kept):
         others = [other for other in kept if other != case]

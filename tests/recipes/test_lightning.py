@@ -75,7 +75,7 @@ except fxcomp.FxcompError as error:
 """
 
 
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_strategy_is_of_the_library_that_the_script_imports(name: str):
     output = under_torchrun(BY_NAME.format(name=name), ranks=1)
     assert "FxcompStrategy registers a hook of its own; ddp_comm_hook= would be another one." in output

@@ -28,6 +28,7 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("not_built")
 @pytest.mark.parametrize("mode", Mode)
 def test_no_uniform_plan_is_faster_than_the_choice(mode: Mode):
