@@ -167,8 +167,14 @@ class Trained:
         return [value.detach().clone() for value in (*self.model.parameters(), *state) if value is not None]
 
 
-@pytest.mark.parametrize("is_used", [True, False], ids=["used", "unused"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "is_used"),
+    [
+        pytest.param(name, is_used, id=f"{name}-{'used' if is_used else 'unused'}", marks=marks)
+        for number, name in enumerate(CASES)
+        for is_used, marks in ((True, ()), (False, [pytest.mark.slow] if number % 3 else ()))
+    ],
+)
 def test_a_step_raises_where_eager_does_and_goes_on(name: str, is_used: bool) -> None:
     case = CASES[name]
 

@@ -92,6 +92,7 @@ def balanced() -> Explanation:
     return asked(job(), Compress())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", [None, 3000])
 @pytest.mark.parametrize("at", ["auto", "gradient"])
 @pytest.mark.parametrize("mode", list(Mode))
