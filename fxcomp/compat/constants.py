@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -86,9 +86,9 @@ def _is_torchs_own(func: Any) -> bool:
 
 def _holds_real(value: Any) -> bool:
     """Ask if an operator's argument is or holds a real tensor."""
-    if isinstance(value, list | tuple):
-        return any(map(_holds_real, value))
-    return any(map(_holds_real, value.values())) if isinstance(value, dict) else _is_real(value)
+    if isinstance(value, dict):
+        return any(map(_holds_real, cast("dict[Any, Any]", value).values()))
+    return any(map(_holds_real, cast("list[Any]", value))) if isinstance(value, list | tuple) else _is_real(value)
 
 
 def _is_real(leaf: Any) -> bool:
