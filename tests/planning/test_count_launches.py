@@ -78,7 +78,12 @@ def test_what_a_step_hands_to_the_device(
 ):
     job = JOBS[name]()
     captured = capture_job(job, imagined=True)
-    monkeypatch.setattr(what_if, "capture_job", lambda *_, **__: captured)  # once for all plans
+
+    def once_for_all_plans(_: Job, *, imagined: bool, **__: object) -> object:
+        assert imagined
+        return captured
+
+    monkeypatch.setattr(what_if, "capture_job", once_for_all_plans)
     texts = [f"{how}\n" + "\n".join(f"  {line}" for line in counted(job, how).lines()) for how in PLANS]
     golden(f"count_launches/{name.replace(' ', '_')}.txt", "\n".join(texts))
 

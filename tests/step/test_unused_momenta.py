@@ -309,7 +309,7 @@ def restarted() -> dict[int, str]:
 
 
 def test_a_restart_goes_on_to_the_bit():
-    results = run_ranks(2, restarted)
+    results = run_ranks(3, restarted)
     assert set(results[0]) == {0, *RESTARTS}
     assert len({fingerprint for found in results for fingerprint in found.values()}) == 1, results
 
