@@ -64,6 +64,7 @@ def inputs_of_some() -> dict[str, bool]:
     return found | {"they are averaged": all(bool(torch.allclose(p.grad, g, atol=1e-6)) for p, g in pairs)}
 
 
+@pytest.mark.slow
 def test_a_backward_pass_to_some_parameters_loses_nothing_of_the_others():
     for found in run_ranks(2, inputs_of_some):
         assert all(found.values()), found

@@ -23,6 +23,7 @@ def test_random_programs_do_what_eager_does():
         assert outcome.kind == "equal", f"{draw(seed)}\n{outcome}"
 
 
+@pytest.mark.slow
 def test_small_programs_of_every_theme_end_well():
     for seed in SMALL:
         outcome = follow(draw(seed))

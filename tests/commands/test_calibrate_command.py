@@ -271,6 +271,7 @@ def test_what_a_launcher_left_behind_is_of_no_matter_to_explain(
 # Use
 
 
+@pytest.mark.slow
 def test_explain_takes_a_table_of_another_machine_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = saved(tmp_path)
     assert main(["explain", JOB, "--costs", path]) == 0

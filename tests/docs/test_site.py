@@ -73,6 +73,7 @@ def outside(site: Path) -> Iterator[str]:
         yield from (f"{sheet.name}: {url}" for url in found)
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_navigation_and_built(site: Path):
     home = (site / "index.html").read_text()
     for page in PAGES:
@@ -81,6 +82,7 @@ def test_every_page_is_in_the_navigation_and_built(site: Path):
         assert f'href="{place}/" class="md-nav__link' in home or not place, page
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: Path):
     assert list(outside(site)) == []
 
@@ -92,12 +94,14 @@ def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path):
     assert len(list(outside(tmp_path))) == 5
 
 
+@pytest.mark.slow
 def test_words_of_pages_are_found(site: Path):
     index = json.loads((site / "search" / "search_index.json").read_text())
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert {f"{place_of(page)}/".lstrip("/") for page in PAGES} <= places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if ":::" not in page.read_text()], ids=lambda page: str(page.relative_to(ROOT))
 )

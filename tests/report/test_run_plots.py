@@ -114,6 +114,7 @@ def test_strange_values_are_placed_inside(loss: Callable[[int], float]):
     assert all(-0.01 <= place <= 100.01 for place in places)
 
 
+@pytest.mark.slow
 def test_a_page_of_long_runs_is_small_and_asks_nobody_for_anything():
     runs = [run_of(f"run {k}", 30_000, lambda step, k=k: 3 + math.sin(step * (k + 1))) for k in range(12)]
     page = to_html(runs, smooth=50)

@@ -35,6 +35,7 @@ def one_is_killed(rank: int, killer: tuple[type, str], first_step: int) -> None:
             step(batch(number))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("victim", "killer", "first_step", "what"),
     [
