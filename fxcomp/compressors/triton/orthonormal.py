@@ -11,8 +11,8 @@ from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 FOLD_WIDTH = constant(1024)  # values that a program reads at once for a sum  # assumed
 _AT_ONCE = 8192  # and for what has no order  # assumed
 _WARPS = 8  # of 4, 8, 16 and 32 the fastest (H100, measured, 2026-11)
-_TERMS = 32
-_FIRST, _THEN = constant(_TERMS), constant(8)  # terms of a sum that a thread adds up, before it writes and others read
+_TERMS = 32  # that a thread adds up before it writes a sum that others read; then 8 at a time  # assumed
+_FIRST, _THEN = constant(_TERMS), constant(8)
 NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
@@ -35,7 +35,7 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Add up products, the upper half to the lower: parts of them in registers, and what is left in memory."""
+    """Add up products, the upper half to the lower: first in registers, then among threads, through memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -46,7 +46,7 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Add up so many products, every so many, the upper half to the lower."""
+    """Add up COUNT products that lie STEP apart, the upper half to the lower."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -57,7 +57,7 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Add up terms, the upper half to the lower, of which as many again have room after them."""
+    """Add up terms, the upper half to the lower, in rounds of 8; each writes its sums after what it has read."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
