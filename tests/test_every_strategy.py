@@ -162,6 +162,7 @@ def test_strategies_mean_the_same_for_gradients_of_other_types(shape: str, dtype
     assert [strays for _, strays in results] == [[] for _ in results]
 
 
+@pytest.mark.slow
 def test_mixed_compressors_and_sums_of_payloads_give_what_they_mean():
     compressors = (parse_compressor("int4(block=16)"), parse_compressor("bf16"))
     ways = ways_through(cluster_of("2x2"))

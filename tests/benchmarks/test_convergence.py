@@ -127,6 +127,7 @@ def test_tasks_are_the_same_every_time_and_start_far_from_their_end() -> None:
         assert not torch.equal(one.start, make(1).start) or one.name in ("logreg", "quadratic")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_gradients_are_those_of_the_loss(name: str) -> None:
     """One small step against the mean of many batches' gradients lowers the loss by the gradient's squared norm."""

@@ -59,6 +59,7 @@ def test_a_result_goes_into_the_types_that_eager_lets_it_into(name: str):
     assert not all(ran)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_logit_goes_into_the_types_that_eager_lets_it_into(name: str):

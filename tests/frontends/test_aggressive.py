@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
@@ -103,6 +104,7 @@ def _everywhere() -> Iterator[tuple[str, str, bool, set[str], str]]:
             yield frontend.__name__, what, plan.moves_exchange, compressors, said
 
 
+@pytest.mark.slow
 def test_where_the_optimizer_is_not_seen_aggressive_is_balanced_and_says_so():
     for found in run_ranks(2, everywhere):
         assert len(found) == len(ASKED) + 2 * (len(FRONTENDS) - 1)

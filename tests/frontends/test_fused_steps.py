@@ -52,6 +52,7 @@ def scheduled(optimizer: OPTIM.Optimizer, step: int) -> None:
             group["momentum"] = 0.9 - 0.05 * step
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_rank_updates_as_the_fused_optimizer_does_bit_for_bit(name: str):
     job = JOBS["mlp"]
@@ -104,6 +105,7 @@ def trained(name: str, plan: str, clip: float | None, of: str = "transformer") -
     return distance, replica_fingerprint(model), step.source
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_dense_plan_trains_as_ddp_to_rounding(ranks: int, clip: float | None):
@@ -122,6 +124,7 @@ def test_buffers_arrive_in_lists():
     assert "aten._foreach_copy_" in found[0][2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", ["int8", "powersgd(2)"])
 def test_compressed_ranks_stay_bit_identical(plan: str):
     found = run_ranks(2, trained, "sgd", plan, 0.05)

@@ -72,7 +72,7 @@ def counted(job: Job, how: str = "dense") -> StepLaunches:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ["gpt", "resnet", pytest.param("482 tensors", marks=pytest.mark.slow)])
 def test_what_a_step_hands_to_the_device(
     name: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ):

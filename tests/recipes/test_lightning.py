@@ -75,6 +75,7 @@ except fxcomp.FxcompError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_strategy_is_of_the_library_that_the_script_imports(name: str):
     output = under_torchrun(BY_NAME.format(name=name), ranks=1)

@@ -63,6 +63,7 @@ def one_is_killed(victim: int) -> None:
         assert network.is_idle
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("victim", range(len(CUT)))
 def test_all_others_name_a_rank_that_is_killed_between_two_shots(victim: int):
     outcomes = try_ranks(len(CUT), one_is_killed, victim)
@@ -91,6 +92,7 @@ def one_is_killed_before_another_begins(victim: int, late: int) -> None:
         all_caught("killed", victim)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("victim", range(len(CUT)))
 def test_a_rank_that_cannot_begin_does_not_let_the_others_wait_for_it(victim: int):
     late = (victim + 2) % len(CUT)

@@ -93,6 +93,7 @@ def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_ar
     assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verify", [2, EVERY * WINDOW])
 def test_drift_is_seen_between_steps_that_are_verified(verify: int):
     """Every timed step would be a verified one, if it were the first of each `EVERY`."""
@@ -247,6 +248,7 @@ def slower_between_hosts_that_differ(factors: dict[Any, float]) -> dict[str, Any
     return train(table(2.0), factors, 3 * JUDGED, {"plan": plan, "cluster": cluster})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "what", "said"),
     [

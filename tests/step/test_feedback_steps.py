@@ -176,6 +176,7 @@ def books(names: list[str], scale_with_lr: bool, everywhere: bool) -> float:
     return worst
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("names", "everywhere"),
     [(["int4", "sign", "topk(0.05)", "int4"], False), (["topk(0.01)"], True)],
@@ -188,6 +189,7 @@ def test_over_skipped_steps_and_learning_rates_nothing_is_lost(names: list[str],
 TWO_SHOTS = "compress({0}) > all_to_all@world > decompress > compress({1}) > all_gather@world > decompress"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_in_two_shots_the_owners_residual_makes_up_for_the_second_compression(ranks: int):
     names = [TWO_SHOTS.format("int4", "topk(0.05)"), TWO_SHOTS.format("topk(0.05)", "sign")]

@@ -63,6 +63,7 @@ def one_is_killed(rank: int, device: str) -> None:
     step(batch(1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("victim", "device"), [(0, "gpu"), (1, "cpu"), (2, "gpu")])
 def test_all_others_name_a_rank_that_is_killed_and_the_bucket(victim: int, device: str):
     outcomes = try_ranks(RANKS, one_is_killed, victim, device)
@@ -128,6 +129,7 @@ def one_is_killed_in_a_race(rank: int, killer: tuple[type, str], momentum: float
                 step(JOB.batch(0, dist.get_rank()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("victim", "killer", "momentum", "cause"),
     [

@@ -88,6 +88,7 @@ def beside_ddp(accumulate: int, fused: bool) -> tuple[float, list[tuple[float, f
     return float((flat(model) - flat(wrapped)).abs().max()), scales, step.skipped_steps
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("accumulate", "fused"), [(1, False), (3, False), (1, True)])
 def test_a_dense_step_trains_as_ddp_with_a_scaler(accumulate: int, fused: bool):
     for apart, scales, skipped in run_ranks(2, beside_ddp, accumulate, fused):

@@ -62,12 +62,14 @@ def rows(*lengths: int) -> list[Tensor]:
     return [torch.randn(length, FEATURES) for length in lengths]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("special", "accumulate"), [(0, 1), (1, 2)])
 def test_a_batch_of_one_row_or_none_serves_itself_alone(special: int, accumulate: int):
     step = as_eager(rows(5, 6, special, 128, 3, special, 2, 9), accumulate=accumulate)
     assert len(step.in_force.programs) == 4, "three as they are, one for all others"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("special", [0, 1])
 def test_a_few_boxes_beside_fixed_images(special: int):
     def both(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -153,6 +155,7 @@ VIEWS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors_that_are_not_contiguous(view: str):
     torch.manual_seed(1)
@@ -220,6 +223,7 @@ def by_type_and_length(rows: Tensor) -> int:
     return by_type(rows) * len(rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("asks", "programs"), [(by_type, 3), (by_text, 4), (by_type_and_length, 4)])
 def test_python_sees_numbers_where_a_symbol_has_another_type_or_text(asks: Callable[[Tensor], int], programs: int):
     step = as_eager(rows(5, 6, 7, 8), lambda model, batch: asks(batch) * squares(model, batch))

@@ -79,6 +79,7 @@ def test_what_is_slow_is_out_early_and_a_race_costs_little():
     assert found.share <= 0.02
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [8.0, 15.0, 25.0, 200.0])
 def test_a_race_keeps_to_its_budget_whatever_is_slow(times: float):
     slow = [runner(name, 10.0 * times) for name in ("bf16", "dense")]
@@ -105,6 +106,7 @@ def test_noise_does_not_decide():
     assert found.last_step - found.first_step <= LONGEST
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", range(12))
 @pytest.mark.parametrize("lasts", [1, 2, 4])
 def test_a_machine_that_is_disturbed_for_a_moment_does_not_decide(moment: int, lasts: int):
