@@ -65,6 +65,7 @@ def reports() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_reports_of_running_steps_fit_the_schema():
     for of_rank in run_ranks(2, reports):
         assert [flaw for data in of_rank for flaw in flaws(read_back(data), FORM)] == []

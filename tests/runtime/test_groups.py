@@ -43,6 +43,7 @@ def test_ranks_that_never_call_it_leave_members_waiting():
     assert "split 0 of the communicator of 3 ranks, for group 1: not rank 2" in found[0].text
 
 
+@pytest.mark.slow
 def test_members_of_a_gloo_group_leave_the_others_waiting():
     found = try_ranks(3, make, [0, 1], "gloo", [0, 1, 2], grace_s=0)
     assert [each.error for each in found[2:]] == ["Hang"]
