@@ -28,8 +28,9 @@ def test_a_real_tensor_is_exchanged_wherever_it_lies(given: Any, as_keyword: boo
 
     def traced(value: Tensor) -> Tensor:
         mode = Constants((value,))
-        arguments = ((), {"given": given}) if as_keyword else ((given,), {})
-        return value + mode.__torch_dispatch__(operator, (), *arguments)
+        if as_keyword:
+            return value + mode.__torch_dispatch__(operator, (), (), {"given": given})
+        return value + mode.__torch_dispatch__(operator, (), (given,))
 
     def operator(given: Any) -> Tensor:
         seen.extend(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
