@@ -28,6 +28,7 @@ from fxcomp import compat
 from fxcomp.codegen.expressions import WIDTH, text, wrapped
 from fxcomp.codegen.region_source import OptimizerSteps, region_function
 from fxcomp.compressors import BadCompressor, Compressor
+from fxcomp.graph.aside import Crossing, crossings
 from fxcomp.graph.edit import is_exchange, with_parts
 from fxcomp.graph.info import ARGUMENTS, InputKind, Role, free_name, info
 from fxcomp.graph.lines import line_of
@@ -108,23 +109,42 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
         lines.append(f"    {ARGUMENTS[InputKind.BATCH]}.clear()")
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     dead_after = _dead_after(gm, pieces, undoing, saved)
-    for piece in pieces:
+    is_aside = False
+    *before, end = crossings(gm, pieces)
+    for piece, crossing in zip(pieces, before, strict=True):
         if _changes_parameters(piece) and not announced:
             lines += _before_update(gm, loss)
             announced = True
         if isinstance(piece, Region):
-            lines.append(_region_call(piece))
+            written = [_region_call(piece)]
         elif info(piece).role is Role.COMMIT:
-            lines += _commit(gm, piece, undoing, compressors)
-        elif piece not in undoing:
-            lines += _line(piece, compressors)
+            written = _commit(gm, piece, undoing, compressors)
+        else:
+            written = [] if piece in undoing else _line(piece, compressors)
         dead = dead_after.get(id(piece), [])
         if dead:
             many = len(dead) > 8
-            lines.append(wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")
+            written.append(wrapped("    del (", dead, ")", indent="    ") if many else f"    del {', '.join(dead)}")
+        if written:
+            lines += _crossed(crossing, is_aside=is_aside)
+            lines += map(_indented, written) if crossing.is_aside else written
+            is_aside = crossing.is_aside
+    lines += _crossed(end, is_aside=is_aside)
     lines.append(f"    return {_returned(gm)}")
     arguments = ", ".join(["rt", *ARGUMENTS.values()])
     return f"def step({arguments}):\n" + "\n".join(lines)
+
+
+def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
+    """Write the line in front of a piece that another stream runs than what `is_aside` or not, or that waits for it."""
+    values = ", ".join(node.name for node in crossing.values)
+    if crossing.is_aside:
+        return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
+    return [f"    rt.join({values})"] if crossing.waits else []
+
+
+def _indented(lines: str) -> str:
+    return "\n".join(f"    {line}" for line in lines.split("\n"))
 
 
 def _unpacked_inputs(gm: GraphModule) -> list[str]:
@@ -166,7 +186,7 @@ def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _
     values: Any = node.args[0]
     lines = [wrapped("    if not rt.all_finite((", [value.name for value in values], ",)):", indent="    ")]
     for each in undoing:
-        lines += ["\n".join(f"    {part}" for part in line.split("\n")) for line in _line(each, compressors)]
+        lines += map(_indented, _line(each, compressors))
     return [*lines, f"        return {_returned(gm)}"]
 
 

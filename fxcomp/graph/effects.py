@@ -7,8 +7,8 @@
 
 Events of one stream come one after the other. What else orders two events is what the runtime does there: a launch
 starts after what its thread has done, a wait holds up who waits, the pool waits for the values that it takes. On a
-device that works after the main thread (`is_asynchronous`) copies to and from the host have a stream of their own;
-otherwise both directions hand on the memory itself.
+device that works after the main thread (`is_asynchronous`) copies to and from the host have a stream of their own, and
+so have lines that go aside; otherwise both directions hand on the memory itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.graph.aside import Crossing, crossings, goes_aside
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import is_collective, is_exchange, result_of
 from fxcomp.graph.info import InputKind, info
@@ -50,8 +51,9 @@ class Event:
     """The values that it makes."""
 
 
-HOST, TRANSFERS, TRANSFERS_BACK, WIRE = "host", "transfers", "transfers back", "collective"
-"""Streams that no node is on: the main thread, copies to the host and back, and each collective by itself."""
+HOST, ASIDE = "host", "aside"
+TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
+"""Streams that no node is on: the main thread, what goes aside, copies to the host and back, and each collective."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
@@ -60,10 +62,10 @@ def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[lis
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     usual = [piece for piece in pieces if piece not in undoing]
     memories = Memories(gm, _works_behind(gm) if is_asynchronous is None else is_asynchronous)
-    yield _events(memories, (), usual, usual)
+    yield _events(gm, memories, (), usual, usual)
     if undoing:
         end = next(k for k, piece in enumerate(usual) if isinstance(piece, Node) and piece.target is ALL_FINITE) + 1
-        yield _events(memories, undoing, [*usual[:end], *undoing], usual)
+        yield _events(gm, memories, undoing, [*usual[:end], *undoing], usual)
 
 
 def _works_behind(gm: GraphModule) -> bool:
@@ -71,17 +73,22 @@ def _works_behind(gm: GraphModule) -> bool:
     return any(isinstance(value, Tensor) and compat.is_accelerator(value.device) for value in values)
 
 
-def _events(memories: Memories, undoing: Sequence[Node], *steps: Sequence[Region | Node]) -> list[Event]:
+def _events(
+    gm: GraphModule, memories: Memories, undoing: Sequence[Node], *steps: Sequence[Region | Node]
+) -> list[Event]:
     writer = _EventWriter(memories)
     last_uses = {id(pieces): _last_uses(memories, pieces) for pieces in steps}
     for pieces in steps:
         freed = last_uses[id(pieces)]
         writer.start()
+        *before, end = crossings(gm, pieces)
         for place, piece in enumerate(pieces):
+            writer.cross(before[place])
             if place and pieces[place] in undoing and pieces[place - 1] not in undoing:
                 writer.meet_pool("all_finite")
             writer.add(piece)
             writer.free(freed.get(place, ()))
+        writer.cross(end)
         writer.meet_pool("finish")
     return writer.events
 
@@ -115,6 +122,12 @@ class _EventWriter:
     @property
     def compute(self) -> str:
         return Stream.COMPUTE.value if self.memories.is_asynchronous else HOST
+
+    def cross(self, crossing: Crossing) -> None:
+        """Let compute wait for what has gone aside, or the other way round."""
+        if crossing.waits and self.memories.is_asynchronous:
+            here, there = (ASIDE, self.compute) if crossing.is_aside else (self.compute, ASIDE)
+            self._add("aside" if crossing.is_aside else "join", here, after=self._come_to(there))
 
     def start(self) -> None:
         """Begin a step: residuals are those of the step before."""
@@ -187,10 +200,13 @@ class _EventWriter:
             self._is_on_host(node, place)
             return
         waits = waits if line.is_undoing else []
-        where = HOST if self.memories.lies_on_host(node.args[0]) else self.compute
+        where = HOST if self.memories.lies_on_host(node.args[0]) else self._device_stream(node)
         place = self._add(node.name, where, takes, writes, waits, makes=[node, *_parts(node)])
         if node.target is ALL_FINITE:
             self._add(node.name, HOST, after=[place])
+
+    def _device_stream(self, node: Node) -> str:
+        return ASIDE if self.memories.is_asynchronous and goes_aside(node) else self.compute
 
     def _stream_of(self, node: Node, line: Line) -> Stream | None:
         """A rank's own payload is decompressed where it lies."""
@@ -218,7 +234,7 @@ class _EventWriter:
         source = cast("Node", node.args[0])
         is_pools = source in self.on_host
         waits = [self.done[source]] if is_pools else []
-        thread = Stream.CPU.value if is_pools else self.compute
+        thread = Stream.CPU.value if is_pools else self._device_stream(node)
         launched = self._add(node.name, thread, after=waits)
         writes = self.memories.of(node)
         self.done[node] = self._add(node.name, f"{WIRE} {node.name}", [source], writes, [launched], [node])
@@ -231,7 +247,7 @@ class _EventWriter:
             self.done[node] = self.done[source]
             self.on_host.add(node)
         else:
-            self._add(node.name, self.compute, after=[self.done[source]] if source in self.done else [])
+            self._add(node.name, self._device_stream(node), after=[self.done[source]] if source in self.done else [])
 
     def _is_on_host(self, node: Node, place: int) -> None:
         for each in (node, *_parts(node)):

@@ -46,6 +46,13 @@ class Role(Enum):
     OUTPUT = "output"
 
 
+BUCKET_LINES = (
+    *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
+    *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
+)
+"""Roles between a bucket's gradients and their means. Buffers have some of them, too, and no `bucket`."""
+
+
 class InputKind(Enum):
     """The place where the step finds the value of a graph input."""
 
@@ -123,6 +130,8 @@ class NodeInfo:
     launcher_load: float = 0.0
     """The number that its launching thread takes, if that is the pool's."""
     stream: Stream | None = None
+    is_aside: bool = False
+    """Of a bucket's line: a device runs it on a stream of its own, so that compute stands still for no wait in it."""
     source: Source | None = None
     fused: FusedUpdate | None = None
     """Of a parameter: the operator that may take the place of its traced update."""

@@ -9,18 +9,25 @@
 
 The table of lines says where each line runs: compressors on the host's processor between a copy to the host and the
 copy back, collectives on the links of their level, everything else with compute.
+
+On a device that works later, the lines of a bucket that is compressed, or sent in several stages, go aside: one stage
+waits for another there, and compute for neither. Prices take them for compute's, whose device they share.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from torch.fx import GraphModule, Node
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.graph.edit import level_of, nodes_on_host
-from fxcomp.graph.info import info, update_info
+from fxcomp.graph.edit import is_collective, level_of, nodes_on_host
+from fxcomp.graph.info import BUCKET_LINES, Role, info, update_info
 from fxcomp.graph.lines import LAUNCH, line_of
+from fxcomp.graph.ops import D2H, IN_PLACE, PACK
 from fxcomp.plan.kinds import POOL, Stream, wire_of
 
 
@@ -28,7 +35,27 @@ def assign_streams(gm: GraphModule, cluster: Cluster) -> GraphModule:
     on_host = nodes_on_host(gm)
     for node in gm.graph.nodes:
         update_info(node, stream=_stream(node, node in on_host, cluster))
+    for lines in _lines_by_bucket(gm):
+        if _go_aside(lines):
+            for node in lines:
+                update_info(node, is_aside=node.target not in (PACK, IN_PLACE))
     return gm
+
+
+def _lines_by_bucket(gm: GraphModule) -> Iterable[Sequence[Node]]:
+    found: defaultdict[int, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        label = info(node)
+        if node.op == "call_function" and label.bucket is not None and label.role in BUCKET_LINES:
+            found[label.bucket].append(node)
+    return found.values()
+
+
+def _go_aside(lines: Sequence[Node]) -> bool:
+    """Tell a bucket's lines that may wait in the middle, or compress; what the pool does, compute waits for anyway."""
+    if not compat.is_accelerator(lines[0].meta["val"].device) or any(node.target is D2H for node in lines):
+        return False
+    return sum(map(is_collective, lines)) > 1 or any(info(node).role is Role.COMPRESS for node in lines)
 
 
 def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:

@@ -27,16 +27,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import result_of
-from fxcomp.graph.info import Role, info
+from fxcomp.graph.info import BUCKET_LINES, Role, info
 from fxcomp.graph.ops import CAST, H2D
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 
 _LOCAL = (Role.GRADIENT, Role.PART)
-_SYNC = (
-    *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
-    *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
-)
 _BODY = (Role.COMPUTE, Role.COUNT, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, *_LOCAL)
 
 
@@ -108,7 +104,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
         label = info(node)
         if (
             label.bucket is not None
-            and label.role in _SYNC
+            and label.role in BUCKET_LINES
             and _starts_early(node, plan.buckets[label.bucket].strategy)
         ):
             stages.setdefault((label.bucket, label.stage), []).append(node)

@@ -116,7 +116,7 @@ class Rider:
         return Flight(launch, views.together.view(value.dtype), Ridden(work, arrived))
 
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
-        key = len(what), device
+        key = len(what), device, compat.stream_of(device)  # no other stream waits for the copy
         if key not in self._sent:
             self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # on the host it is the same memory
         return self._sent[key]

@@ -27,6 +27,7 @@ from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, v
 from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.packing import copy_scaled
 from fxcomp.runtime.rider import Rider
+from fxcomp.runtime.side_stream import SideStream
 from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.transport import Flight, Launch, Transport
 
@@ -51,6 +52,16 @@ class Counters:
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
 
 
+def roll_back(residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
+    """Make a residual what it was before the bucket was added and the own payload taken off."""
+    packing.roll_back(residual, value_of(own), value_of(bucket))
+
+
+def restore(state: Tensor, saved: Tensor | OnHost) -> None:
+    """Put a state back."""
+    state.copy_(value_of(saved))
+
+
 class Runtime:
     """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the lines' names."""
 
@@ -68,6 +79,8 @@ class Runtime:
         self.rider: Rider | None = None
         """The digest that ranks compare in the step under way, taken along by its collectives."""
         self.pool = HostPool()
+        self.side = SideStream(device)
+        self.aside = self.side.aside
         self.buffers = Buffers(pins=self._copies.pins)
 
     # Lines of an emitted step
@@ -178,10 +191,14 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """The collective's result; time spent here is exposed communication."""
+        """The collective's result; time that compute spends here is exposed communication."""
         if isinstance(flight, Future):  # the pool launches it
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
+
+    def join(self, *values: Tensor) -> None:
+        """Let compute wait for what has gone aside; time spent here is exposed communication."""
+        self._exposed(lambda: self.side.join(*values))
 
     def decompress(
         self,
@@ -239,18 +256,11 @@ class Runtime:
             self.pool.wait()
         return not self.counters.skipped
 
-    def roll_back(self, residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
-        """Make a residual what it was before the bucket was added and the own payload taken off."""
-        packing.roll_back(residual, value_of(own), value_of(bucket))
-
-    def restore(self, state: Tensor, saved: Tensor | OnHost) -> None:
-        """Put a state back."""
-        state.copy_(value_of(saved))
-
     def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
         """Run a collective of the loss function's own; time spent here is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
+    roll_back, restore = staticmethod(roll_back), staticmethod(restore)
     rng_state = staticmethod(packing.rng_state)
     set_rng_state = staticmethod(packing.set_rng_state)
     seed_rng = staticmethod(packing.seed_rng)
@@ -281,6 +291,7 @@ class Runtime:
 
     def forget_buffers(self) -> None:
         """Give back the memory of lines that will not run again. No line may be running."""
+        self.side.meet()
         self.buffers.clear()
 
     def close(self) -> None:
@@ -288,7 +299,9 @@ class Runtime:
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
-        """Do what stands still for the network, and count for how long."""
+        """Do what stands still for the network, and count for how long compute does."""
+        if self.side.is_used:
+            return work()
         start = self.clock.look()
         result = work()
         self.counters.waits.append((start, self.clock.look()))

@@ -55,14 +55,16 @@ class Stopwatch:
         self.lines: Any = WatchedLines(runtime, methods, self.line)
 
     def start(self) -> None:
-        """Begin a step. The runtime's pool is watched until `stop`."""
+        """Begin a step. Until `stop` the runtime's pool is watched, and no line goes aside: times are compute's."""
         self._counts.clear()
         self._marks = _Marks(self._clock.look(), self._pool_clock.look())
         self._runtime.pool.watch = self._on_pool
+        self._runtime.side.is_in_line = True
 
     def stop(self) -> None:
         """End a step, whatever has become of it."""
         self._runtime.pool.watch = None
+        self._runtime.side.is_in_line = False
 
     def reading(self) -> Reading | None:
         """The times of the last step; None if a device has not finished it yet."""

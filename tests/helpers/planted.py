@@ -120,6 +120,11 @@ def everything_runs_on_the_compute_stream() -> None:
     assign_streams._stream = lambda *_: Stream.COMPUTE
 
 
+@caught_by("tests/graph/test_aside.py::test_backward_stands_still_for_no_collective")
+def a_device_waits_between_two_stages() -> None:
+    assign_streams._go_aside = lambda _: False
+
+
 @caught_by("tests/passes/test_order_for_overlap.py::test_each_bucket_leaves_behind_its_last_gradient")
 def collectives_keep_the_order_of_the_backward_pass() -> None:
     exchange(order_for_overlap, unchanged)

@@ -28,9 +28,11 @@ READS = {
     "accumulated": {TWO_STEPS_LATE, FROM_ASIDE},
     "unused": {TWO_STEPS_LATE, FROM_ASIDE},
     "left out": {TWO_STEPS_LATE, LEFT_OUT},
+    "two shots": {TWO_STEPS_LATE, LEFT_OUT},
     "scaled": {TWO_STEPS_LATE, LEFT_OUT},
     "rates as tensors": {TWO_STEPS_LATE, RATES},
     "hook, unused": {LEFT_OUT, ZEROS},
+    "hook, agreed": {LEFT_OUT},
 }
 
 QUICK = ("in the pool", "accumulated", "unused", "scaled", "hook, unused")

@@ -25,6 +25,9 @@ STEPS = 3
 """Steps of each schedule."""
 
 ON_POOL = "compress(int8)@cpu > all_gather@world > decompress@cpu"
+TWO_SHOTS = (
+    "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int4)@gpu > all_gather@world > decompress@gpu"
+)
 
 
 class Heads(nn.Module):
@@ -91,6 +94,8 @@ CASES = {
     "unused": Case("int8", head=_other_heads, options={"find_unused_parameters": True}),
     "left out": Case("int8", options={"skip_nonfinite": True}),
     "scaled": Case(scaled=True),
+    "agreed": Case("powersgd(2)", _sgd),
+    "two shots": Case(TWO_SHOTS, options={"skip_nonfinite": True}),
     "rates as tensors": Case("int8", _adamw_by_tensors),
 }
 
@@ -211,6 +216,7 @@ HOOK_CASES = {
     "hook, int8": Case("int8", _sgd),
     "hook, in the pool": Case(ON_POOL, _sgd),
     "hook, unused": Case("topk(0.2)", _sgd, _other_heads, {"find_unused_parameters": True}),
+    "hook, agreed": Case("powersgd(2)", _sgd),
     "hook, scaled": Case("int8", _sgd, scaled=True),
 }
 
