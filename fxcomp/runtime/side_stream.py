@@ -50,7 +50,7 @@ class SideStream:
 
     @property
     def is_used(self) -> bool:
-        """Whether the stream in use is this one."""
+        """True while this is the stream in use."""
         return self._side is not None and self._streams.current_stream(self._device) == self._side
 
     def meet(self) -> None:
