@@ -281,6 +281,7 @@ class Runtime:
         self.pool.wait()
         self.transport.settle()
         self.pool.settle()
+        self.side.meet()
         self.take_counters()
 
     def drop(self) -> None:
