@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxcomp.frontends.backend_options import KNOWN, OF_WHOLE_STEPS
+from fxcomp.frontends.backend_options import KNOWN, OF_WHOLE_STEPS, read_options
 from fxcomp.frontends.compile_step import compile_step
 from fxcomp.options import Checks
 from fxcomp.plan.compress import Compress
@@ -37,6 +38,18 @@ def test_an_option_that_cannot_be_is_named(options: dict[str, Any], text: str):
         model(torch.ones(1, 2))
     assert "BadOption" in str(raised.value)
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "on_cpu"),
+    [({}, True, False), ({"inductor": False}, False, False), ({"inductor": True}, True, True)],
+)
+def test_inductor_compiles_what_lies_on_a_gpu_unless_told_otherwise(asked: dict[str, bool], on_gpu: bool, on_cpu: bool):
+    with FakeTensorMode():
+        there = torch.empty(2, device="cuda")
+    chosen, here = read_options(asked, {}), torch.empty(2)
+    assert chosen.uses_inductor([3, here, there]) is on_gpu
+    assert chosen.uses_inductor([3, here]) is on_cpu
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -15,7 +15,7 @@ from helpers.plans import plan_in_turns
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import call, clone
-from fxcomp.graph.effects import HOST, TRANSFERS, Event, traces
+from fxcomp.graph.effects import HOST, TRANSFERS, TRANSFERS_BACK, Event, traces
 from fxcomp.graph.happens_before import races, races_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_GATHER, D2H, H2D, PACK, WAIT
@@ -213,6 +213,15 @@ def test_an_event_that_nobody_waits_for_is_found(
     assert changed != lists
     assert [races_of(events) for events in lists] == [[]] * len(lists)
     assert any(races_of(events) for events in changed)
+
+
+@pytest.mark.parametrize("strategy", ["pool", "half pool"])
+def test_what_comes_back_from_the_pool_is_taken_to_wait_for_the_host_alone(strategy: str):
+    """Copies overlap compute: an order that holds only after it would not hold."""
+    for events in traces(final(strategy), is_asynchronous=True):
+        back = [event for event in events if event.where == TRANSFERS_BACK]
+        assert back
+        assert {events[place].where for event in back for place in event.after} <= {HOST, TRANSFERS_BACK}
 
 
 def test_a_race_is_a_broken_graph_and_names_both_lines():

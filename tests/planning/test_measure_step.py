@@ -27,7 +27,7 @@ from fxcomp.graph.regions import regions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
-from fxcomp.planning import measure_step
+from fxcomp.planning import decide, measure_step
 from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_us, with_feed
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
@@ -155,6 +155,9 @@ def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest
     assert found.pack_us == sum(packs.values())
     assert found.compute_us == 100.0 + sum(packs.values())
     assert found.between_us == 1e4 - 100.0 - sum(packs.values()) - sum(starts.values())
+    monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
+    run._handed += [70.0, 90.0, 80.0]
+    assert run.measurement({}).between_us == 80.0, "a device hides what the host takes to hand a step out"
 
 
 def test_every_region_bucket_and_start_of_a_step_is_timed():
@@ -174,8 +177,8 @@ def test_every_region_bucket_and_start_of_a_step_is_timed():
     assert found.step_us >= found.compute_us
 
 
-def measured() -> tuple[int, int, int, bool]:
-    """Return the most memory of a step and of measuring it, the parameters' bytes, and if all is as it was."""
+def measured() -> tuple[int, int, int, bool, list[CostTable]]:
+    """Return the most memory of a step and of measuring it, the parameters' bytes, if all is as it was, and costs."""
     from helpers import late
 
     machine, device = late.start(), torch.device(late.DEVICE)
@@ -200,13 +203,21 @@ def measured() -> tuple[int, int, int, bool]:
     of_measuring = most(lambda: measure_step.measure_step(program, arguments, [NullTransport()], 2))
     after = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return of_step, of_measuring, parameter_bytes, all(map(torch.equal, before, after))
+    is_as_before = all(map(torch.equal, before, after))
+    compiler, site = Compiler(PAIR), Site.imagined(PAIR, device)
+    example, plan = Example(captured, inputs, [batch], StepGuard(training)), dense_plan(captured)
+    costs = decide._measured_now(compiler, site, example, CostTable(), plan)
+    asked, _ = measured_here(training, captured, batch, CostTable(), compiler)
+    return of_step, of_measuring, parameter_bytes, is_as_before, [costs, asked]
 
 
-def test_measuring_a_step_holds_no_second_copy_on_the_device():
-    of_step, of_measuring, parameter_bytes, is_as_before = run_alone(measured)
+def test_measuring_a_step_holds_no_second_copy_on_the_device_and_keeps_the_hosts_time_beside_compute():
+    of_step, of_measuring, parameter_bytes, is_as_before, tables = run_alone(measured)
     assert is_as_before
     assert of_measuring < of_step + parameter_bytes / 2
+    for costs in tables:
+        assert costs.feed_us == 0.0
+        assert costs.host_us > 0.0
 
 
 class Unwritable(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from helpers.ranks import run_alone
 
 SCHEDULES = 40
@@ -88,6 +90,41 @@ def test_a_device_is_timed_by_its_own_events_whichever_is_current():
     assert early is None
     assert late is not None
     assert late > 0
+
+
+def brought_back() -> list[tuple[int, bool, list[str]]]:
+    """Bring values back from the host while compute is stuck, and a copy to the host with it.
+
+    Returns their size each time, if they have come, and the main thread's waits.
+    """
+    import torch
+    from helpers import late
+    from helpers.late import machine as machines
+    from helpers.late.memory import on_host
+
+    from fxcomp.runtime.runtime import Runtime
+    from fxcomp.runtime.transport import NullTransport
+
+    machine, device, found = late.start(), torch.device(late.DEVICE), []
+    machines.STUCK_S, machine.goes_on = 5.0, False
+    runtime, compute = Runtime(NullTransport(), device), torch.late.current_stream(device).stream_id
+    for number, size in enumerate((1, 1, 1000, 1000, 1)):
+        with late.schedule(number):
+            sent, is_free = runtime.d2h("sent", torch.full((size,), number, device=device)), threading.Event()
+            sent.future.result()
+            machine.give(1, compute, machines.Job(may_begin=is_free.is_set))
+            runtime.d2h("stuck", torch.zeros(size, device=device))
+            back = runtime.h2d("back", sent)
+            machine.run_what_can()
+            waits = [each for each in machine.waits if each.startswith("MainThread")]
+            found.append((size, on_host(machine, back).tolist() == [number] * size, waits))
+            is_free.set()
+    runtime.close()
+    return found
+
+
+def test_what_comes_back_from_the_host_waits_neither_for_compute_nor_for_what_goes_there():
+    assert run_alone(brought_back) == [(size, True, []) for size in (1, 1, 1000, 1000, 1)]
 
 
 def schedules() -> list[list[list[int]]]:

@@ -20,10 +20,13 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+import fxcomp
 
 DEVICES = 2
 ARENA_BYTES = 256 << 20
@@ -33,6 +36,7 @@ IDLE_S = 0.01
 
 STUCK_S = 60.0
 
+PRODUCT = str(Path(fxcomp.__file__).parent)
 ELSEWHERE = "the user's code"
 """The place of a wait that is none of the product's."""
 
@@ -175,6 +179,12 @@ class Machine:
         """Do all that was given, uncounted."""
         self.run_until(lambda: not any(lane.jobs for lane in list(self.lanes.values())))
 
+    def run_what_can(self) -> None:
+        """Do all that waits for nothing that is still to come, uncounted."""
+        with self.lock:
+            while self._advance():
+                pass
+
     def _of(self, device: int) -> list[Lane]:
         return [lane for lane in list(self.lanes.values()) if lane.device == device]
 
@@ -273,7 +283,7 @@ class Machine:
 def _place() -> str:
     """Name the innermost function of the product that is running."""
     for frame in reversed(traceback.extract_stack()):
-        if "/fxcomp/" in frame.filename:
+        if frame.filename.startswith(PRODUCT):
             return f"{frame.filename.rpartition('/')[2]}:{frame.name}"
     return ELSEWHERE
 

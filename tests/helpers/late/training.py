@@ -93,7 +93,7 @@ CASES = {
     "accumulated": Case("int8", options={"accumulate": 2}),
     "unused": Case("int8", head=_other_heads, options={"find_unused_parameters": True}),
     "left out": Case("int8", options={"skip_nonfinite": True}),
-    "scaled": Case(scaled=True),
+    "scaled, rates as tensors": Case(optimizer=_adamw_by_tensors, scaled=True),
     "agreed": Case("powersgd(2)", _sgd),
     "two shots": Case(TWO_SHOTS, options={"skip_nonfinite": True}),
     "rates as tensors": Case("int8", _adamw_by_tensors),
@@ -215,7 +215,7 @@ class ShardedTraining(HookTraining):
 HOOK_CASES = {
     "hook, int8": Case("int8", _sgd),
     "hook, in the pool": Case(ON_POOL, _sgd),
-    "hook, unused": Case("topk(0.2)", _sgd, _other_heads, {"find_unused_parameters": True}),
+    "hook, unused and scaled": Case("topk(0.2)", _sgd, _other_heads, {"find_unused_parameters": True}, scaled=True),
     "hook, agreed": Case("powersgd(2)", _sgd),
     "hook, scaled": Case("int8", _sgd, scaled=True),
 }
