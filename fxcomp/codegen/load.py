@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.errors import CaptureFailed
 from fxcomp.graph.regions import Region, regions
 
@@ -36,7 +37,9 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
     return GraphModule(gm, graph, class_name=region.name)
 
 
-def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., Any]) -> Callable[..., Any]:
+def compile_with_inductor(
+    gm: GraphModule, region: Region, plain: Callable[..., Any], known: CompiledRegions | None = None
+) -> Callable[..., Any]:
     """Compile a whole region; `plain` computes the same, and stays for one without work, or whose draws would change.
 
     It stays for one with a check whose result nobody uses, too: Inductor would leave the check out.
@@ -61,7 +64,8 @@ def compile_with_inductor(gm: GraphModule, region: Region, plain: Callable[..., 
     if not inner.nodes or compat.unbound_symbols(fakes) or any(map(_only_checks, inner.nodes)):
         return plain
     module = region_module(gm, inner)
-    compiled = compat.standalone_compile(module, fakes, keeps_order=len(draws) - len(fills) > 1)
+    known = CompiledRegions() if known is None else known
+    compiled = known.of(module, fakes, keeps_order=len(draws) - len(fills) > 1)
     place = {node: number for number, node in enumerate(region.inputs)}
     wanted = [place[node] for node in inner.inputs if node in place]
     items = [(place[cast("Node", node.args[0])], cast("int", node.args[1])) for node in taken]
@@ -162,14 +166,14 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     return module
 
 
-def compile_regions(module: ModuleType, gm: GraphModule) -> None:
+def compile_regions(module: ModuleType, gm: GraphModule, known: CompiledRegions) -> None:
     """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are."""
     by_name = {region.name: region for region in regions(gm)}
 
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if name not in by_name or by_name[name].updates:
             return run
-        return compile_with_inductor(gm, by_name[name], run)
+        return compile_with_inductor(gm, by_name[name], run, known)
 
     replace_regions(module, compiled)
 

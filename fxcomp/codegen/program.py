@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Level
+from fxcomp.codegen.compiled_regions import regions_of_capture
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.codegen.profiled import run_named
@@ -116,6 +117,6 @@ def load_program(captured: Captured, graph: GraphModule, replay: Replay, timelin
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:
-        compile_regions(module, graph)
+        compile_regions(module, graph, regions_of_capture(captured.graph))
     inputs = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
     return Program(captured, graph, replay, module, source, timeline, inputs, carriers=carriers_of(graph))

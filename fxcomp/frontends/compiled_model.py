@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
 from fxcomp.capture.step_capture import refuse_gradients
+from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.codegen.profiled import run_named
@@ -143,7 +144,7 @@ class CompiledModel:
         trace_program(self.plan, self.source, None, lambda: {"final": final})
         module = load(self.source, final, compat.cache_directory() / "steps")
         if inductor:
-            compile_regions(module, final)
+            compile_regions(module, final, CompiledRegions())
         residuals = [self.state.residuals.of(*key) for key in slots_of(final, InputKind.RESIDUAL)]
         states = [self.state.compressor_states.of(*key) for key in slots_of(final, InputKind.COMPRESSOR_STATE)]
         places = _places_of_gradients(final)

@@ -1,0 +1,101 @@
+"""Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
+
+Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
+operators and their arguments, by the types, sizes and strides of its inputs, and by the tensors that it reads as
+constants; the names of nodes do not count. Symbols of sizes mean the same in all regions of one capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.work import is_sequence
+
+Compiled = Callable[..., Any]
+
+
+class CompiledRegions:
+    """What Inductor has made of the regions of one captured step."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
+        """Each with the constants that its key names by their addresses."""
+
+    def of(self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Compiled:
+        """Find what was compiled for such a graph and such inputs, else compile it."""
+        key = _key(module, keeps_order=keeps_order)
+        if key is None:
+            return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
+        if key not in self._known:
+            compiled = compat.standalone_compile(module, fakes, keeps_order=keeps_order)
+            self._known[key] = compiled, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
+        return self._known[key][0]
+
+
+_OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary()
+
+
+def regions_of_capture(graph: GraphModule) -> CompiledRegions:
+    """Find what the programs of a captured graph share; it goes with the graph."""
+    return _OF_CAPTURE.setdefault(graph, CompiledRegions())
+
+
+def _constant(module: GraphModule, node: Node) -> Any:
+    return getattr(module, str(node.target))
+
+
+def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
+    """Write down all that Inductor is told of a region; None if part of it cannot be compared."""
+    place: dict[Node, int] = {}
+    lines: list[Hashable] = []
+    try:
+        for node in module.graph.nodes:
+            lines.append(_line(module, node, place))
+            place[node] = len(place)
+    except TypeError:
+        return None
+    return keeps_order, tuple(lines)
+
+
+def _line(module: GraphModule, node: Node, place: dict[Node, int]) -> Hashable:
+    if node.op == "placeholder":
+        return node.op, _type(node.meta["val"])
+    if node.op == "get_attr":
+        return node.op, id(_constant(module, node))
+    target = node.op if node.op == "output" else node.target
+    return target, _compared(node.args, place), _compared(sorted(node.kwargs.items()), place)
+
+
+def _type(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return _written(value)
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return value.dtype, value.device, value.is_conj(), value.is_neg(), tuple(map(str, sizes))
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _compared(value: Any, place: dict[Node, int]) -> Hashable:
+    """Make a value that equals another one only if both mean the same: 1, 1.0 and True are three."""
+    if isinstance(value, Node):
+        return Node, place[value]
+    if is_sequence(value):
+        return list, tuple(_compared(each, place) for each in value)
+    if not isinstance(value, _PLAIN):
+        raise TypeError(f"{type(value)} is not known to be compared by its text")
+    return _written(value)
+
+
+def _written(value: object) -> Hashable:
+    return type(value), str(value)

@@ -1,0 +1,135 @@
+"""Programs of one captured step share the regions that are alike; what differs in anything is compiled by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.graphs import TWO
+from helpers.jobs import JOBS, captured_step
+from helpers.plans import plan_in_turns
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from fxcomp import compat
+from fxcomp.codegen import program
+from fxcomp.codegen.compiled_regions import CompiledRegions
+from fxcomp.cost.table import CostTable
+from fxcomp.graph.edit import call
+from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.pipeline import Compiler
+from fxcomp.plan.strategy import DENSE, Strategy
+
+INT8 = Strategy.parse("compress(int8)@gpu > all_gather@world > decompress@gpu")
+SCALAR = torch.ops.aten.mul.Scalar
+
+
+class Counted:
+    """Inductor, which compiles nothing and is counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: GraphModule, _: Any, *, keeps_order: bool) -> Callable[..., Any]:  # noqa: ARG002
+        self.calls += 1
+        return lambda *inputs: module(*inputs)
+
+
+@pytest.fixture
+def inductor() -> Generator[Counted]:
+    counted = Counted()
+    with patch.object(compat, "standalone_compile", counted), patch.object(program, "INDUCTOR_DEVICES", ("cpu",)):
+        yield counted
+
+
+def test_plans_of_one_step_compile_regions_that_are_alike_once(inductor: Counted, model: nn.Module):
+    captured, compiler = captured_step("transformer"), Compiler(TWO)
+    compiler.emit(captured, plan_in_turns(model, [DENSE], 5), CostTable())
+    regions = inductor.calls
+    assert regions > 1
+    compiler.emit(captured, plan_in_turns(model, [INT8], 5), CostTable())
+    assert inductor.calls == regions, "other lines between the same regions"
+    compiler.emit(captured, plan_in_turns(model, [INT8], len(list(model.parameters()))), CostTable())
+    assert inductor.calls == regions + 1, "one bucket: one region, which is another one"
+
+
+def test_steps_captured_apart_share_nothing(inductor: Counted, model: nn.Module):
+    for _ in range(2):
+        Compiler(TWO).emit(captured_step("transformer"), plan_in_turns(model, [DENSE], 20), CostTable())
+    assert inductor.calls == 2
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return JOBS["transformer"].build()
+
+
+def region(value: Any = 2.0, given: Tensor | None = None, name: str = "given", constant: Tensor | None = None) -> Any:
+    """A region that multiplies by a number, and adds a constant."""
+    root, graph = nn.Module(), Graph()
+    mode, _ = compat.fake_mode()
+    taken = graph.placeholder(name)
+    taken.meta["val"] = mode.from_tensor(torch.ones(2, 3) if given is None else given, static_shapes=True)
+    with mode:
+        made = call(graph, SCALAR, (taken, value), NodeInfo(Role.COMPUTE))
+    if constant is not None:
+        root.constant = constant
+        (read := graph.get_attr("constant")).meta["val"] = taken.meta["val"]
+        made = call(graph, torch.ops.aten.add.Tensor, (made, read), NodeInfo(Role.COMPUTE), value=made.meta["val"])
+    graph.output((made,))
+    return GraphModule(root, graph)
+
+
+def compiled(known: CompiledRegions, gm: GraphModule, *, keeps_order: bool = False) -> Callable[..., Any]:
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    return known.of(gm, fakes, keeps_order=keeps_order)
+
+
+def test_names_do_not_count(inductor: Counted):
+    known = CompiledRegions()
+    assert compiled(known, region()) is compiled(known, region(name="other"))
+    assert inductor.calls == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        region(2),
+        region(True),
+        region(math.nan),
+        region(given=torch.ones(3, 2)),
+        region(given=torch.ones(3, 2).t()),
+        region(given=torch.ones(2, 3, dtype=torch.bfloat16)),
+        region(given=torch.ones(12)[1:7].view(2, 3)),
+        region(constant=torch.ones(2, 3)),
+    ],
+    ids=("a whole number", "a truth", "no number", "sizes", "strides", "type", "place in memory", "a constant"),
+)
+def test_what_differs_in_anything_is_compiled_by_itself(inductor: Counted, other: GraphModule):
+    known = CompiledRegions()
+    compiled(known, region())
+    compiled(known, other)
+    assert inductor.calls == 2
+
+
+def test_order_and_constants_count(inductor: Counted):
+    known, constant = CompiledRegions(), torch.ones(2, 3)
+    compiled(known, region(constant=constant))
+    compiled(known, region(constant=constant))
+    assert inductor.calls == 1
+    compiled(known, region(constant=constant.clone()))
+    compiled(known, region(constant=constant), keeps_order=True)
+    assert inductor.calls == 3
+
+
+def test_an_argument_that_cannot_be_compared_is_compiled_each_time(inductor: Counted):
+    known = CompiledRegions()
+    for _ in range(2):
+        gm = region()
+        next(iter(gm.graph.find_nodes(op="call_function", target=SCALAR))).kwargs = {"mark": object()}
+        compiled(known, gm)
+    assert inductor.calls == 2
