@@ -1,8 +1,9 @@
 """Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
 
 Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
-operators and their arguments, by the types, sizes and strides of its inputs, and by the tensors that it reads as
-constants; the names of nodes do not count. Symbols of sizes mean the same in all regions of one capture.
+operators and their arguments, by the types, sizes and strides of its inputs and which of these share memory, and by the
+tensors that it reads as constants; the names of nodes do not count, so the backward passes of a model's like layers are
+alike. Symbols of sizes mean the same in all regions of one capture.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxcomp import compat
 from fxcomp.graph.work import is_sequence
@@ -54,30 +56,35 @@ def _constant(module: GraphModule, node: Node) -> Any:
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
     """Write down all that Inductor is told of a region; None if part of it cannot be compared."""
     place: dict[Node, int] = {}
+    memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []
     try:
         for node in module.graph.nodes:
-            lines.append(_line(module, node, place))
+            if node.op == "placeholder":
+                lines.append(_input(node.meta["val"], memories))
+            else:
+                lines.append(_line(module, node, place))
             place[node] = len(place)
     except TypeError:
         return None
     return keeps_order, tuple(lines)
 
 
+def _input(value: Any, memories: dict[StorageWeakRef, int]) -> Hashable:
+    if not isinstance(value, Tensor):
+        return _written(value)
+    if value.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {value.layout} has no strides to compare")
+    memory = memories.setdefault(StorageWeakRef(value.untyped_storage()), len(memories))
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return memory, value.dtype, value.device, value.is_conj(), value.is_neg(), tuple(map(str, sizes))
+
+
 def _line(module: GraphModule, node: Node, place: dict[Node, int]) -> Hashable:
-    if node.op == "placeholder":
-        return node.op, _type(node.meta["val"])
     if node.op == "get_attr":
         return node.op, id(_constant(module, node))
     target = node.op if node.op == "output" else node.target
     return target, _compared(node.args, place), _compared(sorted(node.kwargs.items()), place)
-
-
-def _type(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return _written(value)
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    return value.dtype, value.device, value.is_conj(), value.is_neg(), tuple(map(str, sizes))
 
 
 _PLAIN = (

@@ -12,10 +12,13 @@ import torch
 from helpers.graphs import TWO
 from helpers.jobs import JOBS, captured_step
 from helpers.plans import plan_in_turns
+from helpers.pretended import mean_square
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.training import Training
+from fxcomp.capture.whole_step import capture
 from fxcomp.codegen import program
 from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.cost.table import CostTable
@@ -47,14 +50,23 @@ def inductor() -> Generator[Counted]:
 
 
 def test_plans_of_one_step_compile_regions_that_are_alike_once(inductor: Counted, model: nn.Module):
+    """One bucket is one region, which is another one."""
     captured, compiler = captured_step("transformer"), Compiler(TWO)
     compiler.emit(captured, plan_in_turns(model, [DENSE], 5), CostTable())
     regions = inductor.calls
     assert regions > 1
     compiler.emit(captured, plan_in_turns(model, [INT8], 5), CostTable())
-    assert inductor.calls == regions, "other lines between the same regions"
+    assert inductor.calls == regions
     compiler.emit(captured, plan_in_turns(model, [INT8], len(list(model.parameters()))), CostTable())
-    assert inductor.calls == regions + 1, "one bucket: one region, which is another one"
+    assert inductor.calls == regions + 1
+
+
+def test_like_layers_of_a_model_compile_their_backward_pass_once(inductor: Counted):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 3))
+    training = Training.of(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
+    made = Compiler(TWO).emit(capture(training, (torch.ones(4, 8),)), plan_in_turns(model, [DENSE], 2), CostTable())
+    assert (made.source.count("def region_"), inductor.calls) == (7, 3)
 
 
 def test_steps_captured_apart_share_nothing(inductor: Counted, model: nn.Module):
@@ -113,6 +125,18 @@ def test_what_differs_in_anything_is_compiled_by_itself(inductor: Counted, other
     known = CompiledRegions()
     compiled(known, region())
     compiled(known, other)
+    assert inductor.calls == 2
+
+
+def test_inputs_that_share_memory_are_others_than_those_that_do_not(inductor: Counted):
+    known, whole = CompiledRegions(), compat.fake_mode()[0].from_tensor(torch.ones(6), static_shapes=True)
+    for pair in ((whole[:3], whole[3:]), (whole[:3], whole.clone()[3:])):
+        graph = Graph()
+        for name, value in zip("ab", pair, strict=True):
+            graph.placeholder(name).meta["val"] = value
+        nodes = list(graph.nodes)
+        graph.output((call(graph, torch.ops.aten.add.Tensor, (nodes[0], nodes[1]), NodeInfo(Role.COMPUTE)),))
+        compiled(known, GraphModule(nn.Module(), graph))
     assert inductor.calls == 2
 
 
