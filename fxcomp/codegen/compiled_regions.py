@@ -24,7 +24,7 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """What Inductor has made of the regions of one captured step."""
+    """The regions of one captured step that Inductor has compiled."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
