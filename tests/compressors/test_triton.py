@@ -43,7 +43,7 @@ RUNS = pytest.mark.skipif(
 )
 COMPILES = pytest.mark.skipif(IS_INTERPRETED or not triton.available(), reason="no compiler")
 WITH_KERNELS = [compressor for compressor in COMPRESSORS if triton.has_kernels(type(compressor))]
-SEGMENTS = [(0, 1, 513, 0, 66, 3), (2600,), ()]
+SEGMENTS = [(0, 1, 513, 0, 66, 3), (2600, 3), ()]  # in the second, some tiles take vectors
 FEW_SAMPLES = ("laplace", "ties", "negative zero", "huge", "one nan")
 
 # NumPy, in which the interpreter computes, warns of infinities where hardware goes on.

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any], warps: int) -> Mapping[str, str]:
-    """Compile a kernel for arguments like these; returns its text after each stage, by the stage's name."""
+    """Compile a kernel for arguments like these; returns its text after each stage, by the stage's name.
+
+    As at a launch, it is compiled for addresses and integers that are multiples of 16 where these are.
+    """
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -19,8 +25,24 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, An
     signature |= dict.fromkeys(constants, "constexpr")
     fixed = {(kernel.arg_names.index(name),): None for name, value in values.items() if value is None}
     fixed |= {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    multiples = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, value in values.items() if _is_even(value)
+    }
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    return compile_kernel(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32), options=options).asm
+    return compile_kernel(
+        ASTSource(kernel, signature, fixed, multiples), target=GPUTarget("cuda", 90, 32), options=options
+    ).asm
+
+
+def _is_even(value: object) -> bool:
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    return type(number) is int and number % 16 == 0
+
+
+def vectors(ptx: str) -> Counter[str]:
+    """Count a kernel's reads and writes of global memory that take several values at once: `ld.global.v4`."""
+    found = re.findall(r"\b((?:ld|st)\.global)[\w.:]*?\.(v[248])\b", ptx)
+    return Counter(".".join(each) for each in found)
 
 
 def accesses(ptx: str, parameter: int) -> list[str]:

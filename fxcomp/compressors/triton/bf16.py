@@ -42,8 +42,17 @@ def cast_kernels(
 
 @jit
 def _encode(bucket, residual, payload, elements, CODE: constexpr, VALUE: constexpr, TILE: constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    is_there = place < elements
+    first = tl.program_id(0).to(tl.int64) * TILE
+    if first + TILE <= elements:  # the compiler knows that all are there, and lets a thread read several at once
+        _encode_tile(bucket, residual, payload, first, TILE, CODE, VALUE, TILE)
+    else:
+        _encode_tile(bucket, residual, payload, first, elements - first, CODE, VALUE, TILE)
+
+
+@jit
+def _encode_tile(bucket, residual, payload, first, size, CODE: constexpr, VALUE: constexpr, TILE: constexpr):
+    number = tl.arange(0, TILE)
+    place, is_there = first + number, number < size
     value, old = compensated(bucket, residual, place, is_there)
     code = CODE(value)
     tl.store(payload + place, code.to(tl.int16), is_there)
@@ -54,8 +63,17 @@ def _encode(bucket, residual, payload, elements, CODE: constexpr, VALUE: constex
 
 @jit
 def _decode(payloads, out, elements, VALUE: constexpr, RANKS: constexpr, TILE: constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    is_there = place < elements
+    first = tl.program_id(0).to(tl.int64) * TILE
+    if first + TILE <= elements:
+        _decode_tile(payloads, out, elements, first, TILE, VALUE, RANKS, TILE)
+    else:
+        _decode_tile(payloads, out, elements, first, elements - first, VALUE, RANKS, TILE)
+
+
+@jit
+def _decode_tile(payloads, out, elements, first, size, VALUE: constexpr, RANKS: constexpr, TILE: constexpr):
+    number = tl.arange(0, TILE)
+    place, is_there = first + number, number < size
     total = VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
     for _ in range(1, RANKS):
         payloads += elements

@@ -29,6 +29,7 @@ from fxcomp.compressors.triton.tiles import (
     compensated,
     draw,
     is_finite,
+    lies_well,
     magnitude_of,
     nothing,
     own_of,
@@ -86,7 +87,7 @@ def _divide(
         payload_at += ranks * payload_bytes
         segment_at += len(piece)
     constants: dict[str, Any] = {"BITS": compressor.bits, "MOST": float(compressor.largest_value)}
-    return tiles_of(tuple(size for piece in pieces for size in piece), block, table, device), constants
+    return tiles_of(block, table, device), constants
 
 
 @jit
@@ -103,7 +104,28 @@ def _encode(
     CODE: constexpr,
     SHAPE: constexpr,
 ):
-    start, size, first_block, first_byte = tile_of(table, SHAPE)
+    if lies_well(table, SHAPE):
+        _encode_tile(table, bucket, residual, payload, state, most_scale, SHAPE[4], BITS, MOST, SCALE, CODE, SHAPE)
+    else:
+        _encode_tile(table, bucket, residual, payload, state, most_scale, SHAPE[3], BITS, MOST, SCALE, CODE, SHAPE)
+
+
+@jit
+def _encode_tile(
+    table,
+    bucket,
+    residual,
+    payload,
+    state,
+    most_scale,
+    ALIGNMENT: constexpr,
+    BITS: constexpr,
+    MOST: constexpr,
+    SCALE: constexpr,
+    CODE: constexpr,
+    SHAPE: constexpr,
+):
+    start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
     filling, _ = own_of(table)
     bucket += start
     if residual is not None:
@@ -145,9 +167,27 @@ def _decode(
     RANKS: constexpr,
     SHAPE: constexpr,
 ):
+    if lies_well(table, SHAPE):
+        _decode_tile(table, payloads, out, SHAPE[4], BITS, MOST, VALUE, RANKS, SHAPE)
+    else:
+        _decode_tile(table, payloads, out, SHAPE[3], BITS, MOST, VALUE, RANKS, SHAPE)
+
+
+@jit
+def _decode_tile(
+    table,
+    payloads,
+    out,
+    ALIGNMENT: constexpr,
+    BITS: constexpr,
+    MOST: constexpr,
+    VALUE: constexpr,
+    RANKS: constexpr,
+    SHAPE: constexpr,
+):
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
-    start, size, first_block, first_byte = tile_of(table, SHAPE)
+    start, size, first_block, first_byte = tile_of(table, ALIGNMENT)
     _, payload_bytes = own_of(table)
     block, is_block = blocks_of(size, SHAPE)
     total = nothing([ROWS, WIDTH])

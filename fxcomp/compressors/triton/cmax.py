@@ -26,6 +26,7 @@ from fxcomp.compressors.triton.tiles import (
     compensated,
     cut,
     is_finite,
+    lies_well,
     magnitude_of,
     places,
     segment_of,
@@ -81,8 +82,27 @@ def _sections(compressor: CMax, segments: tuple[int, ...], device: torch.device)
 @jit
 def _find(table, bucket, residual, sections, codes, sums, counts, BITS: constexpr, SHAPE: constexpr):
     """Find the largest of a run's chunks, 64 at a time, and add up their magnitudes in as many lanes."""
+    if lies_well(table, SHAPE):
+        _find_in_run(table, bucket, residual, sections, codes, sums, counts, SHAPE[4], BITS, SHAPE)
+    else:
+        _find_in_run(table, bucket, residual, sections, codes, sums, counts, SHAPE[3], BITS, SHAPE)
+
+
+@jit
+def _find_in_run(
+    table,
+    bucket,
+    residual,
+    sections,
+    codes,
+    sums,
+    counts,
+    ALIGNMENT: constexpr,
+    BITS: constexpr,
+    SHAPE: constexpr,
+):
     CHUNK: constexpr = SHAPE[0] // RUN_CHUNKS
-    start, size, run, _ = tile_of(table, SHAPE)
+    start, size, run, _ = tile_of(table, ALIGNMENT)
     segment, in_segment = segment_of(table)
     bucket += start
     if residual is not None:
@@ -161,9 +181,27 @@ def _plane_bytes(chunks, BITS: constexpr, WIDTH: constexpr):
 
 @jit
 def _send(table, bucket, residual, sections, codes, payload, BITS: constexpr, SHAPE: constexpr):
+    if lies_well(table, SHAPE):
+        _send_tile(table, bucket, residual, sections, codes, payload, SHAPE[4], BITS, SHAPE)
+    else:
+        _send_tile(table, bucket, residual, sections, codes, payload, SHAPE[3], BITS, SHAPE)
+
+
+@jit
+def _send_tile(
+    table,
+    bucket,
+    residual,
+    sections,
+    codes,
+    payload,
+    ALIGNMENT: constexpr,
+    BITS: constexpr,
+    SHAPE: constexpr,
+):
     CHUNK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
-    start, size, _, _ = tile_of(table, SHAPE)
+    start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, in_segment = segment_of(table)
     section = sections + segment * SECTION_COLUMNS
     row, is_row = blocks_of(size, SHAPE)
@@ -218,9 +256,27 @@ def _values(code, scale, nothing, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def _decode(table, payloads, out, sections, payload_bytes, BITS: constexpr, RANKS: constexpr, SHAPE: constexpr):
+    if lies_well(table, SHAPE):
+        _decode_tile(table, payloads, out, sections, payload_bytes, SHAPE[4], BITS, RANKS, SHAPE)
+    else:
+        _decode_tile(table, payloads, out, sections, payload_bytes, SHAPE[3], BITS, RANKS, SHAPE)
+
+
+@jit
+def _decode_tile(
+    table,
+    payloads,
+    out,
+    sections,
+    payload_bytes,
+    ALIGNMENT: constexpr,
+    BITS: constexpr,
+    RANKS: constexpr,
+    SHAPE: constexpr,
+):
     CHUNK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
-    start, size, _, _ = tile_of(table, SHAPE)
+    start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, in_segment = segment_of(table)
     section = sections + segment * SECTION_COLUMNS
     row, is_row = blocks_of(size, SHAPE)

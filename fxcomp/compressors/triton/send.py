@@ -35,7 +35,16 @@ from fxcomp.compressors.triton.sparse import (
     K,
     Layout,
 )
-from fxcomp.compressors.triton.tiles import INFINITY, TILE, Tiles, compensated, magnitude_of, segment_of, tile_of
+from fxcomp.compressors.triton.tiles import (
+    INFINITY,
+    TILE,
+    Tiles,
+    compensated,
+    lies_well,
+    magnitude_of,
+    segment_of,
+    tile_of,
+)
 
 BINS = 2048
 DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
@@ -100,7 +109,7 @@ def _digit_histogram(
 ):
     """Of a tile of a sample's magnitudes, -1 where there is none, for one of the decisions on its segment."""
     TILE: constexpr = SHAPE[1]
-    start, size, _, _ = tile_of(table, SHAPE)
+    start, size, _, _ = tile_of(table, SHAPE[3])
     segment, _ = segment_of(table)
     which = segment + tl.program_id(1) * segments
     decision = decisions + which * DECISION_COLUMNS
@@ -156,8 +165,28 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
     """List what reaches the lower cut; count a segment's values at both cuts, and what is not finite."""
+    if lies_well(table, SHAPE):
+        _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
+    else:
+        _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[3], SHAPE)
+
+
+@jit
+def _gather_tile(
+    table,
+    bucket,
+    residual,
+    cuts,
+    segments,
+    places,
+    values,
+    lengths,
+    tally,
+    ALIGNMENT: constexpr,
+    SHAPE: constexpr,
+):
     TILE: constexpr = SHAPE[1]
-    start, size, _, _ = tile_of(table, SHAPE)
+    start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, _ = segment_of(table)
     place = tl.arange(0, TILE)
     is_there = place < size
@@ -271,7 +300,7 @@ def _scatter(
     HAS_COUNTS: constexpr,
     SHAPE: constexpr,
 ):
-    start, _, _, _ = tile_of(table, SHAPE)
+    start, _, _, _ = tile_of(table, SHAPE[3])
     segment, in_segment = segment_of(table)
     section = sections + segment * SECTION_COLUMNS
     decision = decisions + segment * DECISION_COLUMNS

@@ -109,7 +109,7 @@ def _taken(n, stride, calls):
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
     """Copy magnitudes as bits, 0 for what is not finite, -1 after the end."""
-    at, size, _, _ = tile_of(table, SHAPE)
+    at, size, _, _ = tile_of(table, SHAPE[3])
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)
     calls = _calls(state, segment)
@@ -168,7 +168,7 @@ def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: conste
 @jit
 def _resample(table, bucket, residual, state, rows, segments, sample, decisions, SHAPE: constexpr):
     """Take dgc's sample, where it is asked for."""
-    at, size, _, _ = tile_of(table, SHAPE)
+    at, size, _, _ = tile_of(table, SHAPE[3])
     which, in_sample = segment_of(table)
     start, n, _, _, stride = _row(rows, which - segments)
     is_open = tl.load(decisions + which * DECISION_COLUMNS) != 0

@@ -19,7 +19,7 @@ from fxcomp.compressors.places import bytes_of, form_of
 from fxcomp.compressors.survivors import SurvivorCompressor, capacities
 from fxcomp.compressors.topk import counts
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
-from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, segment_of, tile_of
+from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment_of, tile_of
 
 SECTION_COLUMNS = constant(9)
 K, SLOTS, FIRST_TILE, LAST_TILE, VALUES_AT, PLACES_AT, BITS_AT, FORM, LIST_AT = map(constant, range(9))
@@ -186,8 +186,58 @@ def _decode(
     SHAPE: constexpr,
 ):
     """Clear a tile, add what each rank sent of it, and multiply; a program's own values stay in the cache."""
+    if lies_well(table, SHAPE):
+        _decode_tile(
+            table,
+            payloads,
+            lists,
+            out,
+            sections,
+            payload_words,
+            list_elements,
+            SHAPE[4],
+            HAS_COUNTS,
+            RANKS,
+            CHUNK,
+            PIVOTS,
+            SHAPE,
+        )
+    else:
+        _decode_tile(
+            table,
+            payloads,
+            lists,
+            out,
+            sections,
+            payload_words,
+            list_elements,
+            SHAPE[3],
+            HAS_COUNTS,
+            RANKS,
+            CHUNK,
+            PIVOTS,
+            SHAPE,
+        )
+
+
+@jit
+def _decode_tile(
+    table,
+    payloads,
+    lists,
+    out,
+    sections,
+    payload_words,
+    list_elements,
+    ALIGNMENT: constexpr,
+    HAS_COUNTS: constexpr,
+    RANKS: constexpr,
+    CHUNK: constexpr,
+    PIVOTS: constexpr,
+    SHAPE: constexpr,
+):
     TILE: constexpr = SHAPE[1]
-    start, size, _, _ = tile_of(table, SHAPE)
+    start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, in_segment = segment_of(table)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)

@@ -5,6 +5,11 @@
 
 A tile is `rows` blocks of one segment, in rows of `width`, the power of two from `block` on. A table on the device
 tells each program where its tile lies: 64 bytes a tile, made once for each division of a bucket and kept.
+
+A thread reads four values at once where the compiler knows that a tile begins at a multiple of four and holds a
+multiple of four. One segment of 5 ends that for itself and for what lies after it. So a kernel's work is compiled twice
+where tiles differ, for those that lie best and for all; each program looks where its tile lies (`lies_well`), and it
+stays one launch.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from torch import Tensor
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, stream_of, tl, uniform
 
 TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
+VECTOR = 4  # fp32 values that a thread reads or writes at once: 16 bytes
 COLUMNS = constant(8)
 INFINITY = constant(0x7F800000)  # as bits: magnitudes below are finite
 
@@ -34,8 +40,9 @@ class Tiles:
 
     Two more columns are for a kernel's own use.
     """
-    shape: tuple[int, int, int, int]
-    """Block, width, rows, and a power of two that divides first values and sizes; kernels are compiled for it."""
+    shape: tuple[int, int, int, int, int]
+    """Block, width, rows, and two powers of two for which kernels are compiled: the first divides first values and
+    sizes of all tiles, the second those of the tiles that lie best."""
     warps: int
 
     def __len__(self) -> int:
@@ -49,14 +56,15 @@ class Tiles:
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
     """Cut a bucket so that no tile reaches over a segment's end."""
-    return tiles_of(segments, block, list(rows_of(segments, block, values_per_byte)), device)
+    return tiles_of(block, list(rows_of(segments, block, values_per_byte)), device)
 
 
-def tiles_of(segments: tuple[int, ...], block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
+def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
     """Put a table of tiles on a device."""
     width = 1 << (block - 1).bit_length()
     rows = max(TILE // width, 1)
-    shape = block, width, rows, gcd(16, block, *segments)
+    alignments = {gcd(VECTOR, block, start, values) for start, values, *_ in table}
+    shape = block, width, rows, min(alignments, default=VECTOR), max(alignments, default=VECTOR)
     on_device = torch.tensor(table, dtype=torch.int64, device=device).view(-1, 8)
     return Tiles(on_device, shape, warps=min(max(rows * width // 512, 4), 32))
 
@@ -76,9 +84,18 @@ def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iter
 
 
 @jit
-def tile_of(table, SHAPE: constexpr):
+def lies_well(table, SHAPE: constexpr):
+    """Return true where SHAPE[4] divides the first value and the size of this program's tile, and not only SHAPE[3]."""
+    if SHAPE[3] == SHAPE[4]:
+        return True
+    else:  # noqa: RET505  Triton compiles one branch only
+        entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
+        return (tl.load(entry) | tl.load(entry + 1)) % SHAPE[4] == 0
+
+
+@jit
+def tile_of(table, ALIGNMENT: constexpr):
     """Look up this program's first value, number of values, first block and first byte of codes."""
-    ALIGNMENT: constexpr = SHAPE[3]
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     start = tl.multiple_of(tl.load(entry), ALIGNMENT)
     size = tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT)

@@ -11,6 +11,7 @@ twice whole, and what reaches the cut some times more.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,7 +22,7 @@ from fxcomp.compressors.topk import TopK, counts
 from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
 from fxcomp.compressors.triton.send import BINS, DECISION_COLUMNS, DIGITS, pick, send
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
-from fxcomp.compressors.triton.tiles import COLUMNS, TILE, compensated, cut, magnitude_of
+from fxcomp.compressors.triton.tiles import TILE, compensated, cut, lies_well, magnitude_of, segment_of, tile_of
 
 _STRETCH = 1 << 14  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
 _SAMPLE = 1 << 14  # values of a segment  # assumed
@@ -60,10 +61,9 @@ def encode(compressor: TopK, given: EncoderInput, payload: Tensor) -> None:
     programs = -(-min(max(segments, default=0), 2 * _SAMPLE) // TILE)
     launch(_sample, count, table, *values, histograms[0], rows=programs, **digit, TILE=TILE)
     launch(pick, count, guesses, histograms[0], **digit, COPIES=1)
-    stretches = cut(segments, _STRETCH, device)
-    shape = {"TILE": TILE, "ALIGNMENT": stretches.shape[3]}
-    launch(_count, len(stretches), stretches.table, *values, guesses, reached, **shape)
-    launch(_histogram, len(stretches), stretches.table, *values, decisions, reached, histograms[1], **digit, **shape)
+    stretches = replace(cut(segments, _STRETCH, device), warps=4)
+    stretches.launch(_count, *values, guesses, reached, TILE=TILE)
+    stretches.launch(_histogram, *values, decisions, reached, histograms[1], **digit, TILE=TILE)
     launch(_keep, count, guesses, decisions, reached)
     launch(pick, count, decisions, histograms[1], **digit, COPIES=1)
     cuts = decisions[:, 1].expand(2, -1).contiguous()
@@ -88,14 +88,22 @@ def _sample(table, bucket, residual, histograms, SHIFT: constexpr, BINS: constex
 @jit
 def _stretch_of(table, ALIGNMENT: constexpr):
     """Look up this program's first value, number of values, and segment."""
-    entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
-    start = tl.multiple_of(tl.load(entry), ALIGNMENT)
-    return start, tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT), tl.load(entry + 4)
+    start, size, _, _ = tile_of(table, ALIGNMENT)
+    segment, _ = segment_of(table)
+    return start, size, segment
 
 
 @jit
-def _count(table, bucket, residual, guesses, reached, TILE: constexpr, ALIGNMENT: constexpr):
+def _count(table, bucket, residual, guesses, reached, TILE: constexpr, SHAPE: constexpr):
     """Count the values of a stretch that reach the guessed cut."""
+    if lies_well(table, SHAPE):
+        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[4], TILE)
+    else:
+        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[3], TILE)
+
+
+@jit
+def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constexpr, TILE: constexpr):
     start, size, segment = _stretch_of(table, ALIGNMENT)
     least = tl.load(guesses + segment * DECISION_COLUMNS + 1)
     found = tl.zeros([TILE], tl.int32)
@@ -120,9 +128,28 @@ def _histogram(
     SHIFT: constexpr,
     BINS: constexpr,
     TILE: constexpr,
-    ALIGNMENT: constexpr,
+    SHAPE: constexpr,
 ):
     """Count the upper bits of a stretch's magnitudes, where too few reach the guessed cut."""
+    if lies_well(table, SHAPE):
+        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4], SHIFT, BINS, TILE)
+    else:
+        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[3], SHIFT, BINS, TILE)
+
+
+@jit
+def _histogram_of_stretch(
+    table,
+    bucket,
+    residual,
+    decisions,
+    reached,
+    histograms,
+    ALIGNMENT: constexpr,
+    SHIFT: constexpr,
+    BINS: constexpr,
+    TILE: constexpr,
+):
     start, size, segment = _stretch_of(table, ALIGNMENT)
     is_guessed = tl.load(reached + segment) >= tl.load(decisions + segment * DECISION_COLUMNS + 2)
     size = tl.where(is_guessed, 0, size)
