@@ -36,6 +36,9 @@ MOST = 4
 GRAIN = 4096
 """Elements: chunks begin at multiples, where rows allow it, so that no compressor's block is cut."""
 
+READ_AT_ONCE = 16
+"""Bytes: CUDA's widest read of one thread, at multiples of as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Atom:
@@ -74,7 +77,8 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 def joined(atoms: Sequence[Atom], costs: CostTable) -> list[tuple[Gradient, range]]:
     """Join the atoms of a bucket: gradients and parts of gradients, each with its elements.
 
-    The part that holds the last element bears the update, and the copy that joins all parts before it.
+    The part that holds the last element bears the update, and the copy that joins all parts before it. What is no
+    multiple of 16 bytes comes last: a GPU reads less at once of what lies after it.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):
@@ -84,7 +88,7 @@ def joined(atoms: Sequence[Atom], costs: CostTable) -> list[tuple[Gradient, rang
             is_last = extent.stop == gradient.elements
             gradient = gradient.part(extent, joined_us(gradient, costs) if is_last else 0.0)
         found.append((gradient, extent))
-    return found
+    return sorted(found, key=lambda member: member[0].dense_bytes % READ_AT_ONCE > 0)
 
 
 def _rows(gradient: Gradient) -> list[range]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.workloads import COSTS, cluster
 
+from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Mode
 from fxcomp.search.atoms import LARGE, MOST, atoms_of, joined
 from fxcomp.search.choose import choose, predict_us
@@ -45,6 +46,26 @@ def test_joined_atoms_are_the_gradient_again():
     assert rest.update_us == 500.0 + COSTS.pack_us(4 * workload.gradients[4].elements)
     assert first.elements + rest.elements == 8192 * 1024
     assert extent.stop == 8192 * 1024
+
+
+def test_what_a_gpu_reads_value_by_value_comes_last_in_its_bucket():
+    sizes = (10, 4096, 1, 8, 0, 65, 4)
+    gradients = [Gradient(f"w{size}", (size,), 10.0 * (k + 1), 1.0) for k, size in enumerate(sizes)]
+    fp32 = joined(atoms_of(Workload(tuple(gradients), 100.0), 4), COSTS)
+    assert [gradient.elements for gradient, _ in fp32] == [4096, 8, 0, 4, 10, 1, 65]
+    halves = tuple(replace(gradient, element_type=ElementType.BF16) for gradient in gradients)
+    bf16 = joined(atoms_of(Workload(halves, 100.0), 4), COSTS)
+    assert [gradient.elements for gradient, _ in bf16] == [4096, 8, 0, 10, 1, 65, 4]
+
+
+def test_chosen_buckets_end_with_what_a_gpu_reads_value_by_value():
+    odd = [Gradient(f"odd{k}", (1, 2 * k + 1), 100.0 * k, 1.0) for k in range(4)]
+    even = [Gradient(f"even{k}", (64, 1024), 100.0 * k + 50.0, 1.0) for k in range(4)]
+    workload = Workload(tuple(sorted((*odd, *even), key=lambda gradient: gradient.ready_us)), 400.0)
+    plan = choose(workload, COSTS, cluster(4, 1, "10gbit@500us"), Mode.LOSSY).plan
+    ends = [[name.startswith("odd") for name in bucket.names] for bucket in plan.buckets]
+    assert ends == [sorted(each) for each in ends]
+    assert any(len(set(each)) == 2 for each in ends)
 
 
 def test_one_gradient_that_is_most_of_a_model_travels_faster_in_parts(monkeypatch: pytest.MonkeyPatch):
