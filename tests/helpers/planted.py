@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
-
-from torch.fx import GraphModule
 
 from fxcomp.capture import optimizer
 from fxcomp.capture.reach import places
@@ -42,58 +38,9 @@ from fxcomp.search.pinned import NOTHING_PINNED, Pinned
 from fxcomp.state import handover
 from fxcomp.state.handover import Holding
 from fxcomp.step.verify.update import UpdateCheck
-
-VARIABLE = "PLANTED_BUG"
-"""The environment variable that names the bug of a process and of the ranks that it starts."""
-
-
-@dataclass(frozen=True)
-class Bug:
-    """Something wrong with the package, and a test that fails because of it."""
-
-    plant: Callable[[], None]
-    caught_by: str
-
-
-BUGS: dict[str, Bug] = {}
-
-
-def caught_by(test: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enter a bug under its function's name."""
-
-    def enter(plant: Callable[[], None]) -> Callable[[], None]:
-        BUGS[plant.__name__] = Bug(plant, test)
-        return plant
-
-    return enter
-
-
-def plant(name: str | None) -> None:
-    """Plant a bug for the rest of this process's life."""
-    if name:
-        BUGS[name].plant()
-
-
-def exchange(original: Callable[..., Any], mutant: Callable[..., Any]) -> None:
-    """Put a function in the place of another one wherever the package has imported it."""
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "fxcomp":
-            for key, value in list(vars(module).items()):
-                if value is original:
-                    setattr(module, key, mutant)
-
-
-def wrap(owner: Any, name: str, mutant: Callable[..., Any]) -> None:
-    """Let `mutant` answer for a module's function or a method; the original comes first, after `self`."""
-    bound = functools.partialmethod if isinstance(owner, type) else functools.partial
-    setattr(owner, name, bound(mutant, getattr(owner, name)))
-
+from helpers.planting import caught_by, exchange, unchanged, wrap
 
 # Passes
-
-
-def unchanged(gm: GraphModule, *_: Any, **__: Any) -> GraphModule:
-    return gm
 
 
 @caught_by("tests/passes/test_bucket_gradients.py::test_two_gradients_become_one_bucket")
@@ -154,7 +101,7 @@ def races_are_not_looked_for() -> None:
 def a_value_is_deleted_before_its_last_use() -> None:
     """With the piece before the one that uses it last."""
 
-    def dead_after(original: Any, gm: GraphModule, pieces: Any, undoing: Any) -> dict[int, list[str]]:
+    def dead_after(original: Any, gm: Any, pieces: Any, undoing: Any) -> dict[int, list[str]]:
         dead = original(gm, pieces, undoing)
         return {id(early): dead[id(late)] for early, late in pairwise(pieces) if id(late) in dead}
 

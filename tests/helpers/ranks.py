@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helpers.planted import VARIABLE, plant
+from helpers.planting import VARIABLE, plant
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["pytest", "helpers.warm_rank"])
@@ -54,7 +54,7 @@ def run_alone(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300.
     """Return what `work(*arguments)` returned in a process of its own, which joins no group and may start ranks."""
     _start_server()
     mine, theirs = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_alone, args=(theirs, work, arguments))
+    process = _PROCESSES.Process(target=_alone, args=(theirs, os.environ.get(VARIABLE), work, arguments))
     process.start()
     theirs.close()
     try:
@@ -181,9 +181,10 @@ def _collect(pipes: Sequence[Connection], timeout_s: float, grace_s: float | Non
     return outcomes
 
 
-def _alone(result: Connection, work: Callable[..., Any], arguments: Any) -> None:
+def _alone(result: Connection, bug: str | None, work: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(torch.get_num_threads())  # torch's own threads, lost by forking, are made again by one thread
     try:
+        plant(bug)
         outcome = Outcome(value=work(*arguments))
     except BaseException as error:
         outcome = Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc())

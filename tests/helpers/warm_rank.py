@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental import symbolic_shapes
 
 import fxcomp
-from helpers import plans, planted, ranks, replicas, small_step
+from helpers import plans, planted, planted_on_devices, ranks, replicas, small_step
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
 
@@ -51,7 +51,7 @@ def warm_up() -> None:
 
 
 torch.set_num_threads(1)
-_USED_BY_TESTS = planted, plans, ranks, replicas, small_step
+_USED_BY_TESTS = planted, planted_on_devices, plans, ranks, replicas, small_step
 warm_up()
 symbolic_shapes.uninteresting_files()  # imports what each rank would on the first number that it traces
 gc.collect()
