@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.codegen import program
 from fxcomp.codegen.program import Program, load_program
 from fxcomp.codegen.traced import trace_program
 from fxcomp.cost.table import CostTable
@@ -38,6 +39,7 @@ from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.move_exchange import move_exchange
 from fxcomp.passes.order_for_overlap import order_for_overlap
+from fxcomp.passes.recompute_in_backward import recompute_in_backward
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
 from fxcomp.passes.retune_strategies import retune_strategies
 from fxcomp.passes.scale_gradients import scale_gradients
@@ -73,6 +75,7 @@ class Compiler:
                 partial(canonicalize_sync, world_size=ranks),
                 partial(broadcast_buffers, world_size=ranks),
                 partial(label_gradients),
+                partial(recompute_in_backward, devices=program.INDUCTOR_DEVICES),
             ),
         )
 
@@ -112,7 +115,11 @@ class Compiler:
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
         """Make a captured graph add gradients to their sums, and send nothing."""
         return (
-            (partial(sum_gradients, micro_batches=self.micro_batches), partial(label_gradients)),
+            (
+                partial(sum_gradients, micro_batches=self.micro_batches),
+                partial(label_gradients),
+                partial(recompute_in_backward, devices=program.INDUCTOR_DEVICES),
+            ),
             (partial(end_at_sums), partial(annotate_costs, costs=costs, cluster=self.cluster)),
             (partial(assign_streams, cluster=self.cluster),),
         )

@@ -124,6 +124,21 @@ class Rows(nn.Module):
         return self.layers(rows)
 
 
+class Gated(nn.Module):
+    """A norm and an activation that are written as several operators, and a gate: backward computes them again."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.gate, self.up, self.head = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, CLASSES)
+        self.scale, self.dropout = nn.Parameter(torch.ones(6)), nn.Dropout(dropout)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.scale * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5))
+        inner = self.gate(rows)
+        inner = 0.5 * inner * (1.0 + torch.tanh(0.8 * (inner + 0.04 * inner**3)))
+        return self.head(self.dropout(nn.functional.silu(inner) * self.up(rows)))
+
+
 class Around(nn.Module):
     """A model around another one, which it checkpoints, or runs in 16 bits."""
 
@@ -147,6 +162,7 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
     "gru": lambda _: Recurrent(nn.GRU),
     "vit": Patches,
     "tied": Transformer,
+    "gated": Gated,
 }
 IMAGES, TOKENS, RECURRENT = ("conv", "groups", "vit"), ("gpt", "lstm", "gru", "tied"), ("lstm", "gru")
 

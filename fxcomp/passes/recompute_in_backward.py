@@ -1,0 +1,180 @@
+"""Compute cheap values of the forward pass again in the backward pass, so that nobody keeps them between the two.
+
+    - %mul_3                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %silu)
+    + %silu_again             compute     f32[5,4]    aten.silu(%mm)
+    + %mul_3                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %silu_again)
+      %mul_4                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %mm_1)
+
+It runs where Inductor compiles regions: there an elementwise operator costs about what reading its result would. Inside
+a region Inductor decides this by itself; over borders of regions it cannot.
+
+A value is computed again if
+
+1. elementwise operators make it, a few of them, from parameters, from the batch, or from values that stay until then
+   anyway: what it is made of is not kept any longer for it;
+2. backward reads it by elementwise operators and sums alone: a matrix product would have it written to memory again;
+3. neither it nor what it is made of is written in place, and nothing is drawn for it.
+
+So at no moment more is kept than before. Each copy stands in front of the first node that uses it. Parameters still are
+what forward has read: they change after the last node of backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxcomp import compat
+from fxcomp.graph.captured import written_nodes
+from fxcomp.graph.info import Role, info
+from fxcomp.graph.regions import BODY
+
+MOST_OPERATORS = 12
+"""So many operators are called again for one value at most."""
+
+
+def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphModule:
+    nodes = list(gm.graph.nodes)
+    outputs: Any = nodes[-1].args[0]
+    loss = outputs[0]
+    if not isinstance(loss, Node) or loss.op != "call_function" or loss.meta["val"].device.type not in devices:
+        return gm
+    recomputation = _Recomputation(nodes, nodes.index(loss) + 1)
+    for node in nodes[: recomputation.turn]:
+        operators = recomputation.operators_for(node)
+        if operators is not None:
+            recomputation.repeat(gm, node, operators)
+    return gm
+
+
+class _Recomputation:
+    """The values of one forward pass that backward computes again."""
+
+    def __init__(self, nodes: Sequence[Node], turn: int) -> None:
+        self.turn = turn
+        """The place at which backward begins."""
+        self._nodes = nodes
+        self._place = {node: place for place, node in enumerate(nodes)}
+        plain = [node for node in nodes if info(node).role is not Role.UPDATE]
+        self._written = {_root(place) for node in plain for place in written_nodes(node)}
+        self._views: dict[Node, list[Node]] = {}
+        """What lies in the memory of each value of forward, itself too."""
+        for node in nodes[:turn]:
+            self._views.setdefault(_root(node), []).append(node)
+        self._users = {node: [user for user in node.users if self._place[user] >= turn] for node in nodes[:turn]}
+        """The nodes after forward that use a node."""
+        self._readers = {value: list(self._readers_of(value)) for value in self._views}
+        """Those that read a value of forward, or a view of it."""
+        self._copies: dict[Node, Node] = {}
+        """What is computed again, with those of its views that backward uses."""
+
+    def operators_for(self, value: Node) -> Sequence[Node] | None:
+        """List what makes a value from what is there when backward first reads it; None where it stays."""
+        readers = self._readers.get(value)
+        if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
+            return None
+        first, found, todo = self._first_use(value), set[Node](), [value]
+        while todo:
+            node = todo.pop()
+            found.add(node)
+            is_cheap = _is_elementwise(node) or _is_view(node)
+            if not is_cheap or _root(node) in self._written or len(found) > MOST_OPERATORS:
+                return None
+            todo += [each for each in node.all_input_nodes if each not in found and not self._is_there(each, first)]
+        return sorted(found, key=self._place.__getitem__)
+
+    def repeat(self, gm: GraphModule, value: Node, operators: Sequence[Node]) -> None:
+        """Let backward compute a value, and use that."""
+        own: dict[Node, Node] = {}
+
+        def now(node: Node) -> Node:
+            return own.get(node) or self._copies.get(node, node)
+
+        def copy(node: Node) -> None:
+            args, kwargs = map_arg((node.args, node.kwargs), now)
+            own[node] = gm.graph.create_node(node.op, cast("Any", node.target), args, kwargs, f"{node.name}_again")
+            own[node].meta = dict(node.meta)
+
+        views = [node for node in self._views[value] if node is not value and self._leads_to_backward(node)]
+        with gm.graph.inserting_before(self._nodes[self._first_use(value)]):
+            for node in (*operators, *views):
+                copy(node)
+        for node in (value, *views):
+            self._copies[node] = own[node]
+            for user in self._users[node]:
+                user.replace_input_with(node, own[node])
+
+    def _is_there(self, node: Node, first: int) -> bool:
+        """Return whether backward can read a node's value at a place, and nothing is kept any longer for it."""
+        if node.op in ("placeholder", "get_attr"):
+            return node not in self._written
+        if not isinstance(node.meta.get("val"), Tensor):
+            return isinstance(node.meta.get("val"), int | torch.SymInt)
+        root = _root(node)
+        is_kept = node is root or node in self._copies or bool(self._users[node])
+        readers = self._readers[root]
+        if root in self._written or not is_kept or not readers:
+            return False
+        is_made = root not in self._copies or self._first_use(root) <= first
+        return is_made and max(map(self._place.__getitem__, readers)) >= first
+
+    def _first_use(self, value: Node) -> int:
+        return min(self._place[user] for view in self._views[value] for user in self._users[view])
+
+    def _readers_of(self, value: Node) -> Iterator[Node]:
+        todo = [user for view in self._views[value] for user in self._users[view]]
+        while todo:
+            user = todo.pop()
+            if _is_view(user):
+                todo += user.users
+            else:
+                yield user
+
+    def _leads_to_backward(self, view: Node) -> bool:
+        inner = (user for user in view.users if self._place.get(user, self.turn) < self.turn and _is_view(user))
+        return bool(self._users[view]) or any(map(self._leads_to_backward, inner))
+
+
+def _root(node: Node) -> Node:
+    """Find the value in whose memory a view lies."""
+    while _is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: Node) -> bool:
+    target: Any = node.target
+    if target is operator.getitem:
+        return isinstance(source := node.args[0], Node) and _is_view(source)
+    return compat.is_operator(target) and (compat.is_view(target) or target is _UNSAFE_VIEW)
+
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # pyright: ignore[reportPrivateUsage]  # an operator's name
+_CAST = torch.ops.aten._to_copy.default  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Return whether Inductor computes a value while it computes what reads it."""
+    target: Any = node.target
+    if not compat.is_operator(target) or info(node).role is not Role.COMPUTE:
+        return False
+    is_quiet = not (compat.is_in_place(target) or compat.is_random(target) or compat.checks_values(node))
+    return is_quiet and isinstance(node.meta.get("val"), Tensor) and (compat.is_pointwise(target) or _casts(node))
+
+
+def _casts(node: Node) -> bool:
+    return node.target is _CAST and "device" not in node.kwargs
+
+
+def _reads_elementwise(node: Node) -> bool:
+    """Return whether Inductor computes what a node reads while it computes the node."""
+    target: Any = node.target
+    if not compat.is_operator(target) or compat.is_in_place(target) or info(node).role not in BODY:
+        return False
+    return compat.is_bound_by_memory(target) or _casts(node)
