@@ -64,7 +64,7 @@ class _Recomputation:
         plain = [node for node in nodes if info(node).role is not Role.UPDATE]
         self._written = {_root(place) for node in plain for place in written_nodes(node)}
         self._views: dict[Node, list[Node]] = {}
-        """What lies in the memory of each value of forward, itself too."""
+        """The nodes that lie in the memory of each value of forward, itself too."""
         for node in nodes[:turn]:
             self._views.setdefault(_root(node), []).append(node)
         self._users = {node: [user for user in node.users if self._place[user] >= turn] for node in nodes[:turn]}
@@ -72,7 +72,7 @@ class _Recomputation:
         self._readers = {value: list(self._readers_of(value)) for value in self._views}
         """Those that read a value of forward, or a view of it."""
         self._copies: dict[Node, Node] = {}
-        """What is computed again, with those of its views that backward uses."""
+        """The copies of values that are computed again, and of those of their views that backward uses."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
         """List what makes a value from what is there when backward first reads it; None where it stays."""

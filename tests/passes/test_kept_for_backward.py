@@ -34,7 +34,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
         lambda: GPT(GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=20)),
         lambda: tokens(torch.Generator(), 16),
     ),
-    "gated": (lambda: nn.Sequential(nn.Linear(6, 6), Gated(0.0)), lambda: (torch.randn(64, 6), torch.randint(0, 5, (64,)))),
+    "gated": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Gated(0.0)),
+        lambda: (torch.randn(64, 6), torch.randint(0, 5, (64,))),
+    ),
 }
 
 
