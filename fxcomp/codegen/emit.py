@@ -110,8 +110,9 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     dead_after = _dead_after(gm, pieces, undoing, saved)
     is_aside = False
-    *before, end = crossings(gm, pieces)
-    for piece, crossing in zip(pieces, before, strict=True):
+    usual = [piece for piece in pieces if piece not in undoing]
+    *before, end = crossings(gm, usual)
+    for piece, crossing in zip(usual, before, strict=True):
         if _changes_parameters(piece) and not announced:
             lines += _before_update(gm, loss)
             announced = True
@@ -120,7 +121,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
         elif info(piece).role is Role.COMMIT:
             written = _commit(gm, piece, undoing, compressors)
         else:
-            written = [] if piece in undoing else _line(piece, compressors)
+            written = _line(piece, compressors)
         dead = dead_after.get(id(piece), [])
         if dead:
             many = len(dead) > 8

@@ -60,7 +60,9 @@ from fxcomp.compat.source_lines import (
     is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,
     users_line, users_source,
 )
-from fxcomp.compat.streams import recorded, stream_of, streams_of, to_device, wait_for_stream, works_later
+from fxcomp.compat.streams import (
+    recorded, side_stream, stream_of, streams_of, to_device, wait_for_stream, works_later,
+)
 from fxcomp.compat.structured import is_traced, trace_artifact
 from fxcomp.compat.symbols import (
     SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,

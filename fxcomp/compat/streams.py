@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ def stream_of(device: torch.device) -> Any:
     """The stream in use; None where there are none."""
     streams = streams_of(device)
     return None if streams is None else streams.current_stream(device)
+
+
+@cache
+def side_stream(device: torch.device) -> Any:
+    """Return a device's one other stream than compute's: memory that was its own once is reused. None on the CPU."""
+    streams = streams_of(device)
+    return None if streams is None else streams.Stream(device)
 
 
 def wait_for_stream(stream: Any) -> None:

@@ -13,7 +13,7 @@ import logging
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
-from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.clock import Waits, clock_of
 from fxcomp.runtime.runtime import Counters, Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import lined_up
@@ -37,7 +37,7 @@ from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.metrics import Counts, metrics_of
 from fxcomp.step.observer import Observer
 from fxcomp.step.referee import Referee
-from fxcomp.step.step_times import Looks, StepTimes
+from fxcomp.step.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class BackwardPasses(ABC):
         else:
             self.planned.now.follow_scale(float(scaler.get_scale()))
 
-    def time_pass(self, waits: Sequence[Looks], *, counts: bool) -> None:
+    def time_pass(self, waits: Waits, *, counts: bool) -> None:
         """Note the end of a planned pass."""
         end = self.times.look()
         if self._ended is not None and counts:

@@ -64,6 +64,7 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
             values = [n for n in takes if n in made_aside and n not in taken]
             is_ahead = is_ahead and not values
         if isinstance(piece, Node) and info(piece).role is Role.COMMIT:
+            assert not is_ahead, "a step may end here, so compute has waited for all that has gone aside"
             taken.update(made_aside)  # by what is done where parameters may not change
         taken.update(values)
         found.append(Crossing(is_aside, bool(values), tuple(values)))

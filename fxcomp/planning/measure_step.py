@@ -46,13 +46,15 @@ class StepMeasurement:
     pack_us: float
     """Filling all buckets."""
     launch_us: float | None
-    """Starting a collective, the median; None if there are none."""
+    """What compute takes to start a collective, the median; None if there are none."""
     pack_gb_per_s: float | None
     """The rate of filling buckets; None if there are none."""
     node_us: Mapping[str, float]
     """The time of each operator by itself; regions' times are shared out in proportion."""
     between_us: float = 0.0
     """The host's time between regions, buckets and collectives; on a device that works later, for the whole step."""
+    starting_us: float = 0.0
+    """The host's time for starting all collectives, where a device hides it."""
 
     @property
     def compute_us(self) -> float:
@@ -132,19 +134,21 @@ def feed_us(measured: StepMeasurement, feed: Callable[[], object]) -> float:
 
 
 class _MeasuredRun:
-    """The times over one transport: regions and buckets by the device's clock, starts by the host's."""
+    """The times over one transport by the device's clock; starts by the host's, too, where that is another."""
 
     def __init__(self, program: Program, runtime: Runtime) -> None:
         self.runtime, self._device = runtime, program.captured.device
         self.totals: list[float] = []
         self._handed: list[float] = []
-        self._watch = Stopwatch(runtime, ("pack",), runtime.clock)
+        self._watch = Stopwatch(runtime, ("pack", "launch"), runtime.clock)
         self._starts = Stopwatch(cast(Runtime, self._watch.lines), ("launch",), HostClock())
         self.step = rebound(program.module, self._watch.region)
         self.lines: Any = self._starts.lines
         self.lines.all_finite = self._let_pass
         self._nodes = _calls(program.graph)
         self._us: dict[Call, list[float]] = {}
+        self._starting_us: dict[Call, list[float]] = {}
+        """By the host's clock."""
 
     def time(self, arguments: Sequence[Sequence[Any]]) -> None:
         """Run and time one step."""
@@ -159,11 +163,11 @@ class _MeasuredRun:
         self._watch.stop()
         compat.synchronize(self._device)
         self.totals.append(_us(clock, start, end))
-        for watch in (self._watch, self._starts):
+        for watch, found in ((self._watch, self._us), (self._starts, self._starting_us)):
             reading = watch.reading()
             assert reading is not None, "a device that was waited for knows its times"
             for call, (begun, ended) in reading.main.items():
-                self._us.setdefault(call, []).append(ended - begun)
+                found.setdefault(call, []).append(ended - begun)
 
     def measurement(self, node_us: Mapping[str, float]) -> StepMeasurement:
         step_us = statistics.median(self.totals)
@@ -182,6 +186,7 @@ class _MeasuredRun:
             pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
             node_us=node_us,
             between_us=statistics.median(self._handed) if works_later else max(0.0, step_us - told_us),
+            starting_us=_sum_of_medians(self._starting_us.values()) if works_later else 0.0,
         )
 
     def _let_pass(self, values: Sequence[Tensor]) -> bool:

@@ -12,6 +12,7 @@ has been measured alike.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,31 @@ class DeviceClock:
         if not end.query():
             return None
         return 1e3 * start.elapsed_time(end)
+
+
+Looks = tuple[Any, Any]
+"""A begin and an end, as a clock saw them."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """What compute stood still for in a step."""
+
+    for_network: list[Looks] = field(default_factory=list[Looks])
+    for_aside: list[Looks] = field(default_factory=list[Looks])
+    """What had gone aside, where it computes, and waits for the network."""
+    network_aside: list[Looks] = field(default_factory=list[Looks])
+    """The latter, of which compute stands still for a part, or for nothing."""
+
+    def exposed_us(self, clock: Clock, begin: Any) -> float:
+        """Return the time for which compute stood still for the network, after the step's begin, in us."""
+        here = sum(clock.us(*looks) or 0.0 for looks in self.for_network)
+        stood, waited = (
+            [(clock.us(begin, start) or 0.0, clock.us(begin, end) or 0.0) for start, end in each]
+            for each in (self.for_aside, self.network_aside)
+        )
+        both = (min(end, other_end) - max(start, other) for start, end in stood for other, other_end in waited)
+        return here + sum(us for us in both if us > 0)
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -22,7 +22,7 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
-from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.clock import Waits, clock_of
 from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.packing import copy_scaled
@@ -40,8 +40,7 @@ CPU = torch.device("cpu")
 class Counters:
     """Measurements of one step."""
 
-    waits: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
-    """Times of standing still for the network: two looks at the device's clock each."""
+    waits: Waits = field(default_factory=Waits)
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
     skipped: bool = False
@@ -197,8 +196,10 @@ class Runtime:
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Let compute wait for what has gone aside; time spent here is exposed communication."""
-        self._exposed(lambda: self.side.join(*values))
+        """Let compute wait for what has gone aside; where that waits for the network, it is exposed communication."""
+        start = self.clock.look()
+        self.side.join(*values)
+        self.counters.waits.for_aside.append((start, self.clock.look()))
 
     def decompress(
         self,
@@ -300,12 +301,11 @@ class Runtime:
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
-        """Do what stands still for the network, and count for how long compute does."""
-        if self.side.is_used:
-            return work()
+        """Do what stands still for the network, and count for how long."""
+        waits = self.counters.waits
         start = self.clock.look()
         result = work()
-        self.counters.waits.append((start, self.clock.look()))
+        (waits.network_aside if self.side.is_used else waits.for_network).append((start, self.clock.look()))
         return result
 
     def _start(self, launch: Launch, value: Tensor) -> Flight:

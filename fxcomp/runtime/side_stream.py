@@ -25,7 +25,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, compat.streams_of(device)
-        self._side: Any = None if self._streams is None else self._streams.Stream(device)
+        self._side: Any = compat.side_stream(device)
         self.is_in_line = False
         """Everything is compute's, in the order in which it is given. Set it between two steps."""
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from fxcomp.capture.training import LossScale
 from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
 from fxcomp.runtime.aside import Aside
+from fxcomp.runtime.clock import Looks
 from fxcomp.site import Site
 from fxcomp.state.inputs import Sums
-from fxcomp.step.step_times import Looks
 
 
 class MicroBatchGroup:

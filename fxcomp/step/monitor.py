@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxcomp import compat
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
@@ -48,7 +49,9 @@ class Monitor:
             return predict_us(decision.workload, decision.plan, decision.costs, site.cluster)
 
         step_us = site.ranks.from_rank_0("how long a step is", predicted_us)
-        self._calendar.timed_every = timing_interval(step_us, self._calendar.verified)
+        self._calendar.timed_every = timing_interval(
+            step_us, self._calendar.verified, works_later=compat.works_later(site.device)
+        )
         return Watch(self._calendar, clock_of(site.device))
 
     # Beginning again

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.codegen.program import Program
+from fxcomp.runtime.clock import Looks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.plan_in_force import PlanInForce
-from fxcomp.step.step_times import Looks
 
 
 @dataclass(slots=True)

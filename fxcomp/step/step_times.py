@@ -10,14 +10,11 @@ from typing import Any
 import torch
 
 from fxcomp import compat
-from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.clock import Looks, Waits, clock_of
 from fxcomp.site import Site
 
 KEPT = 200
 """So many steps make the medians."""
-
-Looks = tuple[Any, Any]
-"""A begin and an end, as the clock saw them."""
 
 
 class StepTimes:
@@ -28,13 +25,13 @@ class StepTimes:
         self._step_ms: deque[float] = deque(maxlen=KEPT)
         self._waited_ms: deque[float] = deque(maxlen=KEPT)
         self._numbers: deque[int] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[int, Sequence[Looks], Sequence[Looks]]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[int, Sequence[Looks], Waits]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
         """The beginning or the end of a step."""
         return self._clock.look()
 
-    def add(self, number: int, step: Sequence[Looks], waits: Sequence[Looks]) -> None:
+    def add(self, number: int, step: Sequence[Looks], waits: Waits) -> None:
         """Count a step of the job, which ran in these parts, and what it stood still for."""
         self._pending.append((number, step, waits))
         self._collect()
@@ -90,7 +87,7 @@ class StepTimes:
                 return
             took = sum(known)
             self._pending.popleft()
-            waited = sum(self._clock.us(start, stop) or 0.0 for start, stop in waits)
+            waited = waits.exposed_us(self._clock, parts[0][0])
             self._numbers.append(number)
             self._step_ms.append(took / 1e3)
             self._waited_ms.append(waited / 1e3)

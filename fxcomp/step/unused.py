@@ -142,7 +142,9 @@ class UnusedHere:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Put everything back after the step's last line, or after an error."""
         self._runtime.gradients.before_packing.clear()
-        if self.arriving is not None and error is None:
+        if error is not None:
+            self._runtime.side.meet()  # lines that have gone aside may still write what is put back
+        elif self.arriving is not None:
             self.arriving.end()
         for kept in self.held.values():
             kept.put_back(self._state)

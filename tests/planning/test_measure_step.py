@@ -157,7 +157,11 @@ def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest
     assert found.between_us == 1e4 - 100.0 - sum(packs.values()) - sum(starts.values())
     monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
     run._handed += [70.0, 90.0, 80.0]
-    assert run.measurement({}).between_us == 80.0, "a device hides what the host takes to hand a step out"
+    run._starting_us |= {call: [40.0, 60.0, 50.0] for call in starts}
+    found = run.measurement({})
+    assert found.between_us == 80.0, "a device hides what the host takes to hand a step out"
+    assert found.launch_us == statistics.median(starts.values()), "it does not hide what its own stream takes"
+    assert found.starting_us == 50.0 * len(starts)
 
 
 def test_every_region_bucket_and_start_of_a_step_is_timed():

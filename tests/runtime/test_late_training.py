@@ -29,13 +29,21 @@ READS = {
     "unused": {TWO_STEPS_LATE, FROM_ASIDE},
     "left out": {TWO_STEPS_LATE, LEFT_OUT},
     "two shots": {TWO_STEPS_LATE, LEFT_OUT},
+    "in turns, not finite": {TWO_STEPS_LATE, LEFT_OUT},
     "scaled, rates as tensors": {TWO_STEPS_LATE, LEFT_OUT, RATES},
     "rates as tensors": {TWO_STEPS_LATE, RATES},
     "hook, unused and scaled": {LEFT_OUT, ZEROS},
     "hook, agreed": {LEFT_OUT},
 }
 
-QUICK = ("in the pool", "accumulated", "unused", "scaled, rates as tensors", "hook, unused and scaled")
+QUICK = (
+    "in the pool",
+    "in turns, not finite",
+    "accumulated",
+    "unused",
+    "scaled, rates as tensors",
+    "hook, unused and scaled",
+)
 """The last two read the device each step, so they cannot show what a host that runs ahead overwrites."""
 
 

@@ -220,6 +220,7 @@ def test_only_ranks_that_hold_something_between_hosts_compare_what_is_done_there
 @pytest.mark.parametrize(("step_us", "every"), [(1e3, 10), (50e3, 6), (1e6, 1)])
 def test_short_steps_are_timed_less_often(step_us: float, every: int):
     assert timing_interval(step_us) == every
+    assert timing_interval(step_us, works_later=True) == 10, "no line goes aside in a step that is timed"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 
 import fxcomp
 from fxcomp.plan.strategy import DENSE
+from fxcomp.runtime.clock import Waits
 from fxcomp.step import step_times
 from fxcomp.step.step_times import StepTimes
 
@@ -69,6 +70,6 @@ def test_plans_are_compared_by_what_the_device_took_and_not_by_how_soon_it_was_g
         for number in (3, 4, 6):
             begin = times.look()
             clock.now += 2e6
-            times.add(number, [(begin, times.look())], [])
+            times.add(number, [(begin, times.look())], Waits())
         assert not times.step_ms
         assert times.of([3, 4, 5, 6]) == [2000.0, 2000.0, None, 2000.0]

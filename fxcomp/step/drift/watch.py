@@ -32,8 +32,13 @@ MOST_SELDOM = 10
 """At least one in so many steps is timed, so that at most 400 are judged together (assumed)."""
 
 
-def timing_interval(step_us: float, verified: VerifiedSteps = NO_STEPS) -> int:
-    """Time one step of about this length in so many: as TIMING_SHARE allows, and verifying leaves steps to time."""
+def timing_interval(step_us: float, verified: VerifiedSteps = NO_STEPS, *, works_later: bool = False) -> int:
+    """Time one step of about this length in so many: as TIMING_SHARE allows, and verifying leaves steps to time.
+
+    On a device that works later nothing goes aside in a step that is timed, so few are.
+    """
+    if works_later:
+        return MOST_SELDOM
     share = TIMING_US / max(step_us, 1.0) / TIMING_SHARE
     least = 2 if verified.every == 2 else 1  # of each two steps, one is verified
     return min(MOST_SELDOM, max(least, math.ceil(share)))

@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.cost.table import CostTable
+from fxcomp.plan.plan import Plan
+from fxcomp.plan.strategy import Strategy
 from helpers import late
 from helpers.late import network
 from helpers.late.machine import ELSEWHERE
+from helpers.plans import plan_in_turns
 from helpers.pretended import as_accelerator
 
 STEPS = 3
@@ -77,11 +80,29 @@ def _other_heads(step: int, rank: int) -> int:
 class Case:
     """A way of training."""
 
-    plan: str = "dense"
+    plan: str | Plan = "dense"
     optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
     head: Callable[[int, int], int] = _one_head
     options: dict[str, Any] = field(default_factory=dict)
     scaled: bool = False
+    has_nan: bool = False
+    """A batch of each schedule but the first is not a number, on rank 1."""
+
+
+IN_TURNS = (
+    "compress(int4)@gpu > all_gather@world > decompress@gpu",
+    TWO_SHOTS,
+    "all_reduce@world",
+    "compress(topk(0.2))@gpu > all_gather@world > decompress@gpu",
+    ON_POOL,
+)
+
+
+def in_turns() -> Plan:
+    """Let each parameter be a bucket, and the strategies take turns."""
+    model = Heads()
+    del model.heads[1]
+    return plan_in_turns(model, [Strategy.parse(text) for text in IN_TURNS])
 
 
 CASES = {
@@ -96,6 +117,7 @@ CASES = {
     "scaled, rates as tensors": Case(optimizer=_adamw_by_tensors, scaled=True),
     "agreed": Case("powersgd(2)", _sgd),
     "two shots": Case(TWO_SHOTS, options={"skip_nonfinite": True}),
+    "in turns, not finite": Case(in_turns(), _sgd, options={"skip_nonfinite": True}, has_nan=True),
     "rates as tensors": Case("int8", _adamw_by_tensors),
 }
 
@@ -127,6 +149,8 @@ class Training:
         rank, each = dist.get_rank(), self.case.options.get("accumulate", 1)
         numbers = range(self.count * each, (self.count + STEPS) * each)
         draws = [torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * n + rank)) for n in numbers]
+        if self.case.has_nan and self.count and rank == 1:
+            draws[self.count // STEPS % len(draws)][0, 0] = torch.nan
         return [(x.to(self.device), self.case.head(n, rank)) for n, x in zip(numbers, draws, strict=True)]
 
     def go_on(self, batches: list[tuple[Tensor, int]]) -> list[Tensor]:
@@ -145,6 +169,10 @@ class Training:
 
 def _on_cpu(values: list[Tensor]) -> list[Tensor]:
     return [value.detach().to("cpu", copy=True) for value in values]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 @dataclass(frozen=True)
@@ -251,7 +279,7 @@ def trained(name: str, seeds: Sequence[int]) -> Trained:
         with late.schedule(seed):
             losses = there.go_on(batches)
             waits.update(machine.waits if seed not in seeds[: begins(name)] else {})
-        if not all(torch.equal(*pair) for pair in zip(on_cpu, _on_cpu(there.values(losses)), strict=True)):
+        if not all(_is_same(*pair) for pair in zip(on_cpu, _on_cpu(there.values(losses)), strict=True)):
             wrong.append(seed)
     counted: Counter[str] = Counter()
     for where, count in waits.items():
