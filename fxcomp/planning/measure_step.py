@@ -46,7 +46,7 @@ class StepMeasurement:
     pack_us: float
     """Filling all buckets."""
     launch_us: float | None
-    """What compute takes to start a collective, the median; None if there are none."""
+    """Time of compute for starting a collective, the median; None if there are none."""
     pack_gb_per_s: float | None
     """The rate of filling buckets; None if there are none."""
     node_us: Mapping[str, float]

@@ -68,13 +68,14 @@ Looks = tuple[Any, Any]
 
 @dataclass(slots=True)
 class Waits:
-    """What compute stood still for in a step."""
+    """Times of a step in which something stood still."""
 
     for_network: list[Looks] = field(default_factory=list[Looks])
+    """Compute, for a collective."""
     for_aside: list[Looks] = field(default_factory=list[Looks])
-    """What had gone aside, where it computes, and waits for the network."""
+    """Compute, for all that had gone aside: it compresses there, and waits for collectives."""
     network_aside: list[Looks] = field(default_factory=list[Looks])
-    """The latter, of which compute stands still for a part, or for nothing."""
+    """Lines that had gone aside, for a collective; compute may go on meanwhile."""
 
     def exposed_us(self, clock: Clock, begin: Any) -> float:
         """Return the time for which compute stood still for the network, after the step's begin, in us."""
