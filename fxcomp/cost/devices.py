@@ -28,10 +28,6 @@ LAUNCH_US = 5.0
 """One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than
 this can run (assumed)."""
 
-START_US = 2.0
-"""Starting a collective: an event that its stream waits for. What the host takes for it, compute goes on beside
-(assumed)."""
-
 COPY_SHARE = 0.8
 """Of PCIe's bandwidth that a copy from pinned memory reaches (assumed)."""
 
@@ -87,7 +83,6 @@ class Preset:
             copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
             compute_error=ERROR,
             estimate=self.description,
-            launch_us=START_US,
         )
 
 
