@@ -67,12 +67,18 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
             place[node] = len(place)
     except TypeError:
         return None
-    return keeps_order, tuple(lines)
+    return keeps_order, _settings(), tuple(lines)
+
+
+def _settings() -> Hashable:
+    """List the settings of a process by which Inductor chooses kernels."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 
 
 def _input(value: Any, memories: dict[StorageWeakRef, int]) -> Hashable:
     if not isinstance(value, Tensor):
-        return _written(value)
+        return _compared(value, {})
     if value.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {value.layout} has no strides to compare")
     memory = memories.setdefault(StorageWeakRef(value.untyped_storage()), len(memories))

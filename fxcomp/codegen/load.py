@@ -22,15 +22,26 @@ from fxcomp.errors import CaptureFailed
 from fxcomp.graph.regions import Region, regions
 
 
+def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]:
+    """Find the tensors that a region reads and writes where they are: neither the step's inputs nor the model's."""
+    attributes = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
+    found = {node: getattr(gm, str(node.target)) for node in attributes}
+    return {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def region_module(gm: GraphModule, region: Region) -> GraphModule:
-    """Copy a region into a graph of its own."""
+    """Copy a region into a graph of its own, which takes tensors from outside as inputs after the region's own.
+
+    As attributes Inductor would take small ones for numbers, and leave out what is written into them.
+    """
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in region.inputs:
+    outside = tensors_outside(gm, region)
+    for node in (*region.inputs, *outside):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    constants = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
-    for node in (*constants, *region.nodes):
+    others = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
+    for node in (*(n for n in others if n not in outside), *region.nodes):
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
     graph.output(tuple(copies[node] for node in region.outputs))
@@ -60,7 +71,8 @@ def compile_with_inductor(
         return plain
     taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
     inner = _without(region, fills, taken)
-    fakes = [node.meta["val"] for node in inner.inputs]
+    outside = tensors_outside(gm, inner)
+    fakes = [node.meta["val"] for node in (*inner.inputs, *outside)]
     if not inner.nodes or compat.unbound_symbols(fakes) or any(map(_only_checks, inner.nodes)):
         return plain
     module = region_module(gm, inner)
@@ -79,7 +91,7 @@ def compile_with_inductor(
         return run(*inputs)
 
     def run_compiled(*inputs: Any) -> Any:
-        results = compiled(*_given(inputs), *map(_filled, fills))
+        results = compiled(*_given(inputs), *map(_filled, fills), *outside.values())
         return results[0] if len(region.outputs) == 1 else results
 
     def _given(inputs: Sequence[Any]) -> list[Any]:

@@ -39,11 +39,14 @@ def stream_of(device: torch.device) -> Any:
     return None if streams is None else streams.current_stream(device)
 
 
-@cache
 def side_stream(device: torch.device) -> Any:
     """Return a device's one other stream than compute's: memory that was its own once is reused. None on the CPU."""
-    streams = streams_of(device)
-    return None if streams is None else streams.Stream(device)
+    return None if streams_of(device) is None else _side_stream(torch.empty(0, device=device).device)
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return streams_of(device).Stream(device)
 
 
 def wait_for_stream(stream: Any) -> None:

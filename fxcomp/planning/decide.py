@@ -73,10 +73,9 @@ def measured_on_job(
     return measured
 
 
-def _host_us(alone: StepMeasurement, others: Sequence[StepMeasurement]) -> float:
-    """Return what the host takes to hand a step out: without a network, in which it may wait, but with its starts."""
-    starting = [on.starting_us for on in others]
-    return alone.between_us + (statistics.fmean(starting) - alone.starting_us if starting else 0.0)
+def _starting_us(alone: StepMeasurement, others: Sequence[StepMeasurement]) -> float:
+    """Return what starting collectives takes the host over a network, beyond what it takes without one."""
+    return statistics.fmean(on.starting_us for on in others) - alone.starting_us if others else 0.0
 
 
 def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> CostTable:
@@ -89,7 +88,9 @@ def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostT
     mine = next(repeats for limit_us, repeats in MEASURED_STEPS if predicted_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
     here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
-    around_us = ranks.gather("timing what feeds a step", feed_us(here[0], lambda: example.feed(program, state)))
+    starting_us = _starting_us(here[0], here[1:])
+    mine_us = feed_us(here[0], lambda: example.feed(program, state)) + starting_us
+    around_us = ranks.gather("timing what feeds a step", mine_us)
     everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
     alone, *others = as_slowest(here, everyone)
     compute = apportion(program, alone, "measured in the emitted step, all ranks running")
@@ -99,7 +100,7 @@ def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostT
         compute={**costs.compute, **compute},
         pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s,
         launch_us=statistics.fmean(starts) if starts else costs.launch_us,
-        host_us=_host_us(alone, others) if compat.works_later(site.device) else 0.0,
+        host_us=alone.between_us + starting_us if compat.works_later(site.device) else 0.0,
     )
 
     def fitted() -> dict[str, float]:

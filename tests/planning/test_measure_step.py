@@ -5,6 +5,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -164,6 +165,12 @@ def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest
     assert found.starting_us == 50.0 * len(starts)
 
 
+def test_what_the_host_takes_to_start_collectives_is_the_mean_over_networks_beyond_what_it_takes_without_one():
+    alone, *others = (StepMeasurement(1.0, 0.0, {}, 0.0, None, None, {}, starting_us=us) for us in (2.0, 10.0, 20.0))
+    assert decide._starting_us(alone, others) == 13.0
+    assert decide._starting_us(alone, []) == 0.0
+
+
 def test_every_region_bucket_and_start_of_a_step_is_timed():
     job = JOBS["conv"]
     model = job.build()
@@ -179,6 +186,9 @@ def test_every_region_bucket_and_start_of_a_step_is_timed():
     assert found.launch_us is not None
     assert found.pack_gb_per_s is not None
     assert found.step_us >= found.compute_us
+
+
+STARTING_US = 1e9
 
 
 def measured() -> tuple[int, int, int, bool, list[CostTable]]:
@@ -210,7 +220,8 @@ def measured() -> tuple[int, int, int, bool, list[CostTable]]:
     is_as_before = all(map(torch.equal, before, after))
     compiler, site = Compiler(PAIR), Site.imagined(PAIR, device)
     example, plan = Example(captured, inputs, [batch], StepGuard(training)), dense_plan(captured)
-    costs = decide._measured_now(compiler, site, example, CostTable(), plan)
+    with patch.object(decide, "_starting_us", return_value=STARTING_US):
+        costs = decide._measured_now(compiler, site, example, CostTable(), plan)
     asked, _ = measured_here(training, captured, batch, CostTable(), compiler)
     return of_step, of_measuring, parameter_bytes, is_as_before, [costs, asked]
 
@@ -222,6 +233,7 @@ def test_measuring_a_step_holds_no_second_copy_on_the_device_and_keeps_the_hosts
     for costs in tables:
         assert costs.feed_us == 0.0
         assert costs.host_us > 0.0
+    assert tables[1].host_us < STARTING_US < tables[0].host_us, "the host starts collectives besides"
 
 
 class Unwritable(nn.Module):
