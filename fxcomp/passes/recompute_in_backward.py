@@ -36,7 +36,7 @@ from fxcomp.graph.info import Role, info
 from fxcomp.graph.regions import BODY
 
 MOST_OPERATORS = 12
-"""So many operators are called again for one value at most."""
+"""Limit the operators that are called again for one value."""
 
 
 def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphModule:
