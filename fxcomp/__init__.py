@@ -16,6 +16,7 @@ with gc_paused():
     from fxcomp.frontends.job import Job
     from fxcomp.frontends.no_sync import no_sync
     from fxcomp.frontends.read_checkpoint import read_checkpoint
+    from fxcomp.frontends.torch_compile import compile_model
     from fxcomp.options import Checks
     from fxcomp.plan.budget import like
     from fxcomp.plan.compress import Compress, Warmup
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "average_replicas",
     "cluster_of_group",
+    "compile_model",
     "compile_step",
     "compress_reduce_scatter",
     "ddp_hook",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import warnings
@@ -20,7 +19,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level, check_is_cluster
 from fxcomp.cluster.link import Link
-from fxcomp.errors import BadCluster, NoProcessGroup, PeerFailed, RanksApart
+from fxcomp.errors import BadCluster, FxcompError, NoProcessGroup, PeerFailed, RanksApart
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Conversation, check_store
@@ -38,7 +37,8 @@ WHAT_TO_DO = (
     "  every rank, for torch.compile after torch._dynamo.reset(): all then start from rank 0's parameters and buffers."
 )
 
-_calls: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+_met: dict[str, int] = defaultdict(int)
+"""The number of meetings so far, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ class Stop:
     """The step that it was called for, if it was inside one."""
     has_begun: bool = True
     """True if emitted code has run in that step, so that something may have changed."""
+
+
+def _next(what: str) -> str:
+    """Name the next meeting."""
+    number = _met[what]
+    _met[what] += 1
+    return f"{what}_{number}"
 
 
 def _end(leases: dict[str, Lease]) -> None:
@@ -101,12 +108,12 @@ class Ranks:
         store, timeout = compat.default_store(), compat.group_timeout()
         check_store(store)
         what = members.key + what
-        name = f"{what}_{next(_calls[what])}"
+        name = _next(what)
         peers = Peers.of(name, members.numbers)
         peers.at(f"beginning {what}")
         root = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)
         while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
-            root = root.named(f"{what}_{next(_calls[what])}")
+            root = root.named(_next(what))
             peers.name = root.name
         return cls(members, root, cluster is None)
 
@@ -122,6 +129,22 @@ class Ranks:
         except BaseException:
             ranks.release()
             raise
+
+    @classmethod
+    def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
+        """Give an error to the ranks that wait, or will wait, for this one in the next meeting for `what`.
+
+        It counts as this rank's part in that meeting. Raises nothing: the error itself is on its way.
+        """
+        with suppress(FxcompError):
+            root = cls.join(None, what, group)._root
+            if root is not None:
+                _talk(root, 1).stay_away(what, error)
+
+    @staticmethod
+    def meetings() -> int:
+        """Count the meetings that this rank has come to, or stayed away from."""
+        return sum(_met.values())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -326,7 +349,7 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
         )
     members = Members.of(group)
     what = f"hosts of {','.join(map(str, members.numbers))}"
-    name = f"{what}_{next(_calls[what])}"
+    name = _next(what)
     store, timeout = compat.default_store(), compat.group_timeout()
     peers = Peers.of(name, members.numbers)
     agreement = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)

@@ -7,14 +7,13 @@ parameters the loss does not reach. Those are skipped with a warning, as eager P
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_type
@@ -23,7 +22,7 @@ from fxcomp.capture.optimizer import baked, live_numbers
 from fxcomp.capture.step_guard import StepGuard, settled
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.errors import CaptureFailed, StepChanged, UnsynchronizedGradient
+from fxcomp.errors import CaptureFailed, StepChanged
 from fxcomp.graph.captured import Captured, buffers, is_known_early, last_writes, written_parameters
 from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
@@ -118,24 +117,6 @@ def warn_unreached(names: Iterable[str]) -> None:
             " skips it. Set requires_grad=False if that is meant.",
             stacklevel=compat.users_level(),
         )
-
-
-def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
-    """Raise when a gradient arrives at a parameter after all: one that a compiled call does not reach may be used
-    outside of it, and no rank would reduce it."""
-    return [_refuse_gradient(name, parameter) for name, parameter in parameters.items()]
-
-
-def _refuse_gradient(name: str, parameter: nn.Parameter) -> RemovableHandle:
-    def refuse(_: Tensor) -> None:
-        raise UnsynchronizedGradient(
-            f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it, and something"
-            " outside of it does.\n"
-            f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
-        )
-
-    register = cast("Callable[..., RemovableHandle]", parameter.register_hook)  # pyright: ignore[reportUnknownMemberType]
-    return register(refuse)
 
 
 def capture_first(training: Training, batch: Any) -> Captured:

@@ -25,9 +25,9 @@ from fxcomp.capture.reach.places import Signature
 from fxcomp.capture.reach.snapshots import Snapshots
 from fxcomp.capture.training import Training
 from fxcomp.errors import StepChanged, UnsupportedMode
+from fxcomp.runtime.arrivals import has_foreign_hooks
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 
 
 class StructureGuard:
@@ -50,7 +50,7 @@ class StructureGuard:
         """Compare what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
-        if any(map(_HOOKS[0], self._parameters)) or any(map(_HOOKS[1], self._parameters)):
+        if any(map(has_foreign_hooks, self._parameters)):
             self._refuse_gradient_hook()
         if list(map(Tensor.data_ptr, self._parameters)) != self._memory:
             self._check_memory()
@@ -100,7 +100,7 @@ class StructureGuard:
                 )
 
     def _refuse_gradient_hook(self) -> None:
-        hooked = next(p for p in self._parameters if any(hooks(p) for hooks in _HOOKS))
+        hooked = next(p for p in self._parameters if has_foreign_hooks(p))
         raise StepChanged(
             f"the parameter {self._name(hooked)} has a gradient hook that it had not when the step was compiled, and"
             " that a compiled step does not call.\n  Remove it, or do its work in the loss function."

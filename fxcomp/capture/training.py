@@ -27,6 +27,7 @@ from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
 from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
 from fxcomp.plan.kinds import check_is_trainable
+from fxcomp.runtime.arrivals import has_foreign_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ def _check_devices(model: nn.Module) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     check_is_trainable(name, parameter.dtype)
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if has_foreign_hooks(parameter):
         raise errors.UnsupportedParameter(
             f"the parameter {name!r} has a gradient hook, which a captured step would not call.\n"
             "  Remove it, or do its work in the loss function."

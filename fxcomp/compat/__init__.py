@@ -21,8 +21,9 @@ from fxcomp.compat.answers import (
 from fxcomp.compat.constants import traced
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward_call, backward_node, before_backward, compile_training,
-    compile_training_with_inductor, draws_by_seed, gradient_places, graph_break, inside_ddp, outside_dynamo,
-    run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
+    compile_training_with_inductor, draws_by_seed, gradient_places, graph_break, inside_ddp, is_restart, outside_dynamo,
+    register_hook, run_eagerly, source_name, standalone_compile, suppresses_errors, why_not_compiled, will_accumulate,
+    will_run_backward,
 )
 from fxcomp.compat.fsdp import (
     GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused, group_rank,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -184,6 +185,38 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
         return will_run_backward(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # gradients are returned, by torch.autograd.grad
         return False
+
+
+def register_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a hook on a parameter that may be frozen, or not initialized yet."""
+    with torch._C.DisableTorchFunctionSubclass():
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True).register_hook(hook)
+        parameter.requires_grad_(trains)
+
+
+def suppresses_errors() -> bool:
+    """Ask if Dynamo runs eager code in place of what a backend refuses."""
+    from torch._dynamo import config
+
+    return bool(config.suppress_errors)
+
+
+def is_restart(error: Exception) -> bool:
+    """Ask if an exception of a backend is no error: it makes Dynamo trace the same code again."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
+def why_not_compiled() -> str | None:
+    """Name the setting of this process that keeps torch.compile from compiling, if there is one."""
+    from torch._dynamo import config, eval_frame
+
+    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch._dynamo.config.disable is set, as TORCH_COMPILE_DISABLE=1 does"
+    stance = eval_frame._stance.stance
+    return None if stance == "default" else f"torch.compiler.set_stance({stance!r}) is in force"
 
 
 def _compiled_node(nodes: Sequence[Any]) -> Any:

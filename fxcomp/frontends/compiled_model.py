@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils.hooks import RemovableHandle
 
 from fxcomp import compat
-from fxcomp.capture.step_capture import refuse_gradients
 from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.codegen.profiled import run_named
 from fxcomp.codegen.traced import trace_program
 from fxcomp.errors import UnsynchronizedGradient
+from fxcomp.frontends.gradient_watch import GradientWatch
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
 from fxcomp.graph.info import InputKind, Role, arguments_of, info
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
+from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
+from fxcomp.runtime.arrivals import Arrivals, digest_of
 from fxcomp.runtime.members import Members
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transfers import Pattern, Transfer
@@ -39,7 +39,7 @@ from fxcomp.step.lockstep import Lockstep
 log = logging.getLogger(__name__)
 
 COMPARED_PASSES = 3
-"""So many backward passes are compared between ranks where the model is not known."""
+"""Number of first backward passes whose gradients are compared between ranks; later ones are sampled."""
 
 CLOSED = (
     "this model's compiled backward pass has been closed.\n"
@@ -49,7 +49,7 @@ CLOSED = (
 GivenOptions = Mapping[str, Any] | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CompiledModel:
     """The plan of one model and the state of its error feedback, for all graphs that torch makes of it."""
 
@@ -62,19 +62,20 @@ class CompiledModel:
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
     """The options as they were given: without a model, they tell one call of torch.compile from another."""
+    watch: GradientWatch
+    frozen: frozenset[str]
+    """The parameters of a known model that required no gradients when this was compiled."""
+    averaging: Averaging
+    """Shared by all that one model is compiled to."""
     runtime: Runtime = field(init=False)
     lockstep: Lockstep = field(init=False)
-    averaging: Averaging = field(default_factory=Averaging)
     source: str = ""
     """The backward pass that was emitted last."""
     passes: int = 0
     """The number of backward passes so far."""
-    _local_passes: int = 0
-    """The number of backward passes so far that sent nothing."""
     _is_owed: bool = False
-    """Some of their gradients may lie in `.grad`, and have not been sent."""
-    _seen: int = 0
-    _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+    """Gradients of passes that sent nothing may lie in `.grad`, and have not been sent."""
+    _arrivals: dict[str, Arrivals] = field(init=False)
 
     @property
     def members(self) -> Members:
@@ -85,6 +86,8 @@ class CompiledModel:
     def __post_init__(self) -> None:
         self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks, CLOSED)
         self.runtime.gradients.owed = self.state.owed
+        alive = {name: found for name, ref in self.parameters.items() if (found := ref()) is not None}
+        self._arrivals = {name: Arrivals.of(parameter) for name, parameter in alive.items()}
 
     @property
     def state(self) -> GradientState:
@@ -100,26 +103,31 @@ class CompiledModel:
         """Some parameter still exists."""
         return any(parameter() is not None for parameter in self.parameters.values())
 
-    def watch(self, uncovered: Mapping[str, nn.Parameter]) -> None:
-        """Notice gradients that no compiled backward pass averaged: torch falls back to eager code without an error."""
-        parameter = next(found for ref in self.parameters.values() if (found := ref()) is not None)
-        register = cast("Callable[..., RemovableHandle]", parameter.register_hook)  # pyright: ignore[reportUnknownMemberType]
-        self._hooks = [register(self._on_gradient), *refuse_gradients(uncovered)]
+    def fail(self, error: BaseException) -> None:
+        """Stop outside of a backward pass, and give the other ranks the error."""
+        self.lockstep.fail(self.passes, error, self.runtime)
 
-    def _on_gradient(self, _: Tensor) -> None:
-        if self.passes + self._local_passes == self._seen:
-            warnings.warn(
-                "fxcomp: a backward pass gave gradients without the compiled graph: they are this rank's own, not"
-                " averaged. If torch gave up recompiling, compile with fullgraph=True to see why.",
-                stacklevel=2,
-            )
-        self._seen = self.passes + self._local_passes
+    @property
+    def trained_ids(self) -> set[int]:
+        """The identities of the parameters that it averages gradients of."""
+        return {id(parameter) for reference in self.parameters.values() if (parameter := reference()) is not None}
+
+    def take_over(self, other: CompiledModel) -> None:
+        """Let the next gradients bring what another plan of this model left out, of the parameters that both train."""
+        owed = other.state.owed_here(other.follower.trained.sizes, self.site.ranks.world_size)
+        both = {name: value for name, value in owed.items() if name in self.parameters}
+        self.state.also_owe(both)
+        for name in both:
+            other.state.owed.pop(name, None)
+            for piece in other.state.residuals.slices.get(name, ()):
+                piece.values.zero_()
+        self._is_owed, other._is_owed = self._is_owed or other._is_owed, False
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there."""
         self.lockstep.close(self.runtime)
-        for hook in self._hooks:
-            hook.remove()
+        if self.watch.is_of_graph:
+            self.watch.lift()
 
     # State
 
@@ -160,9 +168,8 @@ class CompiledModel:
                 self.runtime.finish()
                 self.runtime.buffers.give_away([results[place] for place in places.values()])
                 self.state.settle()
+                self._note_averaged()
                 self.passes += 1
-                if self.model is None and self.passes <= COMPARED_PASSES:
-                    self._compare({name: results[place] for name, place in places.items()})
             return results
 
         def together(values: list[Any]) -> Sequence[Any]:
@@ -179,7 +186,8 @@ class CompiledModel:
 
     def keeping(self, own: compat.Backward) -> compat.Backward:
         """Choose a backward pass whose gradients stay on this rank until one that sends them."""
-        self._local_passes += 1
+        for arrivals in self._arrivals.values():
+            arrivals.note_local(compat.backward_call())
         self._is_owed = True
         return own
 
@@ -199,24 +207,55 @@ class CompiledModel:
             self.state.also_owe({name: gradient.to(torch.promote_types(gradient.dtype, torch.float32))})
             parameter.grad = None
 
-    def _compare(self, averaged: Mapping[str, Tensor]) -> None:
-        """Raise on every rank if averaged gradients, or the parameters that they are for, differ between ranks."""
-        parameters = [parameter for name in averaged if (parameter := self.parameters[name]()) is not None]
-        mine = digests_of([*averaged.values(), *parameters])
+    def _note_averaged(self) -> None:
+        """Let the gradients of this pass arrive; those of a sampled pass are compared when backward() has ended."""
+        is_sampled = self.passes < COMPARED_PASSES or self.passes in _SAMPLED_PASSES
+        call = compat.backward_call()
+        for arrivals in self._arrivals.values():
+            arrivals.note_averaged(call, is_sampled)
+        if is_sampled:
+            compat.at_end_of_backward(self._compare)
+
+    def _compare(self) -> None:
+        """Raise on every rank if the gradients that arrived, or the parameters that they are for, differ between ranks.
+
+        A use of a parameter outside the compiled call adds to its averaged gradient: one that is the same on all ranks,
+        as a penalty on weights is, stays.
+        """
+        try:
+            self._check_equal(*self._digests())
+        except BaseException as error:
+            self.lockstep.leave(error, self.runtime)
+            raise
+
+    def _digests(self) -> tuple[list[str], Tensor]:
+        """Return names, and a digest of each: of the gradients that arrived, 0 for none, and of parameters."""
+        nothing = torch.zeros((), dtype=torch.int64, device=self.site.device)
+        arrived = [nothing if each.digest is None else each.digest for each in self._arrivals.values()]
+        names = [f"gradient of {name!r}" for name in self._arrivals]
+        for name, reference in self.parameters.items():
+            if (parameter := reference()) is not None:
+                names.append(f"parameter {name!r}")
+                arrived.append(digest_of(parameter))
+        return names, torch.stack(arrived)
+
+    def _check_equal(self, names: Sequence[str], mine: Tensor) -> None:
         ranks = self.site.ranks.world_size
         everyone = mine.new_empty(ranks * mine.numel())
         self.site.transport.start(Transfer(Pattern.ALL_GATHER, mine, everyone, ranks, "world")).wait()
         rows = everyone.view(-1, mine.numel())
         unequal: Any = (rows != rows[0]).any(0)
         differs: list[bool] = unequal.tolist()
-        whats = [f"{what} {name!r}" for what in ("averaged gradient of", "parameter") for name in averaged]
-        for what, bad in zip(whats, differs, strict=True):
+        for name, bad in zip(names, differs, strict=True):
             if bad:
                 raise UnsynchronizedGradient(
-                    f"the {what} differs between ranks, so replicas drift apart.\n"
+                    f"the {name} differs between ranks, so replicas drift apart.\n"
                     "  Something outside the compiled call changes it or adds to its gradient: use the parameter"
                     " inside, and step equal optimizers on all ranks."
                 )
+
+
+_SAMPLED_PASSES = VerifiedSteps.parse(SAMPLED)
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
@@ -225,15 +264,3 @@ def _places_of_gradients(final: GraphModule) -> dict[str, int]:
     outputs: list[Any] = list(returned[1])
     given = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]
     return {str(info(node).parameter): outputs.index(node) for node in given}
-
-
-def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor that any changed bit changes, almost surely."""
-    return torch.stack([_digest(tensor.detach()) for tensor in tensors])
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(_WHOLE[tensor.element_size()]).sum(dtype=torch.int64)
-
-
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""The backend of `torch.compile(model, backend="fxcomp")`: a backward pass that ends with averaged gradients.
+"""Compile a model with `torch.compile` and the backend "fxcomp": a backward pass that ends with averaged gradients.
 
     forward graph   ─────────────────────────────────────────────────────────► runs as it is, or Inductor's
     backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward, gradients averaged
@@ -8,9 +8,11 @@ happens here with the backward pass alone: waits end with it, and the plan short
 machine's roofline, because a backward graph cannot be timed before there are activations.
 
 - Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
-  compile_step; one that is reached outside the graph is refused when its gradient arrives. Compile with
-  `fullgraph=True`: a graph break, or more recompilations than torch allows, is an error then, and not eager code that
-  reduces nothing.
+  compile_step; one that is reached outside the graph is refused when its gradient arrives.
+- `compile_model` watches every parameter, so that eager code that averages nothing raises (`gradient_watch.py`). The
+  backend alone lays that watch at its first graph: it cannot see what never reaches it.
+- A model whose parameters are frozen or thawed has a plan for each set that it trains. All ranks change it at the same
+  call, and what compression left out goes along.
 - Gradients of a micro-batch are averaged when its backward pass runs, or, under `fxcomp.no_sync(model)`, with those of
   the next one outside of it. Without, the sum of means is the mean of sums, but everything is sent each time.
 - Collectives of the model's own stay where they are. One that ends at a parameter's gradient is its reduction, and is
@@ -25,11 +27,10 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -37,27 +38,66 @@ from fxcomp import compat
 from fxcomp.capture.backward_graph import FoundParameters, label_backward
 from fxcomp.capture.step_capture import warn_unreached
 from fxcomp.errors import (
+    BadOption,
     CaptureFailed,
     FxcompError,
     ModelsDiffer,
     UnsupportedFeature,
+    UnsupportedMode,
     UnsupportedModel,
     UnsynchronizedGradient,
 )
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
-from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, digests_of
+from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions
+from fxcomp.frontends.gradient_watch import GradientWatch, has_others
 from fxcomp.frontends.no_sync import Averaging
 from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.uncertain_views import reshape_uncertain_views
+from fxcomp.plan.compress import GivenCompress
 from fxcomp.ranks import Ranks
+from fxcomp.runtime.arrivals import digest_of
 from fxcomp.runtime.members import Members
 from fxcomp.step.follower import Follower
 
 log = logging.getLogger(__name__)
 
+WHAT = "torch_compile"
+"""The name of the meetings of all ranks that compile a model."""
 
-# The entry
+
+# The entries
+
+
+def compile_model(
+    model: nn.Module,
+    compress: GivenCompress = "balanced",
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Compile a model with torch.compile for data-parallel training, and watch that no gradient escapes averaging.
+
+    The loop and the optimizer stay yours; call what is returned in place of the model. All ranks start from rank 0's
+    parameters and buffers. `options` are those of the backend: `cluster`, `costs` and `process_group` as in
+    compile_step, `ignore` and `inductor`; `fullgraph` and `dynamic` are torch.compile's.
+
+    Where torch runs the model eagerly, which it does without an error, a gradient is this rank's own: it raises
+    UnsynchronizedGradient (or the error of the backend that torch swallowed) before it is added to `.grad`, and
+    PeerFailed on the ranks that wait for this one. A deep copy of the model is not watched, and neither are parameters
+    that replace others later: compile those anew. Raises BadOption, UnsupportedFeature and UnsupportedMode.
+    """
+    module: Any = getattr(model, "_orig_mod", model)
+    if not isinstance(module, nn.Module):
+        raise BadOption(f"compile_model takes a torch.nn.Module; it is a {type(module).__name__}")
+    given: dict[str, Any] = {**options, "compress": compress, "model": module}
+    chosen = read_options(given, {})
+    _refuse_ddp(module)
+    _refuse_suppressed_errors()
+    watch = _watches[module] = _watches.get(module) or _new_watch(module, given)
+    watch.lay(dict(module.named_parameters()), chosen.ignore)
+    return cast("Any", torch).compile(module, backend="fxcomp", fullgraph=fullgraph, dynamic=dynamic, options=given)
 
 
 def fxcomp_backend(
@@ -75,11 +115,33 @@ def fxcomp_backend(
     Inductor compile both passes, which is usual on CUDA. Without `model`, parameters must start equal, and the first
     backward passes are compared between ranks. Whatever else torch.compile hands over, `unknown`, is refused.
     """
-    chosen = read_options(options, unknown)
+    watch = _watch_on(gm, example_inputs, options)
+    watch.forget()
+    met = Ranks.meetings()
+    try:
+        return _compile_graph(gm, example_inputs, read_options(options, unknown), options, watch)
+    except Exception as error:
+        if compat.is_restart(error):
+            raise
+        kept = error if isinstance(error, FxcompError) else _not_compiled(error)
+        watch.keep(kept)
+        if watch.is_of_graph and not compat.suppresses_errors():
+            watch.lift()
+        if Ranks.meetings() == met:  # in a meeting the others have heard of it
+            watch.tell(kept)
+        if kept is error:
+            raise
+        raise kept from error
+
+
+def _compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], chosen: Options, given: GivenOptions, watch: GradientWatch
+) -> Callable[..., Any]:
     _refuse_ddp(chosen.model)
+    _refuse_suppressed_errors()
     inductor = chosen.uses_inductor(example_inputs)
-    if not _has_others(chosen.step.process_group):
-        Ranks.join(chosen.step.cluster, "torch_compile", chosen.step.process_group)
+    if not has_others(chosen.step.process_group):
+        Ranks.join(chosen.step.cluster, WHAT, chosen.step.process_group)
         if chosen.step.compress.pinned:
             check_pins(chosen, FoundParameters.of(gm, example_inputs, chosen.model))
         return _compile(gm, example_inputs, inductor, lambda _, own: own)
@@ -92,16 +154,35 @@ def fxcomp_backend(
             averaged.extend(found.averaged(graph, chosen.ignore))
             if not averaged:
                 return own
-            compiled, everywhere = _compile_backward(graph, found, chosen, options, inductor)
+            compiled, everywhere = _compile_backward(graph, found, chosen, given, inductor, watch)
             models.append(compiled)
-            return lambda values: (everywhere if compiled.averaging.is_due() else compiled.keeping(own))(values)
+
+        def run(values: list[Any]) -> Sequence[Any]:
+            if not compiled.averaging.is_due():
+                return compiled.keeping(own)(values)
+            _take_turn(compiled)
+            return everywhere(values)
+
+        return run
 
     run = _compile(gm, example_inputs, inductor, compile_backward)
-    return _for_one_model(run, found, averaged, models[0].averaging) if averaged else run
+    return _for_one_model(run, found, averaged, models[0]) if averaged else run
 
 
-def _has_others(process_group: Any) -> bool:
-    return dist.is_available() and dist.is_initialized() and len(Members.of(process_group)) > 1
+def _not_compiled(error: Exception) -> CaptureFailed:
+    return CaptureFailed(
+        f"torch could not compile the model for training: {type(error).__name__}: {error}\n"
+        '  See whether torch.compile(model, backend="aot_eager", fullgraph=True) can; if so, please report this.'
+        " fxcomp.ddp_hook compresses under eager DistributedDataParallel."
+    )
+
+
+def _refuse_suppressed_errors() -> None:
+    if compat.suppresses_errors():
+        raise UnsupportedMode(
+            "torch._dynamo.config.suppress_errors is on: where a graph is refused torch would run eager code, and each"
+            " rank train alone.\n  Set it to False (and unset TORCHDYNAMO_SUPPRESS_ERRORS)."
+        )
 
 
 def _compile(
@@ -121,7 +202,7 @@ def _compile(
 
 
 def _for_one_model(
-    run: Callable[..., Any], found: FoundParameters, places: Sequence[int], averaging: Averaging
+    run: Callable[..., Any], found: FoundParameters, places: Sequence[int], compiled: CompiledModel
 ) -> Callable[..., Any]:
     """Refuse other parameters: torch runs one graph for all models of the same code, shapes and options."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
@@ -129,35 +210,43 @@ def _for_one_model(
     def checked(*inputs: Any) -> Any:
         for place, name, parameter in expected:
             if inputs[place] is not parameter():
-                raise CaptureFailed(
+                error = CaptureFailed(
                     f"the parameter {name!r} is another object than when the graph was compiled.\n"
-                    '  Give every model its own options={"model": model}; after replacing parameters, call'
-                    " torch._dynamo.reset() on all ranks."
+                    '  Give every model its own options={"model": model}, as fxcomp.compile_model does; after replacing'
+                    " parameters, call torch._dynamo.reset() on all ranks."
                 )
+                compiled.fail(error)
+                raise error
         results = run(*inputs)
-        averaging.forward_has_run(inputs[expected[0][0]], results)
+        compiled.averaging.forward_has_run(inputs[expected[0][0]], results)
         return results
 
     return checked
 
 
 def _compile_backward(
-    graph: GraphModule, found: FoundParameters, chosen: Options, given: GivenOptions, inductor: bool
+    graph: GraphModule,
+    found: FoundParameters,
+    chosen: Options,
+    given: GivenOptions,
+    inductor: bool,
+    watch: GradientWatch,
 ) -> tuple[CompiledModel, compat.Backward]:
     """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
-    compiled = _known(chosen.model, given)
-    if compiled is not None:
-        labelled = label_backward(graph, names, compiled.members)
-        _check_same_parameters(compiled, found, gradients(labelled))
-        return compiled, compiled.emit(labelled, inductor)
-    with Ranks.meeting(chosen.step.cluster, "torch_compile", chosen.step.process_group) as ranks:
+    known = _known(chosen.model, given)
+    if known:
+        labelled = label_backward(graph, names, known[0].members)
+        mine = {id(found.parameters[name]) for name in gradients(labelled)}
+        for compiled in known:
+            if compiled.trained_ids == mine:
+                return compiled, compiled.emit(labelled, inductor)
+        _check_thawed(known[-1], found, gradients(labelled))
+    with Ranks.meeting(chosen.step.cluster, WHAT, chosen.step.process_group) as ranks:
         ranks.attempt("checking options", lambda: check_pins(chosen, found))
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
-        compiled = _start(labelled, found, chosen, given, ranks)
+        compiled = _start(labelled, found, chosen, given, ranks, watch, known)
         emitted = compiled.emit(labelled, inductor)
-    reduced = {id(found.parameters[name]) for name in gradients(labelled)}
-    compiled.watch(_uncovered(chosen.model, chosen.ignore, reduced) if chosen.model is not None else {})
     _models.append(compiled)
     return compiled, emitted
 
@@ -174,17 +263,24 @@ def _refuse_ddp(model: nn.Module | None) -> None:
 
 
 _models: list[CompiledModel] = []
+"""In the order in which they have run last."""
+
+_watches = weakref.WeakKeyDictionary[nn.Module, GradientWatch]()
+"""The watches of `compile_model`."""
 
 
 def compiled_model(model: nn.Module) -> CompiledModel:
-    """Find a model's plan and the state of its error feedback. Raises FxcompError before the first call."""
+    """Find a model's plan and the state of its error feedback. Raises FxcompError before the first call.
+
+    Of a model that has been compiled with several sets of frozen parameters, it is the plan that has run last.
+    """
     mine = {id(parameter) for parameter in model.parameters()}
-    for compiled in _models:
+    for compiled in reversed(_models):
         if all(id(parameter()) in mine for parameter in compiled.parameters.values()):
             return compiled
     raise FxcompError(
         "this model has no compiled backward pass yet: it is made by the first call on more than one rank.\n"
-        '  Call torch.compile(model, backend="fxcomp") with a batch first, with gradients enabled.'
+        "  Call what fxcomp.compile_model(model) returns with a batch first, with gradients enabled."
     )
 
 
@@ -198,18 +294,67 @@ def reset() -> None:
 fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> CompiledModel | None:
-    """The model that a graph belongs to, if it had one before."""
+def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[CompiledModel]:
+    """List what a model was compiled to before, one for each set of trained parameters, the last used one last."""
     for compiled in _models:
         if not compiled.is_alive:
             compiled.close()
     _models[:] = [compiled for compiled in _models if compiled.is_alive]
-    for compiled in _models:
-        if compiled.model is not None and compiled.model() is model:
-            return compiled
-        if compiled.model is None and model is None and compiled.given is given:
-            return compiled
-    return None
+    if model is not None:
+        return [compiled for compiled in _models if compiled.model is not None and compiled.model() is model]
+    return [compiled for compiled in _models if compiled.model is None and compiled.given is given]
+
+
+def _take_turn(compiled: CompiledModel) -> None:
+    """Go on with a plan, and with what the plan of the same model that ran last has left out."""
+    if _models[-1] is compiled:
+        return
+    place = _models.index(compiled)
+    later = [each for each in _models[place:] if each.averaging is compiled.averaging and each is not compiled]
+    if later:
+        compiled.take_over(later[-1])
+    _models.append(_models.pop(place))
+
+
+def _watch_on(gm: GraphModule, inputs: Sequence[Any], given: GivenOptions) -> GradientWatch:
+    """Find the watch on the parameters of a graph; lay one where the backend was named to torch.compile itself."""
+    model = (given or {}).get("model")
+    if known := _known(model, given):
+        return known[-1].watch
+    if isinstance(model, nn.Module) and (found := _watches.get(model)) is not None:
+        return found
+    watch = _new_watch(model, given, is_of_graph=True)
+    named = model.named_parameters() if isinstance(model, nn.Module) else _graph_parameters(gm, inputs)
+    watch.lay(dict(named), (given or {}).get("ignore", ()))
+    if has_others((given or {}).get("process_group")):
+        warnings.warn(
+            'fxcomp: torch.compile(model, backend="fxcomp") cannot see what never reaches the backend: where torch'
+            " makes no graph each rank trains alone, without an error.\n"
+            "  Use fxcomp.compile_model(model), which watches every parameter.",
+            stacklevel=2,
+        )
+    return watch
+
+
+def _new_watch(model: object, given: GivenOptions, *, is_of_graph: bool = False) -> GradientWatch:
+    of_model = weakref.ref(model) if isinstance(model, nn.Module) else None
+    group = (given or {}).get("process_group")
+
+    def tell(error: FxcompError) -> None:
+        """Give an error to the other ranks, in the backward pass or the meeting in which they wait."""
+        known = _known(of_model() if of_model else None, None if of_model else given)
+        for compiled in known:
+            compiled.fail(error)
+        if not known:
+            Ranks.stay_away(WHAT, group, error)
+
+    return GradientWatch(group, tell, is_of_graph)
+
+
+def _graph_parameters(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, nn.Parameter):
+            yield node.name, value
 
 
 def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParameters, chosen: Options) -> GraphModule:
@@ -250,37 +395,48 @@ def _refuse_behind_break(name: str, break_: str) -> None:
     )
 
 
-def _check_same_parameters(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
-    """A model has one training graph; another shape or mode recompiles it, but does not change its parameters."""
+def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
+    """Raise CaptureFailed unless a graph trains other parameters because some have been frozen or thawed since."""
     before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
-    if before == now:
-        return
+    if compiled.model is not None:
+        frozen = {name for name, ref in compiled.parameters.items() if (p := ref()) is None or not p.requires_grad}
+        thawed = {name for key, name in now.items() if key not in before}
+        if {name for key, name in before.items() if key not in now} <= frozen and thawed <= compiled.frozen:
+            return
     changed = next(name for key, name in {**before, **now}.items() if before.get(key) != now.get(key))
     where = f"  The graph broke at {compiled.break_}\n" if compiled.break_ else ""
-    advice = "" if compiled.model else '\n  Of two models, each needs its own options={"model": model}.'
+    advice = "" if compiled.model else "\n  Of two models, each needs fxcomp.compile_model."
     raise CaptureFailed(
         f"a second graph has other trainable parameters than the first: {changed!r} is in one of them only.\n{where}"
-        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After freezing or"
-        f" replacing parameters, call torch._dynamo.reset() on all ranks.{advice}"
+        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After replacing"
+        f" parameters, call torch._dynamo.reset() on all ranks.{advice}"
     )
 
 
 def _start(
-    labelled: GraphModule, found: FoundParameters, chosen: Options, given: GivenOptions, ranks: Ranks
+    labelled: GraphModule,
+    found: FoundParameters,
+    chosen: Options,
+    given: GivenOptions,
+    ranks: Ranks,
+    watch: GradientWatch,
+    known: Sequence[CompiledModel],
 ) -> CompiledModel:
     """Meet the other ranks, start from the same values, and decide on a plan."""
     covered = {name: found.parameters[name] for name in gradients(labelled)}
-    shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None else {}
+    watch.lay(covered)
+    shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None and not known else {}
     facts: dict[str, Any] = {f"the shape of {name!r}": list(each.shape) for name, each in {**shared, **covered}.items()}
     facts |= {f"the type of {name!r}": str(each.dtype) for name, each in {**shared, **covered}.items()}
     facts |= {f"a gradient of {name!r}": True for name in covered}
     facts |= {"the option 'inductor'": chosen.inductor}
     shapes = {name: tuple(parameter.shape) for name, parameter in covered.items()}
     here = ModelHere(shapes, next(iter(covered.values())).device, facts, shared.values())
-    start = Start.of("torch_compile", ranks, chosen.step, here)
+    start = Start.of(WHAT, ranks, chosen.step, here)
     if chosen.model is None:
         _check_same_start(covered, ranks)
+    named = chosen.model.named_parameters() if chosen.model is not None else ()
     compiler = start.compiler()
     decision = start.decide(start.planner(compiler, labelled))
     log.info("%s\n%s", start.site.cluster, decision.plan)
@@ -294,6 +450,9 @@ def _start(
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,
         given,
+        watch,
+        frozenset(name for name, parameter in named if not parameter.requires_grad),
+        known[-1].averaging if known else Averaging(),
     )
 
 
@@ -304,8 +463,7 @@ def _shared(model: nn.Module, ignore: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _check_same_start(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    digests: Any = digests_of(list(parameters.values()))
-    mine: list[int] = digests.tolist()
+    mine = [int(digest_of(parameter)) for parameter in parameters.values()]
     everyone = ranks.gather("comparing parameters", mine)
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(parameters, everyone[0], theirs, strict=True):

@@ -165,6 +165,12 @@ class Conversation:
             with suppress(Exception):  # without a store there is nobody to tell
                 self.store.set(f"{self.name}/{key}", answer)
 
+    def stay_away(self, what: str, error: BaseException) -> None:
+        """Answer this conversation with an error in place of taking part in it, and let the others hear it."""
+        self.give_up(what, error)
+        self._has_heard("0")  # another rank may stay away, too
+        self._linger("0")
+
     @property
     def was_missed(self) -> bool:
         """True if another rank has waited here for this one in vain, and given up."""

@@ -74,6 +74,12 @@ class Lockstep:
                 raise ReplicasDiffer(differs) from None
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
+    def fail(self, step: int, error: BaseException, runtime: Runtime) -> None:
+        """Stop before a step, and give the other ranks the error. Where all of them do they may go on with it."""
+        self._ranks.at_step(None)
+        self._ranks.stop(f"step {step}", error, step=step, has_begun=False)
+        runtime.drop()
+
     def check_open(self) -> None:
         """Raise StepClosed after `close`, and NoProcessGroup after `destroy_process_group`."""
         if self._is_closed:

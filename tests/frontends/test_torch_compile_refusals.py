@@ -309,7 +309,7 @@ def texts() -> list[dict[str, str]]:
         ("other_model", ["ModelsDiffer: rank 1 and rank 0", "the shape of 'bias' is [5] on rank 1 and [4] on rank 0"]),
         ("other_feedback", ["ModelsDiffer: rank 1 and", "feedback is", "everywhere=True", "on rank 1 and"]),
         ("drift", ["UnsynchronizedGradient: the parameter 'bias' differs between ranks"]),
-        ("eager", ["a backward pass gave gradients without the compiled graph", "fullgraph=True"]),
+        ("eager", ["UnsynchronizedGradient: the gradient of 'bias' never reaches", "fullgraph=True"]),
         ("two_models_without_options", ["CaptureFailed", 'options={"model": model}']),
         ("two_alike_without_options", ["CaptureFailed: the parameter 'weight' is another object", "own options"]),
         ("own_sum", ["UnsupportedFeature: the gradient of 'weight' is summed", "divide the sum"]),

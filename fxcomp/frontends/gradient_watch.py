@@ -1,0 +1,88 @@
+"""Watch the gradients of a model that torch.compile compiles: one that no rank averages raises before it is stored.
+
+torch runs a model eagerly, without an error, where it makes no graph of it: a hook that it does not trace, an operator
+without a fake, the recompile limit, a setting that turns compilation off, a call past the compiled one. Each rank would
+then train alone. The watch lies on every parameter, frozen ones too, and refuses
+
+    in a call of backward()                                     a gradient
+    in which no compiled backward pass made one                 with the backend's own error, if it raised one
+    in which one made a local one, under fxcomp.no_sync         never
+
+and gives what it raises to the other ranks, which wait for this one in a meeting or a collective. Gradients that
+torch.autograd.grad returns are not stored, and are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fxcomp import compat
+from fxcomp.errors import FxcompError, UnsynchronizedGradient
+from fxcomp.runtime.arrivals import Arrivals
+from fxcomp.runtime.members import Members
+
+
+class GradientWatch:
+    """The watch on the parameters of one model."""
+
+    def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
+        self._process_group, self.tell = process_group, tell
+        self.is_of_graph = is_of_graph
+        """The backend lays it, at a graph; an error there is not swallowed."""
+        self._watched = set[Arrivals]()
+        self._kept: FxcompError | None = None
+        self._is_told = False
+
+    def lay(self, parameters: Mapping[str, nn.Parameter], ignore: Collection[str] = ()) -> None:
+        """Watch parameters by name, those that are watched already again under the new name."""
+        for name, parameter in parameters.items():
+            if name not in ignore and (parameter.is_floating_point() or parameter.is_complex()):
+                arrivals = Arrivals.of(parameter)
+                arrivals.guard(self, partial(self._refuse, name))
+                self._watched.add(arrivals)
+
+    def lift(self) -> None:
+        """Watch nothing any more."""
+        for arrivals in self._watched:
+            arrivals.guard(self, None)
+
+    def keep(self, error: FxcompError) -> None:
+        """Keep an error of the backend, which torch may swallow: a gradient of eager code raises it again."""
+        self._kept, self._is_told = error, True
+
+    def forget(self) -> None:
+        """Drop a kept error: the backend is called again."""
+        self._kept, self._is_told = None, False
+
+    def _refuse(self, name: str) -> None:
+        if not has_others(self._process_group):
+            return
+        error = self._kept or _not_averaged(name)
+        if not self._is_told:
+            self.tell(error)
+        self._is_told = False  # another call of backward() is another failure
+        raise error
+
+
+def has_others(process_group: Any) -> bool:
+    """Return whether this process averages with other ranks."""
+    return dist.is_available() and dist.is_initialized() and len(Members.of(process_group)) > 1
+
+
+def _not_averaged(name: str) -> UnsynchronizedGradient:
+    why = compat.why_not_compiled()
+    return UnsynchronizedGradient(
+        f"the gradient of {name!r} never reaches a collective: it comes from a backward pass without the compiled"
+        " graph, and is this rank's own.\n"
+        + (f"  Nothing is compiled: {why}.\n" if why else "")
+        + "  Call the compiled model, and no other method or the module itself. torch runs it eagerly where it makes no"
+        " graph: compile with\n"
+        "  fullgraph=True to see why (a hook, an operator, a graph break; TORCH_LOGS=recompiles for the recompile"
+        " limit).\n"
+        f'  Set requires_grad=False for what is not trained, or pass "ignore": [{name!r}] for what you average.'
+    )

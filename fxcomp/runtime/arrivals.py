@@ -1,0 +1,91 @@
+"""Record where each gradient of a parameter comes from, before autograd adds it to `.grad`.
+
+torch.compile falls back to eager code without an error, and then a gradient reaches `.grad` that no rank has averaged.
+
+    compiled backward pass   ── note_averaged / note_local ──►  Arrivals
+    autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, where neither was noted
+
+An Arrivals is itself the hook that `Tensor.register_hook` takes: one a parameter, for all models that hold it. A copy
+of a parameter has no hooks, so it has no Arrivals.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of each element size."""
+
+
+class Arrivals:
+    """The gradients of one parameter in the call of backward() that is under way."""
+
+    __slots__ = ("_averaged_in", "_guards", "_is_sampled", "_local_in", "_parameter", "digest")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._guards: dict[int, Callable[[], None]] = {}
+        self._averaged_in: int | None = None
+        self._local_in: int | None = None
+        self._is_sampled = False
+        self.digest: Tensor | None = None
+        """Digest of the sampled gradient that arrived last, int64[]."""
+        compat.register_hook(parameter, self)
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Arrivals:
+        """Return the parameter's Arrivals, registered now if there is none."""
+        hooks: Mapping[int, object] = parameter._backward_hooks or {}
+        return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
+
+    def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
+        """Call `refuse` before a gradient that no compiled backward pass made is stored; None ends an owner's guard."""
+        if refuse is None:
+            self._guards.pop(id(owner), None)
+        else:
+            self._guards[id(owner)] = refuse
+
+    def note_averaged(self, call: int | None, is_sampled: bool) -> None:
+        """Note that a compiled backward pass returned an averaged gradient in this call of backward()."""
+        self._averaged_in = call
+        if is_sampled:
+            self._is_sampled, self.digest = True, None
+
+    def note_local(self, call: int | None) -> None:
+        """Note that a compiled backward pass returns a gradient that stays on this rank until a later pass."""
+        self._local_in = call
+
+    def __call__(self, gradient: Tensor) -> None:
+        call = compat.backward_call()
+        if self._averaged_in != call:
+            self._refuse_unless_local(call)
+        elif self._is_sampled:
+            self._is_sampled, self.digest = False, digest_of(gradient)
+
+    def _refuse_unless_local(self, call: int | None) -> None:
+        parameter = self._parameter()
+        if self._local_in == call or parameter is None or not compat.will_accumulate(parameter):
+            return
+        for refuse in self._guards.values():
+            refuse()
+
+
+def digest_of(tensor: Tensor) -> Tensor:
+    """Sum a tensor's bits as integers, int64[]: a change of any element changes it, almost surely."""
+    values = tensor.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return values.contiguous().view(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def has_foreign_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has a gradient hook that is no Arrivals."""
+    hooks: Mapping[int, object] | None = parameter._backward_hooks
+    if hooks and not all(isinstance(hook, Arrivals) for hook in hooks.values()):
+        return True
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
