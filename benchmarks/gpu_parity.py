@@ -28,7 +28,6 @@ from fxcomp.commands.demo.gpt import GPT, GPTConfig
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
 from fxcomp.compressors import parse_compressor
 from fxcomp.frontends.job import Job
-from fxcomp.frontends.torch_compile import fxcomp_backend
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device, Strategy
 
@@ -185,7 +184,7 @@ def trained_by(name: str) -> nn.Module:
         model = DistributedDataParallel(mine.model)
         model.register_comm_hook(None, fxcomp.ddp_hook(compress=plan))
     if kind == "backend":
-        model = torch.compile(mine.model, backend=fxcomp_backend, options={"compress": plan, "model": mine.model})
+        model = fxcomp.compile_model(mine.model, plan)
     if kind in ("hook", "backend"):
         for _ in range(STEPS):
             mine.optimizer.zero_grad()

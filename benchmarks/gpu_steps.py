@@ -15,7 +15,7 @@ host had handed out the step, `through_ms` a step's share of ten that were hande
     ddp_bf16, ddp_powersgd      as `ddp`, with torch's hooks
     hook_*                      as `ddp`, with `fxcomp.ddp_hook` under a plan or mode
     step_*                      `fxcomp.compile_step` under a plan or mode
-    backend_*                   `torch.compile(model, backend="fxcomp")`
+    backend_*                   `fxcomp.compile_model(model)`
 
 A record has the peak of device memory beyond what lay there before the contestant was made, and what a profile of a
 step counts: kernels, the device's time in them, calls by which the host launched and waited. With `--trace`, profiles
@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.commands.demo.gpt import GPT, GPTConfig
 from fxcomp.commands.demo.launch_ranks import join, run_ranks
-from fxcomp.frontends.torch_compile import compiled_model, fxcomp_backend
+from fxcomp.frontends.torch_compile import compiled_model
 from fxcomp.runtime.transport import NullTransport
 
 MODELS = {
@@ -149,7 +149,7 @@ class Maker:
         return lambda: made(batch)
 
     def backend(self, rest: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Step:
-        call: Any = torch.compile(model, backend=fxcomp_backend, options={"compress": rest, "model": model})
+        call: Any = fxcomp.compile_model(model, rest)
         step = self.eager(call, optimizer, batch, self.loss)
         step()
         if not self.network:

@@ -164,10 +164,9 @@ def _with_compile_step(
 def _with_torch_compile(
     model: nn.Module, batches: Sequence[Any], rank: int, _ranks: int, plan: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = {"compress": plan, "model": model}
     logger: Any = logging.Logger  # the library adds methods; a warning would break the graph, whatever the backend
     torch._dynamo.config.ignore_logging_functions |= {logger.warning, logger.warning_once, logger.info}
-    net: Any = torch.compile(model, backend="fxcomp", fullgraph=True, options=options)
+    net: Any = fxcomp.compile_model(model, plan, fullgraph=True)
     return _loop(net, model, batches, rank), {}
 
 

@@ -1,4 +1,4 @@
-"""Time a training step of `torch.compile(model, backend="fxcomp")` with Inductor, beside `backend="inductor"`'s.
+"""Time a training step of `fxcomp.compile_model(model)` with Inductor, beside `backend="inductor"`'s.
 
     python benchmarks/torch_compile_step.py --model gpt --rounds 20 --json torch_compile_step.json
 
@@ -7,8 +7,8 @@ and backward run, and what packing and handing out gradients takes. Three contes
 step:
 
     inductor         backend="inductor"
-    fxcomp           backend="fxcomp", options={"inductor": True}
-    fxcomp_eager     backend="fxcomp", options={"inductor": False}
+    fxcomp           compile_model(inductor=True)
+    fxcomp_eager     compile_model(inductor=False)
 
 A round's ratio is a contestant's step over the step of `inductor` beside it; its median is to be at most 1.05.
 """
@@ -27,6 +27,7 @@ from models import MODELS
 from records import Records, options, show_progress, spread, table
 from torch.multiprocessing.spawn import spawn
 
+import fxcomp
 from fxcomp.frontends.torch_compile import compiled_model
 from fxcomp.runtime.transport import NullTransport
 
@@ -64,8 +65,10 @@ def run(rank: int, arguments: Any, port: int) -> None:
 def step_of(model: str, backend: str, **choices: bool) -> Callable[[], float]:
     """Make a training step that returns the seconds it took. It has run twice, with a network the first time."""
     job = MODELS[model]()
-    given: Any = {"options": {"compress": "dense", "model": job.model, **choices}} if backend == "fxcomp" else {}
-    call: Any = torch.compile(job.model, backend=backend, **given)
+    if backend == "fxcomp":
+        call: Any = fxcomp.compile_model(job.model, "dense", **choices)
+    else:
+        call = torch.compile(job.model, backend=backend)
 
     def step() -> float:
         start = time.perf_counter()

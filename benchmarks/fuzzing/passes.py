@@ -182,7 +182,7 @@ def frontends(plan: str = "dense") -> dict[str, Speaker]:
     wrapped = {name: DistributedDataParallel(models[name]) for name in ("ddp", "hook")}
     wrapped["hook"].register_comm_hook(None, fxcomp.ddp_hook(compress=plan))  # pyright: ignore[reportUnknownMemberType]
     mine = models["backend"]
-    compiled: Any = torch.compile(mine, backend="fxcomp", options={"compress": plan, "model": mine})
+    compiled: Any = fxcomp.compile_model(mine, plan)
     return {
         "backend": Speaker(mine, compiled, lambda: fxcomp.no_sync(mine)),
         **{name: Speaker(models[name], call, call.no_sync) for name, call in wrapped.items()},

@@ -50,7 +50,7 @@ def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) 
     if "mode" in unknown:
         raise BadOption(
             f"mode={unknown['mode']!r} is torch.compile's own, for other backends.\n"
-            '  Write torch.compile(model, backend="fxcomp", options={"compress": "balanced", "model": model}).'
+            '  Write fxcomp.compile_model(model, compress="balanced").'
         )
     given: dict[str, Any] = {**(options or {}), **unknown}
     for name in given:

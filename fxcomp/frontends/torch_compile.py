@@ -97,7 +97,8 @@ def compile_model(
     _refuse_suppressed_errors()
     watch = _watches[module] = _watches.get(module) or _new_watch(module, given)
     watch.lay(dict(module.named_parameters()), chosen.ignore)
-    return cast("Any", torch).compile(module, backend="fxcomp", fullgraph=fullgraph, dynamic=dynamic, options=given)
+    ours = fxcomp_backend
+    return cast("Any", torch).compile(module, backend=ours, fullgraph=fullgraph, dynamic=dynamic, options=given)
 
 
 def fxcomp_backend(

@@ -71,7 +71,7 @@ def backend(given: dict[str, Any]) -> Found:
     model, kept = model_of(), Kept()
     torch_compile.log.setLevel(logging.INFO)
     torch_compile.log.addHandler(kept)
-    loss_of(torch.compile(model, backend="fxcomp", options={**given, "model": model}), 0).backward()
+    loss_of(fxcomp.compile_model(model, **given), 0).backward()
     torch_compile.log.removeHandler(kept)
     plan = torch_compile.compiled_model(model).plan
     torch._dynamo.reset()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -351,6 +352,30 @@ def is_accepted_by_compile_step() -> float:
     return max(abs(a - b) for a, b in zip(*losses, strict=True))
 
 
+def shares_a_parameter() -> float:
+    """Return the distance from eager means where two compiled models hold the same layer."""
+    shared, heads = mlp(), [seeded(lambda: nn.Linear(3, 2)), seeded(lambda: nn.Linear(3, 5))]
+    models = [nn.Sequential(shared, head) for head in heads]
+    calls = [compiled(model, fullgraph=True) for model in models]
+    sum(call(batch()).pow(2).sum() for call in calls).backward()
+    found = shared[0].weight.grad.clone()
+    shared.zero_grad()
+    expected = torch.autograd.grad(sum(model(batch()).pow(2).sum() for model in models), shared[0].weight)[0]
+    dist.all_reduce(expected)
+    return float((found - expected / 2).abs().max())
+
+
+def bare_backend_falls_back() -> float:
+    """Return the distance from DDP after the backend alone refused an option, and the user went on with DDP."""
+    model = mlp()
+    with suppress(BackendCompilerFailed):
+        torch.compile(model, backend="fxcomp", options={"model": model, "colour": 1})(batch())
+    other = mlp()
+    for each in (model, other):
+        some_steps(DistributedDataParallel(each))
+    return max(float((a - b).abs().max()) for a, b in zip(gradients(model), gradients(other), strict=True))
+
+
 def is_never_trained() -> int:
     model = mlp()
     with torch.no_grad():
@@ -370,6 +395,8 @@ RIGHT: dict[str, Callable[[], float]] = {
     "copies": lambda: distance(mlp(), copies),
     "compiled twice": lambda: distance(compiled(mlp())._orig_mod, lambda call, _: some_steps(call)),
     "compile_step": is_accepted_by_compile_step,
+    "shared by two models": shares_a_parameter,
+    "backend alone falls back to DDP": bare_backend_falls_back,
     "never trained": is_never_trained,
 }
 
@@ -423,6 +450,24 @@ def test_freezing_loses_nothing_that_compression_left_out(found: list[dict[str, 
         off, owed = eval(rank["residuals"])
         assert owed > 1e-3
         assert off < 1e-5
+
+
+def warned_by_the_backend_alone() -> list[int]:
+    counts: list[int] = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        model = mlp()
+        call = compiled(model) if watched else torch.compile(model, backend="fxcomp", options={"model": model})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for length in (2, 3, 4):
+                call(torch.ones(length, 4)).sum().backward()
+        counts.append(sum("cannot see what never reaches the backend" in str(each.message) for each in caught))
+    return counts
+
+
+def test_the_backend_alone_warns_once_a_model():
+    assert run_ranks(2, warned_by_the_backend_alone) == [[1, 0]] * 2
 
 
 # One rank alone

@@ -100,8 +100,7 @@ def compile_backwards_in_lines() -> dict[str, Any]:
     data, line = mesh["data"], dist.get_rank() // 2
     model = model_of(line)
     eager = copy.deepcopy(model)
-    given = {"model": model, "compress": "dense", "costs": CostTable(), "process_group": data}
-    run = torch.compile(model, backend="fxcomp", options=given)
+    run = fxcomp.compile_model(model, "dense", costs=CostTable(), process_group=data)
     ddp = DistributedDataParallel(eager, process_group=data.get_group())
     pairs = [(run, sgd(model)), (ddp, sgd(eager))]
     for number in range(STEPS):

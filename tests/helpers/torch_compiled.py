@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import fxcomp
 from helpers.gathered import gathered
 
 QUICK = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads": 1}
@@ -15,7 +16,11 @@ QUICK = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads"
 
 
 def compiled(model: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend="fxcomp", options=gathered(**{"plan": "dense", **options}))
+    """Compile with the watch where the model is given, else with the backend alone."""
+    given = gathered(**{"plan": "dense", **options})
+    if "model" in given:
+        return fxcomp.compile_model(given.pop("model"), **given)
+    return torch.compile(model, backend="fxcomp", options=given)
 
 
 def own_options(model: nn.Module) -> Callable[..., Any]:

@@ -169,7 +169,7 @@ def test_what_fails_on_the_pool_is_raised_in_the_same_step_whoever_reads_it(on_t
 
 def backward_fails() -> list[str]:
     model = nn.Linear(20, 10)
-    run = torch.compile(model, backend="fxcomp", options={"model": model, "compress": "int8", "costs": table(2.0)})
+    run = fxcomp.compile_model(model, "int8", costs=table(2.0))
 
     def backward() -> None:
         inputs, target = batch(0)
