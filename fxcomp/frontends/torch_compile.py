@@ -79,9 +79,10 @@ def compile_model(
 ) -> nn.Module:
     """Compile a model with torch.compile for data-parallel training, and watch that no gradient escapes averaging.
 
-    The loop and the optimizer stay yours; call what is returned in place of the model. All ranks start from rank 0's
-    parameters and buffers. `options` are those of the backend: `cluster`, `costs` and `process_group` as in
-    compile_step, `ignore` and `inductor`; `fullgraph` and `dynamic` are torch.compile's.
+    The loop and the optimizer stay yours; call what is returned in place of `model`. All ranks start from rank 0's
+    parameters and buffers. `compress` is as in compile_step, as far as it is about gradients. `options` are those of
+    the backend: `cluster`, `costs` and `process_group` as in compile_step, `ignore` and `inductor`; `fullgraph` and
+    `dynamic` are torch.compile's.
 
     Where torch runs the model eagerly, which it does without an error, a gradient is this rank's own: it raises
     UnsynchronizedGradient (or the error of the backend that torch swallowed) before it is added to `.grad`, and
