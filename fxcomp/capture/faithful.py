@@ -236,7 +236,7 @@ class _Refusing(TorchFunctionMode):
         if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
             return True  # a dict asks so of a key
         if aside := next((name for name, table in _ASIDE.items() if getattr(func, "__self__", None) is table), None):
-            self._check_is_in_graph(aside, args[0], reads=func.__name__ == "__get__")
+            self._check_is_in_graph(aside, *args, reads=func.__name__ == "__get__")
         if func in _VALUES:
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
@@ -283,8 +283,10 @@ class _Refusing(TorchFunctionMode):
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
 
-    def _check_is_in_graph(self, what: str, tensor: Tensor, *, reads: bool) -> None:
+    def _check_is_in_graph(self, what: str, tensor: Tensor, value: Any = None, *, reads: bool) -> None:
         name = self._stand_ins.name(tensor)
+        if name and isinstance(value, Tensor) and compat.is_called_by_user():
+            raise puts_gradient(name)
         if reads and name and compat.is_called_by_user():
             raise CaptureFailed(
                 f"the step reads .{what} of {name!r}, which a compiled step does not have.\n{_at()}"
@@ -306,6 +308,15 @@ class _Refusing(TorchFunctionMode):
             "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the batch"
             " (.item()) is captured."
         )
+
+
+def puts_gradient(name: str) -> CaptureFailed:
+    """Refuse a gradient that the user puts into `.grad`: eager PyTorch adds to it, or not, by what was there."""
+    return CaptureFailed(
+        f"the loss function puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{_at()}"
+        "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
+        " torch.autograd.grad. An autograd.Function calls backward() in its own backward, or returns the gradient."
+    )
 
 
 def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import is_plain, name_of_class
-from fxcomp.capture.faithful import explaining, faithful
+from fxcomp.capture.faithful import explaining, faithful, puts_gradient
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 @contextmanager
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Exchange the model's parameters and buffers for traced tensors, given by the id of the real ones."""
+    """Exchange the model's parameters and buffers for the tensors that are given by the id of the real ones."""
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
@@ -50,8 +50,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
                 saved.append((table, dict(table)))
                 places.append(place)
                 for name, tensor in saved[-1][1].items():
-                    if tensor is not None:
-                        table[name] = stand_ins[id(tensor)]
+                    table[name] = stand_ins.get(id(tensor), tensor)
             _refresh_flat_weights(module)
         held = [(place, table, dict(table)) for place, (table, _) in zip(places, saved, strict=True)]
         yield
@@ -160,13 +159,12 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
+            _check_no_backward(by_name)
             # A backward pass is run outside autocast, whatever the forward pass was run in.
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
-                found_by: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
-            gradients = list(map(_accumulated, wanted, found_by))
-        _check_no_backward(by_name)
+                gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted)))
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -213,12 +211,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
     """Refuse gradients that the loss function itself has put into `.grad`: eager PyTorch would add the loss's."""
     for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            raise CaptureFailed(
-                f"the loss function puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n"
-                "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
-                " torch.autograd.grad."
-            )
+        if compat.gradient_of(parameter) is not None:
+            raise puts_gradient(name)
 
 
 # The results of the loss function
@@ -243,6 +237,30 @@ def _checked(loss: Any) -> Tensor:
     if not loss.requires_grad:
         raise errors.UnsupportedResult("the loss does not depend on any trainable parameter: nothing to train")
     return loss
+
+
+def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """Run `backward()`, and take what it has put into `.grad`.
+
+    `autograd.grad` runs only what lies between the loss and the parameters, and loses what a `backward()` inside of
+    the backward pass makes: of blocks under reentrant checkpointing, or of reversible ones.
+    """
+    arrived: list[list[Tensor]] = [[] for _ in wanted]
+    handles = [parameter.register_hook(each.append) for parameter, each in zip(wanted, arrived, strict=True)]
+    try:
+        torch.autograd.backward([loss], seed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_as_made(compat.gradient_of(parameter), each) for parameter, each in zip(wanted, arrived, strict=True)]
+
+
+def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
+    """Return the gradient that arrived, if only one did; `.grad` is a copy of it."""
+    if gradient is None or len(arrived) != 1:
+        return gradient
+    is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
+    return arrived[0] if is_copy else gradient
 
 
 def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -16,7 +16,8 @@
 # pyright: reportUnusedImport=false
 # fmt: off
 from fxcomp.compat.answers import (
-    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, node_of, symbols_of, unknown_size,
+    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, gradient_of, node_of, symbols_of,
+    unknown_size,
 )
 from fxcomp.compat.constants import traced
 from fxcomp.compat.dynamo import (
