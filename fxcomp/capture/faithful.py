@@ -69,9 +69,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             raise
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
-            "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"
-            " autograd, libraries that compute otherwise while traced, and Python that reads tensors' memory do"
-            " not trace."
+            "  The error above this one has the rest of the way there. Custom C++ autograd, libraries that compute"
+            " otherwise while traced, and Python that reads tensors' memory do not trace."
         ) from error
 
 
@@ -142,10 +141,10 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 
 @contextmanager
-def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
+def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
     """Run a forward pass as eager would, on the stand-ins of a model's tensors.
 
-    Gives a list of the weights whose gradient is sparse in eager PyTorch, which is filled on the way.
+    Yields an object that notes, on the way, weights whose gradient is sparse in eager PyTorch, and gradient hooks.
 
     `caches_casts` is autocast's setting outside of tracing, which switches it off: with the cache a weight that is used
     twice is cast once, and its gradient is summed in the lower precision.
@@ -155,7 +154,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
     torch.clear_autocast_cache()
     try:
         with pythons_numbers(fakes) as reader, _Refusing(stand_ins, reader) as refusing, _storages_stay():
-            yield refusing.densified
+            yield refusing
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
@@ -194,6 +193,8 @@ _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 """Functions that make sparse gradients when they are asked to."""
 
 
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
 _READS = (Tensor.item, Tensor.tolist)
 
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
@@ -219,6 +220,8 @@ class _Refusing(TorchFunctionMode):
         self._ones: list[Tensor] = []
         """Results of comparing a stand-in with the tensor that it stands for."""
         self.densified: list[str] = []
+        self.has_hooks = False
+        """The step has registered a hook on a tensor's gradient."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -237,6 +240,7 @@ class _Refusing(TorchFunctionMode):
             return True  # a dict asks so of a key
         if aside := next((name for name, table in _ASIDE.items() if getattr(func, "__self__", None) is table), None):
             self._check_is_in_graph(aside, *args, reads=func.__name__ == "__get__")
+        self.has_hooks |= func in _HOOKS
         if func in _VALUES:
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"

@@ -148,7 +148,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         with (
             swapped(training.model, stand_ins.by_id),
             stand_ins.taken_for_real(),
-            faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as densified,
+            faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as seen,
             keeping_collectives(training.model),
             keeping_random_states(),
         ):
@@ -164,7 +164,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
-                gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted)))
+                whole = seen.has_hooks or _calls_out(loss)
+                gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -177,7 +178,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 gradient_names=tuple(name for name, g in named.items() if g is not None),
                 without_gradient=tuple(name for name, g in named.items() if g is None),
                 is_weighted=weighted is not None,
-                densified=tuple(name for name in densified if named.get(name) is not None),
+                densified=tuple(name for name in seen.densified if named.get(name) is not None),
             )
         )
         returned = [leaf for leaf, constant in zip(leaves, constants, strict=True) if constant is None]
@@ -239,20 +240,34 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """Run `backward()`, and take what it has put into `.grad`.
+def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
+    """Run the backward pass of a loss.
 
-    `autograd.grad` runs only what lies between the loss and the parameters, and loses what a `backward()` inside of
-    the backward pass makes: of blocks under reentrant checkpointing, or of reversible ones.
+    `autograd.grad` runs only the nodes between the loss and the parameters. It misses the gradients of a `backward()`
+    inside the backward pass, as reentrant checkpointing and reversible blocks call it. A `whole` pass does not.
     """
+    if not whole:
+        return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
     arrived: list[list[Tensor]] = [[] for _ in wanted]
-    handles = [parameter.register_hook(each.append) for parameter, each in zip(wanted, arrived, strict=True)]
-    try:
-        torch.autograd.backward([loss], seed)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for parameter, each in zip(wanted, arrived, strict=True):
+        parameter.register_hook(each.append)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    torch.autograd.backward([loss], seed)
     return [_as_made(compat.gradient_of(parameter), each) for parameter, each in zip(wanted, arrived, strict=True)]
+
+
+def _calls_out(loss: Tensor) -> bool:
+    """Return whether a backward pass runs more than torch's own operators: an autograd.Function, or C++ like it."""
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__module__ != "builtins" or type(node).__name__ == "CppFunction":
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:

@@ -51,14 +51,15 @@ class _Alias(nn.Parameter):
         return alias
 
     def __eq__(self, other: Any) -> Any:
-        return other is self.stands_for or super().__eq__(other)
+        is_same = self.stands_for is getattr(other, "stands_for", other)
+        return is_same or super().__eq__(other)  # pyright: ignore[reportUnknownVariableType]  # untyped
 
     def __hash__(self) -> int:
         return id(self.stands_for)
 
 
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function and `backward()`; gradients, hooks, buffers, random numbers and the batch stay as they were.
+    """Run the loss function and `backward()`; nothing of the user's changes, and no hook of a parameter runs.
 
     The backward pass begins with `seed`, with 1 if there is none.
     """
@@ -66,7 +67,11 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
     aliases = {name: _Alias.of(p) for name, p in parameters.items() if p.requires_grad}
     stand_ins = StandIns({name: (parameters[name], alias) for name, alias in aliases.items()})
     buffers: dict[str, Tensor] = {}
-    with _undisturbed(training, captured, buffers), swapped(training.model, stand_ins.by_id), stand_ins.taken_for_real():
+    with (
+        _undisturbed(training, captured, buffers),
+        swapped(training.model, stand_ins.by_id),
+        stand_ins.taken_for_real(),
+    ):
         result = training.loss_fn(training.model, _copied(batch))
         returned, aux = result if captured.has_aux else (result, ())
         weighted = returned if isinstance(returned, WeightedLoss) else None
