@@ -142,7 +142,7 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
-    """Run a forward pass as eager would, on the stand-ins of a model's tensors.
+    """Run a forward and backward pass as eager would, on the stand-ins of a model's tensors.
 
     Yields an object that notes, on the way, weights whose gradient is sparse in eager PyTorch, and gradient hooks.
 
@@ -153,7 +153,12 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with pythons_numbers(fakes) as reader, _Refusing(stand_ins, reader) as refusing, _storages_stay():
+        with (
+            pythons_numbers(fakes) as reader,
+            _Refusing(stand_ins, reader) as refusing,
+            compat.function_mode_in_backward(refusing),
+            _storages_stay(),
+        ):
             yield refusing
     finally:
         torch.clear_autocast_cache()
@@ -290,7 +295,7 @@ class _Refusing(TorchFunctionMode):
     def _check_is_in_graph(self, what: str, tensor: Tensor, value: Any = None, *, reads: bool) -> None:
         name = self._stand_ins.name(tensor)
         if name and isinstance(value, Tensor) and compat.is_called_by_user():
-            raise puts_gradient(name)
+            raise puts_gradient(name, _at())
         if reads and name and compat.is_called_by_user():
             raise CaptureFailed(
                 f"the step reads .{what} of {name!r}, which a compiled step does not have.\n{_at()}"
@@ -314,10 +319,10 @@ class _Refusing(TorchFunctionMode):
         )
 
 
-def puts_gradient(name: str) -> CaptureFailed:
+def puts_gradient(name: str, at: str = "") -> CaptureFailed:
     """Refuse a gradient that the user puts into `.grad`: eager PyTorch adds to it, or not, by what was there."""
     return CaptureFailed(
-        f"the loss function puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{_at()}"
+        f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
         "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
         " torch.autograd.grad. An autograd.Function calls backward() in its own backward, or returns the gradient."
     )

@@ -64,20 +64,17 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
     The backward pass begins with `seed`, with 1 if there is none.
     """
     parameters = dict(training.model.named_parameters())
-    aliases = {name: _Alias.of(p) for name, p in parameters.items() if p.requires_grad}
-    stand_ins = StandIns({name: (parameters[name], alias) for name, alias in aliases.items()})
     buffers: dict[str, Tensor] = {}
-    with (
-        _undisturbed(training, captured, buffers),
-        swapped(training.model, stand_ins.by_id),
-        stand_ins.taken_for_real(),
-    ):
-        result = training.loss_fn(training.model, _copied(batch))
-        returned, aux = result if captured.has_aux else (result, ())
-        weighted = returned if isinstance(returned, WeightedLoss) else None
-        loss: Any = weighted.sum if weighted else returned
-        with compat.without_autocast():
-            torch.autograd.backward([loss], None if seed is None else [seed.to(loss.dtype)])
+    with _undisturbed(training, captured, buffers):
+        aliases = {name: _Alias.of(p) for name, p in parameters.items() if p.requires_grad}
+        stand_ins = StandIns({name: (parameters[name], alias) for name, alias in aliases.items()})
+        with swapped(training.model, stand_ins.by_id), stand_ins.taken_for_real():
+            result = training.loss_fn(training.model, _copied(batch))
+            returned, aux = result if captured.has_aux else (result, ())
+            weighted = returned if isinstance(returned, WeightedLoss) else None
+            loss: Any = weighted.sum if weighted else returned
+            with compat.without_autocast():
+                torch.autograd.backward([loss], None if seed is None else [seed.to(loss.dtype)])
     leaves, aux_spec = pytree.tree_flatten(aux)
     found = {owner.name: aliases[owner.name].grad for owner in training.owned if owner.name in aliases}
     gradients = {name: None if g is None else _written_into(g) for name, g in found.items()}
