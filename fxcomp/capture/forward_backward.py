@@ -166,6 +166,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 wanted = [by_name[name] for name in names]
                 whole = seen.has_hooks or _calls_out(loss)
                 gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
+            if not whole:
+                _check_no_backward(by_name)
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -210,7 +212,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that the loss function itself has put into `.grad`: eager PyTorch would add the loss's."""
+    """Refuse gradients that have come into `.grad` otherwise than by the loss: eager PyTorch would add the loss's."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)

@@ -177,6 +177,12 @@ def test_reentrant_checkpoints_draw_the_masks_of_the_forward_pass_again(rule: Ca
     trains_as_eager(Blocks(rule, p=0.5), square, batches())
 
 
+@pytest.mark.parametrize("rule", [one_by_one, shared, reversible])
+def test_sizes_that_vary_are_captured_as_symbols(rule: Callable[[Any, Tensor], Tensor]):
+    step = trains_as_eager(Blocks(rule, p=0.0 if rule is reversible else 0.5), square, batches(4, 6, 8, 10, 12, 14))
+    assert len(step.in_force.programs) == 3, "the third size is a symbol, and all that follow"
+
+
 def compiled(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checks = fxcomp.Checks(verify=1)
@@ -277,6 +283,17 @@ def test_a_refused_step_leaves_gradients_outside_of_the_model_alone():
     assert outside.weight.grad is kept
     assert bool((kept == 1).all())
     assert outside.bias.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_blocks_that_eager_leaves_out_are_left_out_with_a_warning():
+    def rule(model: Any, x: Tensor) -> Tensor:
+        return again(model.blocks[0], x.detach()) + model.blocks[1](x)
+
+    model = Blocks(rule)
+    model.blocks[2].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"'blocks.0.*way that backward\(\) follows.*as eager PyTorch skips it"):
+        trains_as_eager(model, square, batches())
 
 
 def test_masks_that_a_reentrant_checkpoint_does_not_keep_are_refused():
