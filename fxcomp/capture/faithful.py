@@ -69,9 +69,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             raise
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
-            "  The error above this one has the rest of the way there. Reentrant activation checkpointing, custom C++"
-            " autograd, libraries that compute otherwise while traced, and Python that reads tensors' memory do"
-            " not trace."
+            "  The error above this one has the rest of the way there. Custom C++ autograd, libraries that compute"
+            " otherwise while traced, and Python that reads tensors' memory do not trace."
         ) from error
 
 
@@ -142,10 +141,10 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 
 @contextmanager
-def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[list[str]]:
-    """Run a forward pass as eager would, on the stand-ins of a model's tensors.
+def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
+    """Run a forward and backward pass as eager would, on the stand-ins of a model's tensors.
 
-    Gives a list of the weights whose gradient is sparse in eager PyTorch, which is filled on the way.
+    Yields an object that notes, on the way, weights whose gradient is sparse in eager PyTorch, and gradient hooks.
 
     `caches_casts` is autocast's setting outside of tracing, which switches it off: with the cache a weight that is used
     twice is cast once, and its gradient is summed in the lower precision.
@@ -154,8 +153,13 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
     torch.set_autocast_cache_enabled(caches_casts)
     torch.clear_autocast_cache()
     try:
-        with pythons_numbers(fakes) as reader, _Refusing(stand_ins, reader) as refusing, _storages_stay():
-            yield refusing.densified
+        with (
+            pythons_numbers(fakes) as reader,
+            _Refusing(stand_ins, reader) as refusing,
+            compat.function_mode_in_backward(refusing),
+            _storages_stay(),
+        ):
+            yield refusing
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
@@ -194,6 +198,8 @@ _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 """Functions that make sparse gradients when they are asked to."""
 
 
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
 _READS = (Tensor.item, Tensor.tolist)
 
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
@@ -219,6 +225,8 @@ class _Refusing(TorchFunctionMode):
         self._ones: list[Tensor] = []
         """Results of comparing a stand-in with the tensor that it stands for."""
         self.densified: list[str] = []
+        self.has_hooks = False
+        """The step has registered a hook on a tensor's gradient."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -236,7 +244,8 @@ class _Refusing(TorchFunctionMode):
         if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
             return True  # a dict asks so of a key
         if aside := next((name for name, table in _ASIDE.items() if getattr(func, "__self__", None) is table), None):
-            self._check_is_in_graph(aside, args[0], reads=func.__name__ == "__get__")
+            self._check_is_in_graph(aside, *args, reads=func.__name__ == "__get__")
+        self.has_hooks |= func in _HOOKS
         if func in _VALUES:
             raise CaptureFailed(
                 f"the step reads a tensor's values with .{func.__name__}(), which one graph cannot.\n{_at()}"
@@ -283,8 +292,10 @@ class _Refusing(TorchFunctionMode):
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
 
-    def _check_is_in_graph(self, what: str, tensor: Tensor, *, reads: bool) -> None:
+    def _check_is_in_graph(self, what: str, tensor: Tensor, value: Any = None, *, reads: bool) -> None:
         name = self._stand_ins.name(tensor)
+        if name and isinstance(value, Tensor) and compat.is_called_by_user():
+            raise puts_gradient(name, _at())
         if reads and name and compat.is_called_by_user():
             raise CaptureFailed(
                 f"the step reads .{what} of {name!r}, which a compiled step does not have.\n{_at()}"
@@ -306,6 +317,15 @@ class _Refusing(TorchFunctionMode):
             "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the batch"
             " (.item()) is captured."
         )
+
+
+def puts_gradient(name: str, at: str = "") -> CaptureFailed:
+    """Refuse a gradient that the user puts into `.grad`: eager PyTorch adds to it, or not, by what was there."""
+    return CaptureFailed(
+        f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
+        "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
+        " torch.autograd.grad. An autograd.Function calls backward() in its own backward, or returns the gradient."
+    )
 
 
 def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import is_plain, name_of_class
-from fxcomp.capture.faithful import explaining, faithful
+from fxcomp.capture.faithful import explaining, faithful, puts_gradient
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 @contextmanager
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Exchange the model's parameters and buffers for traced tensors, given by the id of the real ones."""
+    """Exchange the model's parameters and buffers for the tensors that are given by the id of the real ones."""
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
@@ -50,8 +50,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
                 saved.append((table, dict(table)))
                 places.append(place)
                 for name, tensor in saved[-1][1].items():
-                    if tensor is not None:
-                        table[name] = stand_ins[id(tensor)]
+                    table[name] = stand_ins.get(id(tensor), tensor)
             _refresh_flat_weights(module)
         held = [(place, table, dict(table)) for place, (table, _) in zip(places, saved, strict=True)]
         yield
@@ -149,7 +148,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         with (
             swapped(training.model, stand_ins.by_id),
             stand_ins.taken_for_real(),
-            faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as densified,
+            faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as seen,
             keeping_collectives(training.model),
             keeping_random_states(),
         ):
@@ -160,13 +159,15 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
+            _check_no_backward(by_name)
             # A backward pass is run outside autocast, whatever the forward pass was run in.
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
-                found_by: Any = torch.autograd.grad([loss], wanted, seed, allow_unused=True)
-            gradients = list(map(_accumulated, wanted, found_by))
-        _check_no_backward(by_name)
+                whole = seen.has_hooks or _calls_out(loss)
+                gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
+            if not whole:
+                _check_no_backward(by_name)
         leaves, aux_spec = pytree.tree_flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
@@ -179,7 +180,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 gradient_names=tuple(name for name, g in named.items() if g is not None),
                 without_gradient=tuple(name for name, g in named.items() if g is None),
                 is_weighted=weighted is not None,
-                densified=tuple(name for name in densified if named.get(name) is not None),
+                densified=tuple(name for name in seen.densified if named.get(name) is not None),
             )
         )
         returned = [leaf for leaf, constant in zip(leaves, constants, strict=True) if constant is None]
@@ -211,14 +212,10 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that the loss function itself has put into `.grad`: eager PyTorch would add the loss's."""
+    """Refuse gradients that have come into `.grad` otherwise than by the loss: eager PyTorch would add the loss's."""
     for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            raise CaptureFailed(
-                f"the loss function puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n"
-                "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
-                " torch.autograd.grad."
-            )
+        if compat.gradient_of(parameter) is not None:
+            raise puts_gradient(name)
 
 
 # The results of the loss function
@@ -243,6 +240,44 @@ def _checked(loss: Any) -> Tensor:
     if not loss.requires_grad:
         raise errors.UnsupportedResult("the loss does not depend on any trainable parameter: nothing to train")
     return loss
+
+
+def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
+    """Run the backward pass of a loss.
+
+    `autograd.grad` runs only the nodes between the loss and the parameters. It misses the gradients of a `backward()`
+    inside the backward pass, as reentrant checkpointing and reversible blocks call it. A `whole` pass does not.
+    """
+    if not whole:
+        return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
+    arrived: list[list[Tensor]] = [[] for _ in wanted]
+    for parameter, each in zip(wanted, arrived, strict=True):
+        parameter.register_hook(each.append)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    torch.autograd.backward([loss], seed)
+    return [_as_made(compat.gradient_of(parameter), each) for parameter, each in zip(wanted, arrived, strict=True)]
+
+
+def _calls_out(loss: Tensor) -> bool:
+    """Return whether a backward pass runs more than torch's own operators: an autograd.Function, or C++ like it."""
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__module__ != "builtins" or type(node).__name__ == "CppFunction":
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
+    """Return the gradient that arrived, if only one did; `.grad` is a copy of it."""
+    if gradient is None or len(arrived) != 1:
+        return gradient
+    is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
+    return arrived[0] if is_copy else gradient
 
 
 def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -113,8 +113,8 @@ def warn_unreached(names: Iterable[str]) -> None:
     """Warn of parameters that stay as they are."""
     for name in names:
         warnings.warn(
-            f"fxcomp: the loss does not depend on {name!r}, which gets no gradient and is skipped, as eager PyTorch"
-            " skips it. Set requires_grad=False if that is meant.",
+            f"fxcomp: the loss does not depend on {name!r} in a way that backward() follows: it gets no gradient and is"
+            " skipped, as eager PyTorch skips it. Set requires_grad=False if that is meant.",
             stacklevel=compat.users_level(),
         )
 

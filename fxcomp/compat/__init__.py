@@ -16,7 +16,8 @@
 # pyright: reportUnusedImport=false
 # fmt: off
 from fxcomp.compat.answers import (
-    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, node_of, symbols_of, unknown_size,
+    AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, gradient_of, node_of, symbols_of,
+    unknown_size,
 )
 from fxcomp.compat.constants import traced
 from fxcomp.compat.dynamo import (
@@ -42,8 +43,8 @@ from fxcomp.compat.machine import (
 )
 from fxcomp.compat.modes import (
     attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
-    float32_precision, function_mode, generators_in, has_saved_tensor_hooks, is_as_made, is_inside_transform,
-    is_profiling, is_same_generator, methods_instead, subclass_dispatch,
+    float32_precision, function_mode, function_mode_in_backward, generators_in, has_saved_tensor_hooks, is_as_made,
+    is_inside_transform, is_profiling, is_same_generator, methods_instead, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
     OBJECTS, bare_name, carries_objects, checks_values, communicates, direct_aten, draws, finished_work, flops,

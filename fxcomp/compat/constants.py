@@ -46,6 +46,13 @@ class Constants(TorchDispatchMode):
         self._tracer: Any = proxies.tracer
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         """Real tensors and their fakes, by the id of the real ones."""
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        """The `.grad` of real tensors, into which a traced backward pass puts fakes."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -70,6 +77,8 @@ class Constants(TorchDispatchMode):
             proxy = Proxy(self._tracer.create_arg(tensor), self._tracer)
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = tensor, fake
+            if tensor.requires_grad and tensor.is_leaf:
+                self._gradients.append((tensor, tensor.grad))
         return self._known[id(tensor)][1]
 
 

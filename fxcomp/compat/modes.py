@@ -15,15 +15,17 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from fxcomp.compat.symbols import attributes_instead
 from fxcomp.compat.tracing import is_traced_here
 
 _METHODS = (
@@ -130,6 +132,19 @@ def function_mode() -> str | None:
         if not isinstance(mode, DeviceContext):
             return type(mode).__name__
     return None
+
+
+@contextmanager
+def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
+    """Keep a mode around the Python that backward passes call; torch takes it off where a function begins one."""
+    run: Callable[..., Any] = torch.autograd._engine_run_backward
+
+    def run_inside(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if function_mode() == type(mode).__name__ else mode:
+            return run(*args, **kwargs)
+
+    with attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}}):
+        yield
 
 
 def dispatch_mode() -> str | None:

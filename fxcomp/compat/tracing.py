@@ -197,9 +197,18 @@ class _WithConstants(Interpreter):
 
 @contextmanager
 def without_autocast() -> Generator[None]:
-    """Run as if the caller had not switched autocast on."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    """Run as if the caller had not switched autocast on.
+
+    Not as a context of autocast: one inside of another does not forget its casts of weights when it ends.
+    """
+    before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    try:
+        for device in before:
+            torch.set_autocast_enabled(device, False)
         yield
+    finally:
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
 
 
 def uses_onednn() -> bool:

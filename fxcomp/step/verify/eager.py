@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.capture.forward_backward import swapped
+from fxcomp.capture.stand_ins import StandIns
 from fxcomp.capture.training import Training, WeightedLoss
 from fxcomp.graph.captured import Captured, written_parameters
 
@@ -36,23 +38,46 @@ class EagerResult:
     """As the forward pass left them."""
 
 
+class _Alias(nn.Parameter):
+    """A parameter's memory with a `.grad` of its own, and without hooks; a dict finds it by the parameter."""
+
+    stands_for: nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Alias:
+        """Make one of a trained parameter."""
+        alias = cls(parameter.detach())
+        alias.stands_for = parameter
+        return alias
+
+    def __eq__(self, other: Any) -> Any:
+        is_same = self.stands_for is getattr(other, "stands_for", other)
+        return is_same or super().__eq__(other)  # pyright: ignore[reportUnknownVariableType]  # untyped
+
+    def __hash__(self) -> int:
+        return id(self.stands_for)
+
+
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function and its backward pass; buffers, random numbers and the batch stay as they were.
+    """Run the loss function and `backward()`; nothing of the user's changes, and no hook of a parameter runs.
 
     The backward pass begins with `seed`, with 1 if there is none.
     """
     parameters = dict(training.model.named_parameters())
-    names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
     buffers: dict[str, Tensor] = {}
     with _undisturbed(training, captured, buffers):
-        result = training.loss_fn(training.model, _copied(batch))
-        returned, aux = result if captured.has_aux else (result, ())
-        weighted = returned if isinstance(returned, WeightedLoss) else None
-        loss: Any = weighted.sum if weighted else returned
-        found = _gradients(loss, [parameters[name] for name in names], seed)
+        aliases = {name: _Alias.of(p) for name, p in parameters.items() if p.requires_grad}
+        stand_ins = StandIns({name: (parameters[name], alias) for name, alias in aliases.items()})
+        with swapped(training.model, stand_ins.by_id), stand_ins.taken_for_real():
+            result = training.loss_fn(training.model, _copied(batch))
+            returned, aux = result if captured.has_aux else (result, ())
+            weighted = returned if isinstance(returned, WeightedLoss) else None
+            loss: Any = weighted.sum if weighted else returned
+            with compat.without_autocast():
+                torch.autograd.backward([loss], None if seed is None else [seed.to(loss.dtype)])
     leaves, aux_spec = pytree.tree_flatten(aux)
-    own = [_written_into(g) if isinstance(g, Tensor) else g for g in found]
-    gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
+    found = {owner.name: aliases[owner.name].grad for owner in training.owned if owner.name in aliases}
+    gradients = {name: None if g is None else _written_into(g) for name, g in found.items()}
     expected = {name: gradients.pop(name, None) for name in captured.gradient_names}
     others = [*parameters.values(), *training.model.buffers()]
     return EagerResult(
@@ -73,32 +98,18 @@ FACTORS = (0.7, 1.3, 0.9)
 def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> dict[str, float]:
     """Tell how far rounding alone moves each gradient, relative to the largest of all.
 
-    The backward pass of one forward pass begins with multiples of its seed, which are divided out again. Gradients are
-    proportional to the seed, but for rounding.
+    Backward passes begin with multiples of the seed, which are divided out again. Gradients are proportional to the
+    seed, but for rounding.
     """
-    parameters = dict(training.model.named_parameters())
-    names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
-    wanted = [parameters[name] for name in names]
-    with _undisturbed(training, captured, {}):
-        result = training.loss_fn(training.model, _copied(batch))
-        returned = result[0] if captured.has_aux else result
-        loss: Any = returned.sum if isinstance(returned, WeightedLoss) else returned
-        one = torch.ones_like(loss) if seed is None else seed
-        first = _gradients(loss, wanted, one, keep=True)
-        moved = dict.fromkeys(names, 0.0)
-        for factor in FACTORS:
-            again = _gradients(loss, wanted, one * factor, keep=True)
-            for name, value, other in zip(names, first, again, strict=True):
-                if value is not None and other is not None:
-                    moved[name] = max(moved[name], largest(_written_into(other) / factor - _written_into(value)))
-    scale = max((largest(value) for value in first if value is not None), default=0.0)
+    one = torch.ones((), device=training.device) if seed is None else seed
+    first = run_eagerly(training, captured, batch, one).gradients
+    moved = dict.fromkeys(first, 0.0)
+    for factor in FACTORS:
+        again = run_eagerly(training, captured, batch, one * factor).gradients
+        for name, value in first.items():
+            moved[name] = max(moved[name], largest(again[name] / factor - value))
+    scale = max(map(largest, first.values()), default=0.0)
     return {name: value / scale for name, value in moved.items()} if scale > 0 else {}
-
-
-def _gradients(loss: Tensor, wanted: Sequence[Tensor], seed: Tensor | None, *, keep: bool = False) -> list[Any]:
-    with compat.without_autocast():
-        seeds = None if seed is None else [seed.to(loss.dtype)]
-        return list(torch.autograd.grad([loss], wanted, seeds, retain_graph=keep or None, allow_unused=True))
 
 
 @contextmanager
@@ -138,10 +149,12 @@ def _copied(batch: Any) -> Any:
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or 0 in compat.strides(leaf):
+        if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            twin = leaf.detach().clone(memory_format=torch.preserve_format)
+            twin = leaf.detach()
+            if 0 not in compat.strides(leaf):
+                twin = twin.clone(memory_format=torch.preserve_format)
             copies[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
