@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeGuard, cast
@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
@@ -42,6 +43,41 @@ class Owned:
     def state(self) -> dict[str, Any]:
         """Its optimizer's state for it."""
         return self.optimizer.state.get(self.parameter, {})
+
+
+@dataclass(frozen=True, slots=True)
+class FreshState:
+    """State that was made for a parameter before its first step."""
+
+    state: Mapping[str, Any]
+    """The optimizer's own."""
+    begun: Mapping[str, Any]
+    """The values with which it was made."""
+
+
+_FRESH: MutableMapping[torch.optim.Optimizer, dict[Tensor, FreshState]] = WeakIdKeyDictionary()
+
+
+def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
+    """Return the record of an optimizer's parameters that no step has updated yet, which all steps share.
+
+    An eager `optimizer.step()` takes out the parameters with a gradient, and `load_state_dict` takes out all.
+    """
+    if optimizer not in _FRESH:
+        _FRESH[optimizer] = {}
+        compat.watch_optimizer(optimizer, forget_stepped, _forget_loaded)
+    return _FRESH[optimizer]
+
+
+def forget_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Take parameters that an eager step updates out of the record; shadows have none."""
+    known = _FRESH.get(optimizer, {})
+    for parameter in [each for each in known if each.grad is not None]:
+        del known[parameter]
+
+
+def _forget_loaded(optimizer: torch.optim.Optimizer) -> None:
+    _FRESH.get(optimizer, {}).clear()
 
 
 def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
@@ -84,7 +120,7 @@ def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> err
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedOptimizer for hooks, an option or an optimizer inside that a captured step would not follow."""
-    if hooks := compat.optimizer_hooks(optimizer):
+    if hooks := compat.optimizer_hooks(optimizer, forget_stepped):
         raise errors.UnsupportedOptimizer(
             f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
             "  Remove it, or do its work around step(batch)."

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxcomp.capture.optimizer import Owned, is_kept, refused
-from fxcomp.capture.probe import Habits, copied, first_step
+from fxcomp.capture.optimizer import FreshState, Owned, fresh_states, is_kept, refused
+from fxcomp.capture.probe import Habits, copied, first_step, same
 from fxcomp.capture.shadow import shadow_of, unseen
 
 
-def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> dict[str, dict[str, Any]]:
-    """Create the state of parameters that have none; returns the fresh states by parameter name.
+def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
+    """Create the state of parameters that have none, and record that it is fresh.
 
     The optimizer's own class takes a first step on a stand-in, for all that are alike.
     """
@@ -27,19 +27,27 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> d
                 " not known",
                 "Take the first step eagerly (loss.backward(), optimizer.step()), and call compile_step then",
             )
-    fresh: dict[str, dict[str, Any]] = {}
-    for owner, state in zip(missing, _beginnings(missing, habits), strict=True):
-        owner.optimizer.state[owner.parameter] = state
-        fresh[owner.name] = state
-    return fresh
+    for owner, begun in zip(missing, _beginnings(missing, habits), strict=True):
+        owner.optimizer.state[owner.parameter] = state = copied(begun)
+        if is_kept(state):
+            fresh_states(owner.optimizer)[owner.parameter] = FreshState(state, begun)
 
 
 def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
     """Let fresh states begin as they would now: a parameter or an option may have changed since they were created."""
-    for owner, state in zip(owned, _beginnings(owned, habits), strict=True):
+    for owner, begun in zip(owned, _beginnings(owned, habits), strict=True):
         for key, value in owner.state.items():
             if isinstance(value, Tensor):
-                value.copy_(state[key])
+                value.copy_(begun[key])
+        fresh_states(owner.optimizer)[owner.parameter] = FreshState(owner.state, begun)
+
+
+def is_fresh(owner: Owned) -> bool:
+    """Check that no step, eager or compiled, and nothing else has written a parameter's state since it was made."""
+    known = fresh_states(owner.optimizer).get(owner.parameter)
+    if known is None or known.state is not owner.state:
+        return False
+    return all(same(value, owner.state.get(key)) for key, value in known.begun.items())
 
 
 def may_change(state: Mapping[str, Any]) -> bool:
@@ -60,5 +68,5 @@ def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[di
                 value = parameter if known.follows_parameter else torch.zeros_like(parameter)
                 step = first_step(shadows[id(owner.optimizer)], owner.options, value, torch.zeros_like(parameter))
                 of_likeness[likeness] = known.beginning(step)
-            made.append(copied(of_likeness[likeness]))
+            made.append(of_likeness[likeness])
     return made

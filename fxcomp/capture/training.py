@@ -14,7 +14,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import check_model
-from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
+from fxcomp.capture.optimizer import (
+    GivenOptimizers,
+    Owned,
+    all_optimizers,
+    check_optimizer,
+    class_name,
+    fresh_states,
+    groups_of,
+)
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
 from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
@@ -144,8 +152,6 @@ class Training:
     max_grad_value: float | None
     habits: Mapping[int, Habits]
     """The use that updates make of a parameter's state, by the number of its group."""
-    fresh_state: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Optimizer state that was created for the capture, by parameter: these have not been stepped yet."""
     finds_unused: bool = False
     """The loss may leave out parameters for some batches: they get zeros for a gradient."""
     loss_scale: LossScale | None = None
@@ -168,11 +174,12 @@ class Training:
         owned = owned_parameters(model, optimizers)
         habits: dict[int, Habits] = {}
         for each in optimizers:
+            fresh_states(each)  # an optimizer whose state is made later is watched as well
             habits |= probe(each, [owner for owner in owned if owner.optimizer is each])
-        fresh = materialize_state(owned, habits)
+        materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)
         clipped = max_grad_norm, max_grad_value
-        return cls(model, loss_fn, optimizers, owned, *clipped, habits, fresh, finds_unused, scale)
+        return cls(model, loss_fn, optimizers, owned, *clipped, habits, finds_unused, scale)
 
     @property
     def owners(self) -> dict[str, Owned]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -47,16 +47,30 @@ def global_module_hooks() -> dict[str, dict[int, Any]]:
     return {f"the global {kind} hooks": getattr(module, f"_global_{kind}_hooks") for kind in kinds}
 
 
-def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Name the kinds of hooks that an optimizer's step would run."""
+def watch_optimizer(optimizer: torch.optim.Optimizer, stepped: Any, loaded: Any) -> None:
+    """Call `stepped` before and after each eager step, and `loaded` after each `load_state_dict`.
+
+    An optimizer whose class leaves out `super().__init__()` runs no hooks and is not watched.
+    """
+    if "_optimizer_step_pre_hooks" in vars(optimizer):
+        optimizer.register_step_pre_hook(stepped)
+        optimizer.register_step_post_hook(stepped)
+        optimizer.register_load_state_dict_post_hook(loaded)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]:
+    """Name the kinds of hooks other than `ours` that an optimizer's step would run."""
     import torch.optim.optimizer as module
+
+    def of_steps(kind: str) -> Iterable[object]:
+        return vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {}).values()
 
     own_step = vars(optimizer).get("step")
     tables: dict[str, Any] = {
         # Schedulers put a step of their own in its place, to count.
         "step method of its own": own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"),
-        "step pre-hook": optimizer._optimizer_step_pre_hooks,
-        "step post-hook": optimizer._optimizer_step_post_hooks,
+        "step pre-hook": [each for each in of_steps("pre") if each is not ours],
+        "step post-hook": [each for each in of_steps("post") if each is not ours],
         "global step pre-hook": module._global_optimizer_pre_hooks,
         "global step post-hook": module._global_optimizer_post_hooks,
     }

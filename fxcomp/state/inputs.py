@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxcomp.capture.batch_type import batch_type
-from fxcomp.capture.optimizer import is_kept, live_numbers, read_together
-from fxcomp.capture.optimizer_state import materialize_state, may_change, renew_state
+from fxcomp.capture.optimizer import fresh_states, is_kept, live_numbers, read_together
+from fxcomp.capture.optimizer_state import is_fresh, materialize_state, may_change, renew_state
 from fxcomp.capture.probe import check_habits
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Owned, Training
@@ -103,7 +103,6 @@ class Inputs:
         self.parameters = dict(training.model.named_parameters())
         self.sums = Sums(training, micro_batches)
         """The sums over micro-batches, and what gradients are multiplied by."""
-        self._fresh_state = dict(training.fresh_state)
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
@@ -120,7 +119,7 @@ class Inputs:
         self._make_missing_state()
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
-        numbers = self.numbers = self.live_numbers()
+        numbers = self.numbers = self._numbers_of(self._renewed(program))
         parameters, kept = self.parameters, self._kept_by_optimizer
         for source in program.inputs:
             match source.kind:
@@ -162,49 +161,60 @@ class Inputs:
 
     def has_stepped(self, program: Program, unmoved: Collection[str] = ()) -> None:
         """Count a step in the state where the optimizers do; the first one is over but for parameters left unmoved."""
-        self._fresh_state = {name: state for name, state in self._fresh_state.items() if name in unmoved}
+        for owner in self._maybe_fresh(program):
+            if owner.name not in unmoved:
+                fresh_states(owner.optimizer).pop(owner.parameter, None)
         for source in program.inputs if self._counters else ():
             if source.kind is InputKind.STATE and (growth := self._counters[source.name].get(source.key)) is not None:
                 self._owners[source.name].state[source.key] += growth
 
-    def is_fresh(self, owner: Owned) -> bool:
-        """Tell a parameter whose first step is still to come: nobody has loaded another state since."""
-        return self._fresh_state.get(owner.name) is owner.state
+    def _maybe_fresh(self, program: Program) -> list[Owned]:
+        """List the parameters whose state a program updates; none if no state of the optimizers is fresh."""
+        if not any(map(fresh_states, self.training.optimizers)):
+            return []
+        updated = {source.name for source in program.inputs if source.kind is InputKind.STATE}
+        return [owner for owner in self.training.owned if owner.name in updated]
 
-    def live_numbers(self) -> list[dict[str, float]]:
+    def _renewed(self, program: Program) -> dict[int, set[bool]]:
+        """Renew fresh states that a program updates; returns by parameter group which kinds of state there are."""
+        kinds: dict[int, set[bool]] = {}
+        fresh: list[Owned] = []
+        for owner in self._maybe_fresh(program):
+            kinds.setdefault(owner.group, set()).add(is_new := is_fresh(owner))
+            fresh += [owner] if is_new and may_change(owner.state) else []
+        renew_state(fresh, self.training.habits)
+        return kinds
+
+    def _numbers_of(self, fresh: Mapping[int, set[bool]]) -> list[dict[str, float]]:
         """The numbers of each parameter group that a step reads each time, such as `lr`. Raises StepChanged."""
         read = read_together(self.training.groups)
         numbers = [live_numbers(group, read) for group in self.training.groups]
         for index, group in enumerate(numbers):
-            if "dampening" not in group or not self._fresh_state:
+            if "dampening" not in group or index not in fresh:
                 continue
-            fresh = {self.is_fresh(owner) for owner in self.training.owned if owner.group == index}
-            if fresh == {True, False}:
+            if fresh[index] == {True, False}:
                 raise StepChanged(
                     f"parameter group {index} has momentum for some parameters and none yet for others, which with"
                     " dampening cannot be stepped together.\n  Put the new parameters into a group of their own."
                 )
-            if fresh == {True}:
+            if fresh[index] == {True}:
                 group["dampening"] = 0.0  # SGD's first step takes the gradient as it is
         return numbers
 
     def _make_missing_state(self) -> None:
         """Make the optimizer's state if it is not there, as its own first step would."""
-        owned, habits = self.training.owned, self.training.habits
+        owned = self.training.owned
         kept = {owner.name: owner.state for owner in owned}  # each is looked up once: hashing a tensor runs in Python
         missing = [owner for owner in owned if owner.name not in self._stateless and not is_kept(kept[owner.name])]
         if missing:
-            self._fresh_state |= materialize_state(missing, habits)
+            materialize_state(missing, self.training.habits)
             kept = {owner.name: owner.state for owner in owned}
             self._stateless |= {owner.name for owner in missing if not is_kept(kept[owner.name])}
-        if self._fresh_state:
-            fresh = [owner for owner in owned if self.is_fresh(owner) and may_change(owner.state)]
-            renew_state(fresh, habits)
         self._kept_by_optimizer = kept
 
     def rates(self, numbers: Sequence[Mapping[str, float]] | None = None) -> dict[int, float]:
         """The learning rate of each parameter group; read again if no numbers are given."""
-        read = self.live_numbers() if numbers is None else numbers
+        read = self._numbers_of({}) if numbers is None else numbers
         return {index: of_group["lr"] for index, of_group in enumerate(read)}
 
     def names_by_group(self) -> Mapping[int, Sequence[str]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.capture.optimizer import Owned, is_number, state_tensors
+from fxcomp.capture.optimizer import FreshState, Owned, fresh_states, is_number, state_tensors
+from fxcomp.capture.optimizer_state import is_fresh
+from fxcomp.capture.probe import copied
 from fxcomp.capture.training import Training
 from fxcomp.ranks import Ranks
 
@@ -56,14 +58,14 @@ def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
     theirs = ranks.from_rank_0("rank 0's optimizer state", lambda: _plain(training))
     with torch.no_grad():
         for owner in training.owned:
-            _share(owner, theirs[owner.name], training, ranks)
+            _share(owner, theirs[owner.name], ranks)
     others = ", ".join(str(rank) for rank, check in enumerate(everyone) if check != everyone[0])
     return (f"the optimizer's state of rank 0 was given to all: it was another one on rank {others}",)
 
 
-def _share(owner: Owned, theirs: Mapping[str, Any], training: Training, ranks: Ranks) -> None:
+def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:
     """Take one parameter's state from rank 0, and whether its first step is still to come."""
-    state, fresh = owner.state, cast("dict[str, object]", training.fresh_state)
+    state, fresh = owner.state, fresh_states(owner.optimizer)
     for value in state_tensors(state).values():
         sent = value.to(owner.parameter.device)  # a step counter may lie on the host
         ranks.share([sent])
@@ -72,9 +74,9 @@ def _share(owner: Owned, theirs: Mapping[str, Any], training: Training, ranks: R
     for key, number in theirs["numbers"].items():
         state[key] = number
     if theirs["fresh"]:
-        fresh[owner.name] = state
+        fresh[owner.parameter] = FreshState(state, copied(state))
     else:
-        fresh.pop(owner.name, None)
+        fresh.pop(owner.parameter, None)
 
 
 def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def _plain(training: Training) -> dict[str, Any]:
     return {
         owner.name: {
             "numbers": {key: value for key, value in owner.state.items() if is_number(value)},
-            "fresh": training.fresh_state.get(owner.name) is owner.state,
+            "fresh": is_fresh(owner),
         }
         for owner in training.owned
     }

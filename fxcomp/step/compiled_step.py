@@ -84,7 +84,7 @@ class CompiledStep:
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._followed = force.plan, force.predicted  # by the last step, as told in its metrics
         inputs = force.inputs
-        verifier = Verifier(self.training, site.ranks, inputs.is_fresh, self.notes.append, inputs.sums)
+        verifier = Verifier(self.training, site.ranks, self.notes.append, inputs.sums)
         watch = self.monitor.watch
         self._guard, self._profiler = Guard(force, site.ranks, self._steering.follow, self.notes.append), Profiler()
         acting = self._guard, self._steering, self._steering.referee, self._profiler

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import Owned, class_name, state_tensors
+from fxcomp.capture.optimizer import Owned, class_name, fresh_states, state_tensors
+from fxcomp.capture.optimizer_state import is_fresh, may_change
+from fxcomp.capture.probe import copied
 from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.training import Training
 from fxcomp.graph.work import is_sequence
@@ -108,13 +110,17 @@ class UpdateCheck:
     def __init__(
         self,
         training: Training,
-        is_fresh: Callable[[Owned], bool],
         relative: float,
         written: Collection[str] = (),
         moved: Mapping[str, MovedState] | None = None,
     ):
-        self._training, self._is_fresh, self._relative = training, is_fresh, relative
-        self._shadow_of = cache(shadow_of)
+        self._training, self._relative = training, relative
+        recorded = [owner for owner in training.owned if owner.parameter in fresh_states(owner.optimizer)]
+        self._fresh = {owner.name for owner in recorded if is_fresh(owner)}
+        """Parameters whose first step this is, as their state is before the step renews any."""
+        self._states = {o.name: copied(o.state) for o in recorded if may_change(o.state)}
+        """States that the step might renew, as they were before it."""
+        self._shadows = {id(each): shadow_of(each) for each in training.optimizers}
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
         self._written, self._moved = written, moved or {}
@@ -207,7 +213,8 @@ class UpdateCheck:
         try:
             if moved is None and not self.is_expected(owner.name, gradient):
                 return
-            before = {key: value.clone() for key, value in tensors.items()}
+            known = self._states.pop(owner.name, {})
+            before = {key: known.get(key, value).clone() for key, value in tensors.items()}
             if moved is None:
                 own = self.step_own(owner, state, before, gradient)
             else:
@@ -253,8 +260,8 @@ class UpdateCheck:
         gradient = gradient if limit is None else gradient.clamp(-limit, limit)
         stand_in = nn.Parameter(value)
         stand_in.grad = gradient
-        state = {} if self._is_fresh(owner) else given
-        shadow = self._shadow_of(owner.optimizer)
+        state = {} if owner.name in self._fresh else given
+        shadow = self._shadows[id(owner.optimizer)]
         return {"": value, **step_alone(shadow, stand_in, plain_options(owner.options), state)}
 
     def _count(self, owner: Owned) -> None:

@@ -27,7 +27,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.capture.optimizer import Owned
 from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
 from fxcomp.errors import VerificationFailed
@@ -60,8 +59,6 @@ class Verifier(Observer):
 
     training: Training
     ranks: Ranks
-    is_fresh: Callable[[Owned], bool]
-    """Asks if a parameter's first step is still to come."""
     note: Callable[[str], None]
     sums: Sums
     """The other micro-batches of a step's group."""
@@ -138,7 +135,6 @@ class Verification:
         self._differences = Differences(step.program.captured)
         self._updates = UpdateCheck(
             self._training,
-            verifier.is_fresh,
             self._differences.relative,
             written_parameters(step.program.captured.graph),
             moved_states(step.program.captured.graph, plan),
