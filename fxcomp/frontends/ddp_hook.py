@@ -145,7 +145,7 @@ class DdpHook(PlannedAverage):
         """Average over one rank: nothing is sent, and nothing that a loaded state owes."""
         if self._given is not None:
             warnings.warn(
-                "fxcomp: one rank has nothing to average; what compression left out before on several is lost, once.",
+                "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
                 stacklevel=2,
             )
         return _as_it_is

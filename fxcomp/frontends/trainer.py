@@ -27,7 +27,7 @@ from fxcomp.plan.compress import GivenCompress
 try:
     import transformers
     from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 except ImportError as error:
     raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
 
@@ -99,7 +99,7 @@ class FxcompCallback(transformers.TrainerCallback):
     def _begins_at(self, args: Any, state: Any) -> Path | None:
         """Return the folder that training goes on from; that of a loop of the user's own is the last step's."""
         if self._goes_on is True:
-            last = get_last_checkpoint(args.output_dir)
+            last: Any = get_last_checkpoint(args.output_dir)
             return None if last is None else Path(last)
         if self._goes_on:
             return Path(self._goes_on)

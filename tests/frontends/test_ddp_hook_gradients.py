@@ -93,7 +93,7 @@ INDEXES: dict[str, Callable[[int], Tensor]] = {
     "different numbers of rows": lambda k: words(k, 3 + 4 * dist.get_rank()),
     "no rows on rank 0": lambda k: words(k, 5 * dist.get_rank()),
     "no rows on any rank": lambda k: words(k, 0),
-    "the same row again and again": lambda k: torch.full((7,), dist.get_rank()),
+    "the same row again and again": lambda _: torch.full((7,), dist.get_rank()),
     "no rows in some passes": lambda k: words(k, 6 * (k % 2)),
 }
 
@@ -135,9 +135,7 @@ def trained(
 
 def is_same(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> bool:
     return all(
-        torch.equal(a, b)
-        for some, others in zip(mine, theirs, strict=True)
-        for a, b in zip(some, others, strict=True)
+        torch.equal(a, b) for some, others in zip(mine, theirs, strict=True) for a, b in zip(some, others, strict=True)
     )
 
 
