@@ -13,7 +13,10 @@ own there is nothing to wait for.
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.errors import UnsupportedFeature
+from fxcomp.errors import BadOption, UnsupportedFeature
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_program import Wrapped
 from fxcomp.frontends.planned_average import PlannedAverage
@@ -31,6 +34,9 @@ from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.kinds import check_is_trainable
 from fxcomp.ranks import Ranks
+from fxcomp.state.saved_state import Given
+
+log = logging.getLogger(__name__)
 
 
 def ddp_hook(
@@ -65,21 +71,60 @@ class DdpHook(PlannedAverage):
         self.__name__ = self.__qualname__ = "fxcomp.ddp_hook"  # torch logs them
         self._options = options
         self._take: Callable[[compat.GradBucket], Future] | None = None
+        self._lacks_scaler = False
+        """This is a copy of a hook that follows a scaler, which is not the copy's."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out process groups and programs, which a copy makes for itself, and keep the state."""
+        options, given = self._options, self._given if self._job is None else self.state_dict()
+        lacks_scaler = self._lacks_scaler or options.scaler is not None
+        return {"options": replace(options, scaler=None), "lacks scaler": lacks_scaler, "given": given}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"])
+        self._lacks_scaler = state["lacks scaler"]
+        self.load_state_dict(state["given"])
+        log.warning(
+            "a copy of fxcomp.ddp_hook() begins without process groups, and DistributedDataParallel registers no hook"
+            " with a copy of its wrapper: it averages dense. To compress there, call register_comm_hook(None, hook)."
+        )
+
+    def begin_again(self, state: Given) -> None:
+        """Meet the ranks again in the next backward pass, as a new hook, and go on from a `state`; all ranks call it.
+
+        DistributedDataParallel takes one hook for good, so a wrapper that is trained again keeps it. Raises BadState.
+        """
+        self.close()
+        self._job = self._take = None
+        self.load_state_dict(state)
 
     def __call__(self, state: object, bucket: compat.GradBucket) -> Future:
         """Take a bucket; torch calls this, in the same order on all ranks."""
         if self._take is None:
-            if dist.get_world_size() == 1:
-                return _as_it_is(bucket)
-            self._take = self._started(bucket.parameters()[0], state)
+            self._take = self._started(bucket, state)
             self._given = None
         return self._take(bucket)
 
-    def _started(self, parameter: Tensor, state: object) -> Callable[[compat.GradBucket], Future]:
+    def _started(
+        self, bucket: compat.GradBucket | tuple[Tensor, Tensor], state: object
+    ) -> Callable[[compat.GradBucket], Future]:
         """Meet the ranks that a wrapper averages over, in the first bucket of the first pass; each calls it there.
 
         `state` is what the hook was registered with.
         """
+        if isinstance(bucket, tuple):
+            raise UnsupportedFeature(
+                'with torch._dynamo.config.optimize_ddp = "python_reducer" torch hands hooks single gradients, and no'
+                " buckets.\n  Set it to True, its default, before DistributedDataParallel(...)."
+            )
+        if dist.get_world_size() == 1:
+            return self._alone()
+        if self._lacks_scaler:
+            raise BadOption(
+                "this hook is a copy of one with scaler=, and which scaler scales the loss here is not known.\n"
+                "  Make a new one, fxcomp.ddp_hook(scaler=scaler), and load the copy's state_dict() into it."
+            )
+        parameter = bucket.parameters()[0]
         wrapper, options = compat.wrapper_of(parameter, state), self._options
         with Ranks.meeting(options.cluster, "ddp_hook", None if wrapper is None else wrapper.process_group) as ranks:
             wrapped = ranks.attempt("looking at the model", lambda: _wrapped(wrapper, options))
@@ -88,13 +133,22 @@ class DdpHook(PlannedAverage):
                 "ddp_hook", ranks, options, ModelHere(wrapped.shapes, parameter.device, facts), self._given
             )
         if ranks.world_size == 1:  # the wrapper averages over this rank alone
-            return _as_it_is
+            return self._alone()
         self._job = job = HookJob(start, wrapped, self._given)
 
         def take(bucket: compat.GradBucket) -> Future:
-            return job.take(bucket.index(), bucket.buffer(), bucket.parameters(), is_last=bucket.is_last())
+            return job.take(bucket.buffer(), bucket.parameters(), is_last=bucket.is_last())
 
         return take
+
+    def _alone(self) -> Callable[[compat.GradBucket], Future]:
+        """Average over one rank: nothing is sent, and nothing that a loaded state owes."""
+        if self._given is not None:
+            warnings.warn(
+                "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
+                stacklevel=2,
+            )
+        return _as_it_is
 
 
 def _as_it_is(bucket: compat.GradBucket) -> Future:
@@ -102,7 +156,7 @@ def _as_it_is(bucket: compat.GradBucket) -> Future:
 
 
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
-    """Look at the model in a wrapper.
+    """Look at the model in a wrapper. Its sparse gradients are those that DistributedDataParallel expects.
 
     Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
     """
@@ -113,8 +167,20 @@ def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
         )
     model: nn.Module = wrapper.module
     options.compress.pinned.check_model(model)
-    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    averaged = [each for each in model.named_parameters() if each[0] not in wrapper.parameters_to_ignore]
+    named = [(name, each) for name, each in averaged if each.requires_grad]
     for name, each in named:
-        check_is_trainable(name, each.dtype)
-    shapes: dict[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in named}
+        check_is_trainable(name, each.dtype.to_real())
+    shapes = {name: _shape(each) for name, each in named if not _is_sparse(model, name)}
     return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a gradient in a bucket, where a complex number is a pair of reals."""
+    shape = tuple(parameter.shape) or (1,) * parameter.is_complex()
+    return (*shape[:-1], 2 * shape[-1]) if parameter.is_complex() else shape
+
+
+def _is_sparse(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

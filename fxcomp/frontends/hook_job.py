@@ -29,6 +29,7 @@ from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Runnin
 from fxcomp.frontends.start import Start, has_whole_plan
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
+from fxcomp.runtime.group import Work
 from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
@@ -56,12 +57,19 @@ def _pending(buffer: Tensor) -> Future:
 class Arrived:
     """The gradients that have come of the backward pass under way."""
 
+    parameters: set[int] = field(default_factory=set[int])
+    """By identity."""
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])
     futures: list[Future] = field(default_factory=list[Future])
+    sparse: dict[int, tuple[Tensor, Work]] = field(default_factory=dict[int, tuple[Tensor, Work]])
+    """Sparse gradients on their way to be the mean, by the number of their bucket."""
 
     def deliver(self) -> None:
         """Let DDP have its buffers back: they hold the means."""
+        for number, (mean, work) in self.sparse.items():
+            work.wait()
+            self.buffers[number] = mean
         for future, buffer in zip(self.futures, self.buffers, strict=True):
             future.set_result(buffer)
 
@@ -109,14 +117,18 @@ class HookJob(BackwardPasses):
 
     # Running
 
-    def take(self, number: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> Future:
-        """Take the next bucket of a backward pass: the gradients of these parameters, one after the other."""
+    def take(self, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> Future:
+        """Take the next bucket of a backward pass: the gradients of these parameters, one after the other.
+
+        A pass ends where all parameters have come, too: torch calls no bucket of a static graph's first pass the last
+        one, and all of them bucket 0, if there are several.
+        """
         with torch.no_grad(), compat.without_autocast():
             try:
                 if self.is_timed:
                     self.ready.enter()
-                is_timed, future = self.is_timed, self._take(number, buffer, parameters)
-                if is_last:
+                is_timed, future = self.is_timed, self._take(buffer, parameters)
+                if is_last or len(self._arrived.parameters) == len(self._wrapped.names):
                     self._finish()
                 if is_timed:
                     self.ready.leave()
@@ -129,13 +141,15 @@ class HookJob(BackwardPasses):
         self._arrived, self._running, self._unused = Arrived(), None, None
         super().stop(error)
 
-    def _take(self, number: int, buffer: Tensor, parameters: Sequence[Tensor]) -> Future:
-        arrived = self._arrived
-        if number != len(arrived.kinds):
+    def _take(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Future:
+        arrived, came = self._arrived, set(map(id, parameters))
+        number = len(arrived.kinds)
+        if arrived.parameters & came:
             raise RanksApart(
-                f"bucket {number} came where bucket {len(arrived.kinds)} was due: the backward pass before did not"
-                " reach every parameter.\n  Pass find_unused_parameters=True to DistributedDataParallel."
+                f"a bucket came again where bucket {number} was due: the backward pass before did not reach every"
+                " parameter.\n  Pass find_unused_parameters=True to DistributedDataParallel."
             )
+        arrived.parameters |= came
         kind, future = self._kind(parameters, buffer.dtype), _pending(buffer)
         arrived.kinds.append(kind)
         arrived.buffers.append(buffer)
@@ -143,13 +157,22 @@ class HookJob(BackwardPasses):
         if number == 0:
             self.enter()
             self._begin_pass(kind)
-        if not self.is_planned:
+        if buffer.is_sparse:
+            arrived.sparse[number] = self._sparse(buffer)
+            arrived.buffers[number] = buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        elif not self.is_planned:
             buffer.mul_(1 / self.site.ranks.world_size)
             self.runtime.counters.count("all_reduce", "world", buffer.nbytes)
             self.site.sum_over_ranks(buffer)
-        elif not self._gathers:
+        if self.is_planned and not self._gathers:
             self._feed(number)
         return future
+
+    def _sparse(self, gradient: Tensor) -> tuple[Tensor, Work]:
+        """Start to average a sparse gradient, as DDP does: its backend gathers indices and values, and adds."""
+        mean = gradient.div_(self.site.ranks.world_size).coalesce()
+        self.runtime.counters.count("all_gather", "world", mean.indices().nbytes + mean.values().nbytes)
+        return mean, self.site.transport.all_reduce(mean, "world", "main")
 
     def _kind(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
         key = tuple(map(id, parameters))
@@ -167,7 +190,7 @@ class HookJob(BackwardPasses):
     def _begin(self, program: HookProgram) -> None:
         self.follow_scale()
         state = self.planned.state
-        self._running = program.start(self.runtime, state)
+        self._running = program.start(self.runtime, state) if self._wrapped.shapes else None
         if self._wrapped.finds_unused and state.keeps_something:
             self._unused = ZeroGradients(state)
 
@@ -175,6 +198,8 @@ class HookJob(BackwardPasses):
         """Hand a bucket to the step under way."""
         program, kind = self._program, self._arrived.kinds[number]
         assert program is not None, "a step is under way"
+        if not kind.names:  # sparse: no line waits for it
+            return
         if self._running is None or program.layout[number] != kind:
             raise UnsupportedFeature(
                 f"DistributedDataParallel has changed its buckets in the middle of training: bucket {number} begins"
@@ -277,7 +302,7 @@ class HookJob(BackwardPasses):
             choice=decision.choice,
             mode=terms.mode.value,
             flip_gbit=self._flip_gbit[0] if self._flip_gbit else None,
-            notes=(*decision.notes, *self.site.ranks.notes),
+            notes=(*decision.notes, *self._wrapped.notes, *self.site.ranks.notes),
             measured_ms=self.times.median_ms,
             exposed_ms=self.times.exposed_ms,
             budget=terms.budget,

@@ -12,6 +12,7 @@ travel in parts. The emitted step is a generator, which stops where it needs the
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ Running = Generator[int, list[Tensor], tuple[None, tuple[Tensor, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class DdpBucket:
-    """A bucket as DistributedDataParallel fills it: parameters in the order of its flat buffer."""
+    """A bucket as DistributedDataParallel fills it: parameters in the order of its flat buffer.
+
+    The bucket of a sparse gradient is empty: no plan sends it.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -83,8 +87,15 @@ class Wrapped:
     names: dict[int, str]
     """Of those that are trained, by identity."""
     shapes: dict[str, tuple[int, ...]]
+    """Of dense gradients, as they lie in buckets: complex numbers are pairs of reals there."""
     finds_unused: bool
     """Some parameters may get no gradient in some passes."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Say which gradients no plan sends."""
+        sparse = [name for name in self.names.values() if name not in self.shapes]
+        return [f"the gradient of {name!r} is sparse (sparse=True): indices and values travel" for name in sparse]
 
     def bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
         """Describe a bucket of these parameters. Raises UnsupportedFeature if they are another model's."""
@@ -93,9 +104,9 @@ class Wrapped:
                 "this hook serves another model already.\n  Make one for each: model.register_comm_hook(None,"
                 " fxcomp.ddp_hook(...))."
             )
-        names = tuple(self.names[id(each)] for each in parameters)
-        sizes = tuple(each.numel() for each in parameters)
-        return DdpBucket(names, tuple(self.shapes[name] for name in names), sizes, dtype)
+        names = tuple(name for each in parameters if (name := self.names[id(each)]) in self.shapes)
+        shapes = tuple(self.shapes[name] for name in names)
+        return DdpBucket(names, shapes, tuple(map(math.prod, shapes)), dtype)
 
 
 def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) -> GraphModule:

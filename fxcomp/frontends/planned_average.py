@@ -12,7 +12,7 @@ from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
 from fxcomp.state.checkpoint import NOTHING_YET, states_of, to_tensors
-from fxcomp.state.saved_state import Given, check_are_states
+from fxcomp.state.saved_state import Given, check_are_states, states_given
 
 
 class PlannedAverage:
@@ -65,8 +65,12 @@ class PlannedAverage:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors, with the plan; before there is one it says so."""
-        saved = {} if self._job is None else self._job.state_dict()
+        """Copy this rank's state of error feedback and compressors, with the plan; before there is one it says so.
+
+        A loaded state that waits for the first backward pass is returned as it is.
+        """
+        waiting = states_given(self._given)
+        saved = dict(waiting[0]) if len(waiting) == 1 else {} if self._job is None else self._job.state_dict()
         return saved or {NOTHING_YET: True}
 
     def checkpoint(self) -> dict[str, Tensor]:

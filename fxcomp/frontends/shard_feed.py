@@ -113,7 +113,7 @@ class ShardFeed:
             if is_last:
                 self._agree_on_finite(now.came[number])
             now.fed += 1
-            self._job.take(now.fed - 1, now.came[number], self._stand_ins[number], is_last=is_last)
+            self._job.take(now.came[number], self._stand_ins[number], is_last=is_last)
 
     def _agree_on_finite(self, last: Tensor) -> None:
         """Let no shard of a gradient be applied, or its residual be spent, where another one is not finite.

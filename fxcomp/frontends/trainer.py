@@ -9,8 +9,10 @@ fxcomp`, because transformers is optional.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from fxcomp.plan.compress import GivenCompress
 try:
     import transformers
     from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+    from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 except ImportError as error:
     raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
 
@@ -35,8 +38,8 @@ FILE = "fxcomp-rank{rank}.safetensors"
 class FxcompCallback(transformers.TrainerCallback):
     """Registers a hook with the model that the trainer has wrapped; with one process there is none to register with.
 
-    `trainer` is the one that it is a callback of. `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the
-    scaler is the trainer's.
+    `trainer` is the one that it is a callback of; from now on its `train` notes where it goes on. `compress`, `cluster`
+    and `costs` are those of `fxcomp.ddp_hook`; the scaler is the trainer's.
     """
 
     def __init__(
@@ -52,18 +55,55 @@ class FxcompCallback(transformers.TrainerCallback):
         self._cluster, self._costs = cluster, costs
         self.hook: DdpHook | None = None
         """The hook of the training that runs, or ran last."""
+        self._model: Any = lambda: None
+        """A weak reference to the model that it is registered with, for good."""
+        self._goes_on: Any = None
+        """The last value of `resume_from_checkpoint`."""
+        for name in ("train", "_inner_training_loop"):  # what a subclass's own `train` has chosen comes to the second
+            self._note_folder(name)
+
+    def _note_folder(self, name: str) -> None:
+        """Note the folder that a method of the trainer goes on from, which no callback is told."""
+        method = getattr(self._trainer, name, None)
+        if method is None:
+            return
+
+        @functools.wraps(method)
+        def noting(*arguments: Any, **named: Any) -> Any:
+            first = arguments[0] if arguments and name == "train" else None
+            self._goes_on = named.get("resume_from_checkpoint", first)
+            return method(*arguments, **named)
+
+        setattr(self._trainer, name, noting)
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Register a new hook, and load what was saved where the trainer goes on."""
+        """Register a hook, once with a model, and load what was saved where the trainer goes on."""
         model = self._trainer.model_wrapped
+        folder = self._begins_at(args, state)
         if not isinstance(model, DistributedDataParallel):
+            if folder is not None and _files(folder):
+                _warn(f"{str(folder)!r} has states of several ranks, and this trainer averages nothing by a hook:")
+            return
+        self._log_first()
+        given = None if folder is None else _saved_for_here(folder)
+        if self.hook is not None and self._model() is model:
+            self.hook.begin_again(self.hook.state_dict() if folder is None else given)
             return
         scaler = self._trainer.accelerator.scaler  # with fp16=True: residuals follow its scale
-        self._log_first()
         self.hook = ddp_hook(compress=self._compress, cluster=self._cluster, costs=self._costs, scaler=scaler)
-        if state.global_step:
-            self.hook.load_state_dict(_saved_for_here(_folder(args, state)))
+        if given is not None:
+            self.hook.load_state_dict(given)
         model.register_comm_hook(None, self.hook)  # pyright: ignore[reportUnknownMemberType]
+        self._model = weakref.ref(model)
+
+    def _begins_at(self, args: Any, state: Any) -> Path | None:
+        """Return the folder that training goes on from; that of a loop of the user's own is the last step's."""
+        if self._goes_on is True:
+            last: Any = get_last_checkpoint(args.output_dir)
+            return None if last is None else Path(last)
+        if self._goes_on:
+            return Path(self._goes_on)
+        return _folder(args, state) if state.global_step else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         """Add the hook's metrics to what is logged of training, and to the trainer's own history."""
@@ -84,12 +124,14 @@ class FxcompCallback(transformers.TrainerCallback):
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Write this rank's tensors into the checkpoint that the trainer has just written."""
-        saved = self.hook.checkpoint() if self.hook is not None else {}
+        """Write this rank's tensors into the checkpoint that the trainer has just written, and remove older ones."""
+        folder, saved = _folder(args, state), self.hook.checkpoint() if self.hook is not None else {}
         if saved:
-            folder = _folder(args, state)
             folder.mkdir(parents=True, exist_ok=True)
             save_file(saved, folder / FILE.format(rank=dist.get_rank()))
+        if not saved or dist.get_rank() == 0:  # of a job with more ranks, under the same name
+            for stale in _files(folder)[dist.get_world_size() if saved else 0 :]:
+                stale.unlink(missing_ok=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Give back the hook's process groups."""
@@ -101,12 +143,18 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
+def _files(folder: Path) -> list[Path]:
+    """List what ranks have saved in a checkpoint, in rank order."""
+    return sorted(folder.glob(FILE.format(rank="*")), key=lambda path: int(path.stem.removeprefix("fxcomp-rank")))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"fxcomp: {text} what compression left out before is lost, once.", stacklevel=3)
+
+
 def _saved_for_here(folder: Path) -> list[Any] | None:
     """Read this rank's part of what was saved, by as many ranks as there were."""
-    files = sorted(folder.glob(FILE.format(rank="*")), key=lambda path: int(path.stem.removeprefix("fxcomp-rank")))
+    files = _files(folder)
     if not files and dist.get_rank() == 0:
-        warnings.warn(
-            f"fxcomp: {str(folder)!r} has no state of a hook: what compression left out before is lost, once.",
-            stacklevel=2,
-        )
+        _warn(f"{str(folder)!r} has no state of a hook:")
     return [load_file(path) for path in files[dist.get_rank() :: dist.get_world_size()]] or None

@@ -88,7 +88,7 @@ def _events(
                 writer.meet_pool("all_finite")
             writer.add(piece)
             writer.free(freed.get(place, ()))
-        if pieces[-1] not in undoing:  # a step that is taken back ends where it was joined before
+        if pieces and pieces[-1] not in undoing:  # a step that is taken back ends where it was joined before
             writer.cross(end)
         writer.meet_pool("finish")
     return writer.events
