@@ -21,8 +21,10 @@ from fxcomp.compat.answers import (
 from fxcomp.compat.constants import traced
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward_call, backward_node, before_backward, compile_training,
-    compile_training_with_inductor, draws_by_seed, gradient_places, graph_break, inside_ddp, outside_dynamo,
-    run_eagerly, source_name, standalone_compile, will_accumulate, will_run_backward,
+    compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places,
+    graph_break, inside_ddp, leaves_of, outside_dynamo,
+    run_eagerly, source_name, standalone_compile, uncompiled, will_accumulate,
+    will_run_backward,
 )
 from fxcomp.compat.fsdp import (
     GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused, group_rank,
@@ -52,7 +54,7 @@ from fxcomp.compat.operators import (
     written_arguments,
 )
 from fxcomp.compat.optimizers import (
-    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, is_fake, is_sparse_view,
+    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, is_alias, is_fake, is_sparse_view,
     is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks, scale_of, strides,
     suggested_format,
 )

@@ -27,6 +27,11 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
     return scale
 
 
+def is_alias(one: Tensor, other: Tensor) -> bool:
+    """Ask if two tensors lie in the same memory; fakes may be asked too."""
+    return torch._C._is_alias_of(one, other)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """Record that an optimizer has stepped, or was left out for infinite gradients, as `scaler.step` does."""
     state = scaler._per_optimizer_states[id(optimizer)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training, WeightedLoss
 from fxcomp.graph.captured import Captured, written_parameters
 
@@ -50,7 +51,7 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
         weighted = returned if isinstance(returned, WeightedLoss) else None
         loss: Any = weighted.sum if weighted else returned
         found = _gradients(loss, [parameters[name] for name in names], seed)
-    leaves, aux_spec = pytree.tree_flatten(aux)
+    leaves, aux_spec = flatten(aux)
     own = [_written_into(g) if isinstance(g, Tensor) else g for g in found]
     gradients: dict[str, Tensor | None] = dict(zip(names, own, strict=True))
     expected = {name: gradients.pop(name, None) for name in captured.gradient_names}
@@ -108,6 +109,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
+        compat.compiled_functions_eager(),
         _same_random_numbers(training.model),
         _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
         _same_constants(captured.graph),
@@ -145,7 +147,8 @@ def _copied(batch: Any) -> Any:
             copies[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return pytree.tree_map(copy, batch)
+    leaves, structure = flatten(batch)
+    return pytree.tree_unflatten(map(copy, leaves), structure)
 
 
 @contextmanager
@@ -168,7 +171,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
     """Put back buffers, and parameters that a forward pass writes; `after` gets the buffers that it made."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Versions do not tell which ones are written: batch norm writes its running statistics without counting.
-    before = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
+    before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield
         after.update((name, buffer.detach().clone()) for name, buffer in model.named_buffers())
@@ -176,7 +179,8 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
         with torch.no_grad():
             for table, original in tables:
                 table.update(original)  # the forward pass may have put new ones in their places
-            for buffer, value in before:
+            for buffer, data, value in before:
+                buffer.data = data  # the forward pass may have assigned to it
                 buffer.copy_(value)
 
 
