@@ -60,7 +60,7 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}), which does not trace.\n  Pass its .dequantize()."
     if compat.is_sparse_view(tensor):
-        return "is a view of a sparse tensor, as .t() makes it, which does not trace.\n  Pass its .clone()."
+        return "is a view of a sparse tensor, as .t() and .values() make it, which does not trace.\n  Pass its .clone()."
     if tensor.layout is not torch.strided and not tensor.is_sparse:
         name = str(tensor.layout).removeprefix("torch.")
         return f"lies in memory as {name.strip('_')}, which does not trace.\n  Pass its .to_dense(), or a COO tensor."
@@ -279,6 +279,7 @@ def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[in
     if is_plain(leaf):
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
+    remedy = "pass torch.as_tensor of it" if getattr(leaf, "ndim", 0) else remedy
     raise UnsupportedBatch(
         f"a batch holds a {name_of_class(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
         f" dicts.\n  Make it one of these: {remedy}."

@@ -158,7 +158,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             loss, aux, has_aux = split(result)
             weighted = loss if isinstance(loss, WeightedLoss) else None
             loss = _checked(weighted.sum if weighted else loss)
-            _check_is_all_trained(loss)
+            _check_is_all_trained(loss, stand_ins)
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
@@ -247,10 +247,10 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _check_is_all_trained(loss: Tensor) -> None:
+def _check_is_all_trained(loss: Tensor, stand_ins: StandIns) -> None:
     """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
     for tensor in compat.leaves_of(loss):
-        if not compat.is_fake(tensor):
+        if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(
                 f"the loss depends on a tensor of shape {list(tensor.shape)} that requires a gradient and is not the"
                 " model's, so that a compiled step would not train it.\n"

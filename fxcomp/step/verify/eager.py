@@ -143,7 +143,7 @@ def _copied(batch: Any) -> Any:
         if not isinstance(leaf, Tensor) or 0 in compat.strides(leaf):
             return leaf
         if id(leaf) not in copies:
-            twin = leaf.detach().clone(memory_format=torch.preserve_format)
+            twin = leaf.detach().clone()
             copies[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
