@@ -60,7 +60,9 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}), which does not trace.\n  Pass its .dequantize()."
     if compat.is_sparse_view(tensor):
-        return "is a view of a sparse tensor, as .t() and .values() make it, which does not trace.\n  Pass its .clone()."
+        return (
+            "is a view of a sparse tensor, as .t() and .values() make it, which does not trace.\n  Pass its .clone()."
+        )
     if tensor.layout is not torch.strided and not tensor.is_sparse:
         name = str(tensor.layout).removeprefix("torch.")
         return f"lies in memory as {name.strip('_')}, which does not trace.\n  Pass its .to_dense(), or a COO tensor."
