@@ -268,7 +268,8 @@ class _Refusing(TorchFunctionMode):
             raise CaptureFailed(
                 f"the step looks at the entries of a sparse tensor with .{func.__name__}(), whose number is data, which"
                 f" one graph cannot.\n{_at()}"
-                "  Pass clones of indices and values in the batch, as tensors; products with it and .to_dense() are captured."
+                "  Pass clones of indices and values in the batch, as tensors; products with it and .to_dense() are"
+                " captured."
             )
         if func in _CASTS_INSIDE and torch.is_autocast_enabled(args[0].device.type):
             raise CaptureFailed(

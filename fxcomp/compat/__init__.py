@@ -54,8 +54,8 @@ from fxcomp.compat.operators import (
     written_arguments,
 )
 from fxcomp.compat.optimizers import (
-    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, held_bytes, is_alias, is_fake, is_sparse_view,
-    is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks, scale_of, strides,
+    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, held_bytes, is_alias, is_fake,
+    is_sparse_view, is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks, scale_of, strides,
     suggested_format,
 )
 from fxcomp.compat.source_lines import (

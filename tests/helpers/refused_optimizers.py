@@ -34,12 +34,12 @@ class Rule(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, self.state[parameter], group)
 
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:  # noqa: ARG002
         parameter.add_(gradient, alpha=-group["lr"])
 
 
 class CountsInGroup(Rule):
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:  # noqa: ARG002
         group["count"] = group.get("count", 0) + 1
         parameter.add_(gradient, alpha=-group["lr"])
 
@@ -72,7 +72,7 @@ class NormOfAll(Rule):
 
 
 class ByName(Rule):
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:  # noqa: ARG002
         parameter.add_(gradient, alpha=-group["lr"] * getattr(parameter, "scale", 1.0))
 
 
@@ -92,7 +92,7 @@ class Locks(Rule):
 
 
 class Decides(Rule):
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:  # noqa: ARG002
         parameter.add_(gradient, alpha=-group["lr"] if group["lr"] > 0.01 else -0.01)
 
 
@@ -116,7 +116,7 @@ class ByPower(Rule):
 
 
 class Rounded(Rule):
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:  # noqa: ARG002
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
 
