@@ -15,6 +15,7 @@ questions.py          answer what Python asks about values, and ask again before
 pythons_numbers.py    let Python treat symbols as its own numbers
 random_state.py       keep what Python does with random generators
 user_collectives.py   keep the loss function's collectives
+structures.py         flatten batches and auxiliary results
 batch_type.py         the type of a batch; tensors in the same memory; a difference, in words
 step_guard.py         compare what a capture baked in, before each step
 backward_graph.py     the backward graph of torch.compile, and its parameters

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.capture.structures import flatten, flatten_with_paths, is_plain
 from fxcomp.errors import CaptureFailed, UnsupportedBatch, UnsupportedModel, UnsupportedParameter
 from fxcomp.graph.captured import written_nodes
 
@@ -60,7 +60,9 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}), which does not trace.\n  Pass its .dequantize()."
     if compat.is_sparse_view(tensor):
-        return "is a view of a sparse tensor, as .t() makes it, which does not trace.\n  Pass its .clone()."
+        return (
+            "is a view of a sparse tensor, as .t() and .values() make it, which does not trace.\n  Pass its .clone()."
+        )
     if tensor.layout is not torch.strided and not tensor.is_sparse:
         name = str(tensor.layout).removeprefix("torch.")
         return f"lies in memory as {name.strip('_')}, which does not trace.\n  Pass its .to_dense(), or a COO tensor."
@@ -146,9 +148,9 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
     """List the leaves of a batch with their paths; None instead of a tensor that came before."""
-    leaves = pytree.tree_flatten_with_path(batch)[0]
+    leaves = flatten_with_paths(batch)
     first = first_places([leaf for _, leaf in leaves])
-    return [(pytree.keystr(path), leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
+    return [(path, leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
@@ -179,14 +181,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 _SHOWN = 4
 """So many tensors of a batch are named."""
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""Values that nobody changes in place."""
-
-
-def is_plain(value: object) -> bool:
-    """Ask if tracing may take a value for a constant. Operators do not take numpy's scalars."""
-    return isinstance(value, _PLAIN) and type(value).__module__ != "numpy"
 
 
 def key_of(value: object) -> Hashable:
@@ -244,7 +238,7 @@ class BatchType:
 
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
     """Read the type of a batch, and its leaves. Raises UnsupportedBatch."""
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, structure = flatten(batch)
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
     return BatchType(structure, tuple(_leaf_type(x, i, tensors, memories) for i, x in enumerate(leaves))), leaves
@@ -254,7 +248,7 @@ def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None
     """Name the first thing that differs between the types of an earlier batch and of this one."""
     if before.structure != now.structure:
         return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    paths = [path for path, _ in flatten_with_paths(batch)]
     for path, was, new in zip(paths, before.leaves, now.leaves, strict=True):
         if was == new:
             continue
@@ -287,6 +281,7 @@ def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[in
     if is_plain(leaf):
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
+    remedy = "pass torch.as_tensor of it" if getattr(leaf, "ndim", 0) else remedy
     raise UnsupportedBatch(
         f"a batch holds a {name_of_class(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
         f" dicts.\n  Make it one of these: {remedy}."

@@ -14,11 +14,13 @@ import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
@@ -58,6 +60,13 @@ def explaining(fakes: StepFakes) -> Generator[None]:
                 "the step changes the shape of a tensor that does not belong to the model, which a compiled step would"
                 f" not do again.\n{at}  Work with a view or a copy of it, as .t() and .unsqueeze() make them."
             ) from error
+        if _is_packed(error):
+            raise CaptureFailed(
+                "a recurrent layer is given a PackedSequence, whose sizes are data, which one graph cannot follow.\n"
+                f"{at}  Give it the padded batch and its lengths, and pick what belongs to a sequence's end by its"
+                " length (out[torch.arange(len(lengths)), lengths - 1]). Or keep DistributedDataParallel and use"
+                " fxcomp.ddp_hook, which takes packed sequences."
+            ) from error
         if any(text in str(error) for text in _READ_MEMORY):
             raise CaptureFailed(_reads_memory(at)) from error
         if compat.is_raised_as_eager(error):
@@ -72,6 +81,12 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             "  The error above this one has the rest of the way there. Custom C++ autograd, libraries that compute"
             " otherwise while traced, and Python that reads tensors' memory do not trace."
         ) from error
+
+
+def _is_packed(error: Exception) -> bool:
+    """Ask if a recurrent layer raised the error with a packed sequence in hand."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == nn.modules.rnn.__file__]
+    return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
@@ -157,7 +172,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
             pythons_numbers(fakes) as reader,
             _Refusing(stand_ins, reader) as refusing,
             compat.function_mode_in_backward(refusing),
-            _storages_stay(),
+            _methods_refused(),
         ):
             yield refusing
     finally:
@@ -166,8 +181,8 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
 
 @contextmanager
-def _storages_stay() -> Generator[None]:
-    """Refuse what ends in a crash, or in nothing, with the storage of a fake."""
+def _methods_refused() -> Generator[None]:
+    """Refuse what ends in a crash, or in nothing, with the storage of a fake, and a loss that is scaled by hand."""
 
     def refusing(name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
@@ -179,7 +194,17 @@ def _storages_stay() -> Generator[None]:
 
         return run
 
-    with compat.attributes_instead({torch.UntypedStorage: {n: refusing(n) for n in ("resize_", "_write_file")}}):
+    def scaled(scaler: compat.GradScaler, outputs: Any) -> Any:
+        if scaler.is_enabled():
+            raise CaptureFailed(
+                "the loss function scales the loss by a GradScaler, and a compiled step would update by gradients that"
+                f" nobody divides by the scale.\n{_at()}  Return the loss as it is, and give compile_step the scaler:"
+                " scaler=scaler. Leave unscale_ and step out of the loop; scaler.update() stays."
+            )
+        return outputs
+
+    storage = {name: refusing(name) for name in ("resize_", "_write_file")}
+    with compat.attributes_instead({torch.UntypedStorage: storage, compat.GradScaler: {"scale": scaled}}):
         yield
 
 
@@ -232,12 +257,7 @@ class _Refusing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__self__", None) is _DATA and getattr(func, "__name__", "") == "__set__":
-            name = self._stand_ins.name(args[0])
-            what = f"of {name!r}" if name else "of a tensor"
-            raise CaptureFailed(
-                f"the forward pass assigns to `.data` {what}, which leaves no trace in a captured step.\n"
-                "  Write in place instead: with torch.no_grad(): tensor.copy_(value)."
-            )
+            return self._assign(*args)
         if func is Tensor.__eq__ and (one := self._stand_ins.stand_in_of(*args)) is not None:
             self._ones.append(one == one)
             return self._ones[-1]
@@ -257,7 +277,8 @@ class _Refusing(TorchFunctionMode):
             raise CaptureFailed(
                 f"the step looks at the entries of a sparse tensor with .{func.__name__}(), whose number is data, which"
                 f" one graph cannot.\n{_at()}"
-                "  Pass indices and values in the batch, as tensors; products with it and .to_dense() are captured."
+                "  Pass clones of indices and values in the batch, as tensors; products with it and .to_dense() are"
+                " captured."
             )
         if func in _CASTS_INSIDE and torch.is_autocast_enabled(args[0].device.type):
             raise CaptureFailed(
@@ -291,6 +312,21 @@ class _Refusing(TorchFunctionMode):
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
         return func(*args, **(kwargs or {}))
+
+    def _assign(self, tensor: Tensor, value: Tensor) -> None:
+        """Write a value that is assigned to `.data` into a buffer or a frozen parameter."""
+        name = self._stand_ins.name(tensor)
+        alike = tensor.shape == value.shape and tensor.dtype is value.dtype and tensor.device == value.device
+        is_known = any(compat.is_alias(value, each) for each in self._stand_ins.by_id.values())
+        if name and alike and not is_known and not tensor.requires_grad:
+            with torch.no_grad():
+                tensor.copy_(value)
+            return
+        raise CaptureFailed(
+            f"the forward pass assigns to `.data` of {repr(name) if name else 'a tensor'}, which leaves no trace in a"
+            f" captured step.\n{_at()}  Write in place instead: with torch.no_grad(): tensor.copy_(value). Or assign"
+            " outside of loss_fn, after the step."
+        )
 
     def _check_is_in_graph(self, what: str, tensor: Tensor, value: Any = None, *, reads: bool) -> None:
         name = self._stand_ins.name(tensor)

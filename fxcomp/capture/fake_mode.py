@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fxcomp import compat
 from fxcomp.capture.batch_type import distinct, first_places
 from fxcomp.capture.questions import Given, Questions
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training
 from fxcomp.errors import CaptureFailed
 from fxcomp.graph.prelude import Feed
@@ -291,7 +292,7 @@ class StepInputs:
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in training.model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
-        leaves, self.batch_spec = pytree.tree_flatten(batch)
+        leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
         # Only in this batch may a leaf be a tensor that is also read from outside: the next one has another there.

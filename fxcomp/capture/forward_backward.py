@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxcomp import compat, errors
-from fxcomp.capture.batch_type import is_plain, name_of_class
+from fxcomp.capture.batch_type import name_of_class
 from fxcomp.capture.faithful import explaining, faithful, puts_gradient
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
 from fxcomp.capture.reach.restore import untouched
 from fxcomp.capture.stand_ins import StandIns
+from fxcomp.capture.structures import flatten, is_plain
 from fxcomp.capture.training import Training, WeightedLoss, split
 from fxcomp.capture.user_collectives import keeping_collectives
 from fxcomp.errors import CaptureFailed
@@ -156,6 +157,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             loss, aux, has_aux = split(result)
             weighted = loss if isinstance(loss, WeightedLoss) else None
             loss = _checked(weighted.sum if weighted else loss)
+            _check_is_all_trained(loss, stand_ins)
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
@@ -168,7 +170,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
             if not whole:
                 _check_no_backward(by_name)
-        leaves, aux_spec = pytree.tree_flatten(aux)
+        leaves, aux_spec = flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
         _check_gradients(named)
         constants = tuple(map(_constant, leaves))
@@ -240,6 +242,20 @@ def _checked(loss: Any) -> Tensor:
     if not loss.requires_grad:
         raise errors.UnsupportedResult("the loss does not depend on any trainable parameter: nothing to train")
     return loss
+
+
+def _check_is_all_trained(loss: Tensor, stand_ins: StandIns) -> None:
+    """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
+    for tensor in compat.leaves_of(loss):
+        if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
+            raise CaptureFailed(
+                f"the loss depends on a tensor of shape {list(tensor.shape)} that requires a gradient and is not the"
+                " model's, so that a compiled step would not train it.\n"
+                "  If this step trains it too (a criterion or an adapter with parameters), give compile_step one module"
+                " of both, nn.ModuleList([model, criterion]): loss_fn is called with that. If it does not (a GAN's"
+                " discriminator in the generator's step), freeze it while the step is compiled and called:"
+                " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() what it gives."
+            )
 
 
 def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
@@ -350,10 +366,8 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
                     " where nothing sees it.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
                     " compile_step."
                 )
-            if getattr(value, "requires_grad", False):
-                name, shape = parameters.get(id(value)), list(value.shape)
-                what = f"the parameter {name!r}" if name else f"a tensor of shape {shape} that requires a gradient"
+            if (name := parameters.get(id(value))) and value.requires_grad:
                 raise errors.CaptureFailed(
-                    f"the step reads {what} from outside the model, so that it would stay at its present value.\n"
-                    "  Reach every parameter through the model's own attributes; detach what is not trained."
+                    f"the step reads the parameter {name!r} past the model, by a tensor that was kept, which is not"
+                    " followed.\n  Reach every parameter through the attributes of the model that loss_fn is given."
                 )

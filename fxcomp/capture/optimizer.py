@@ -112,7 +112,7 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> errors.UnsupportedOptimizer:
     """Make the error for an optimizer whose step is not captured."""
-    alternative = "torch.compile(model, backend='fxcomp') leaves the optimizer yours, whatever it does."
+    alternative = "fxcomp.ddp_hook and fxcomp.compile_model(model) leave the optimizer yours."
     return errors.UnsupportedOptimizer(
         f"the step of {class_name(optimizer)} {why}.\n  {remedy}{'. Or: ' if remedy else ''}{alternative}"
     )

@@ -23,7 +23,7 @@ from fxcomp.capture.step_guard import StepGuard, settled
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.errors import CaptureFailed, StepChanged
-from fxcomp.graph.captured import Captured, buffers, is_known_early, last_writes, written_parameters
+from fxcomp.graph.captured import Captured, buffers, is_known_early, last_writes, parameters_written_apart
 from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
@@ -79,9 +79,11 @@ class SharedBuffers:
 
 
 def check_parameters_are_read(graph: GraphModule) -> None:
-    """Raise CaptureFailed if the forward pass writes a parameter: ranks would drift apart, each by its own batch."""
-    written = sorted(written_parameters(graph))
-    if written:
+    """Raise CaptureFailed if the forward pass writes what follows from a batch into a parameter.
+
+    Ranks would drift apart, each by its own batch. What follows from other parameters may be written (MoCo's encoder).
+    """
+    if written := parameters_written_apart(graph):
         raise CaptureFailed(
             f"the forward pass writes the parameter {written[0]!r}, as nn.Embedding(max_norm=...) does: of several"
             " ranks each would write what follows from its own batch, and replicas would drift apart.\n"

@@ -15,10 +15,14 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import check_model
@@ -170,6 +174,7 @@ class Training:
         scaler: Any = None,
     ) -> Training:
         """Match parameters with the optimizers' groups and create the optimizers' state where they have none."""
+        model, loss_fn = compat.uncompiled(model), compat.uncompiled(loss_fn)
         optimizers = all_optimizers(optimizer)
         owned = owned_parameters(model, optimizers)
         habits: dict[int, Habits] = {}
@@ -202,6 +207,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     for optimizer in optimizers:
         check_optimizer(optimizer)
     _check_is_bare(model)
+    _check_weights(model)
     check_model(model)
     _check_devices(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -218,7 +224,9 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                 raise errors.UnsupportedOptimizer(
                     f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
                     f"group {index}, shape {tuple(parameter.shape)}.\n"
-                    "  Build the optimizer from this model's parameters, after the model has been moved or wrapped."
+                    "  Build the optimizer from this model's parameters, after the model has been moved or wrapped. If"
+                    " it belongs to a criterion or an adapter outside of it, give compile_step one module of both,"
+                    " nn.ModuleList([model, criterion]): loss_fn is called with that."
                 )
             group_of[id(parameter)] = optimizer, group, index
     owned: list[Owned] = []
@@ -243,6 +251,14 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 """Classes of torch that communicate in their forward or backward pass."""
 
 
+_PARAMETRIZED: Mapping[type, str] = {
+    WeightNorm: "parametrizations.weight_norm",
+    SpectralNorm: "parametrizations.spectral_norm",
+    BasePruningMethod: "parametrize.register_parametrization, with a module that multiplies by the mask,",
+}
+"""Hooks of torch that store a weight in a module at each forward pass, and what is there instead."""
+
+
 def _check_is_bare(model: nn.Module) -> None:
     """Refuse a model that reduces or shards by itself: gradients would be reduced twice, or be parts."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -256,6 +272,19 @@ def _check_is_bare(model: nn.Module) -> None:
                     "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
                     " gradients itself. To keep the wrapper, see fxcomp.ddp_hook and, for fully_shard,"
                     " fxcomp.average_replicas."
+                )
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuse weights that a hook of torch's computes: a captured step would keep the first one."""
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        hooks = cast("Mapping[int, object]", module._forward_pre_hooks)  # pyright: ignore[reportUnknownMemberType]
+        for kind, hook in product(_PARAMETRIZED, hooks.values()):
+            if isinstance(hook, kind):
+                raise errors.UnsupportedModel(
+                    f"the module {name!r} has a {type(hook).__name__} hook, which computes a weight and stores it at"
+                    " each forward pass.\n"
+                    f"  Use torch.nn.utils.{_PARAMETRIZED[kind]} instead, after removing the hook."
                 )
 
 

@@ -22,8 +22,9 @@ from fxcomp.compat.answers import (
 from fxcomp.compat.constants import traced
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward_call, backward_node, before_backward, compile_training,
-    compile_training_with_inductor, draws_by_seed, gradient_places, graph_break, inside_ddp, is_restart, outside_dynamo,
-    register_hook, run_eagerly, source_name, standalone_compile, suppresses_errors, why_not_compiled, will_accumulate,
+    compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places, graph_break, inside_ddp,
+    is_restart, leaves_of, outside_dynamo, register_hook, run_eagerly, source_name, standalone_compile,
+    suppresses_errors, uncompiled, why_not_compiled, will_accumulate,
     will_run_backward,
 )
 from fxcomp.compat.fsdp import (
@@ -54,9 +55,9 @@ from fxcomp.compat.operators import (
     written_arguments,
 )
 from fxcomp.compat.optimizers import (
-    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, is_fake, is_sparse_view,
-    is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks, scale_of, strides,
-    suggested_format, watch_optimizer,
+    GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, held_bytes, is_alias, is_fake,
+    is_sparse_view, is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks,
+    scale_of, strides, suggested_format, watch_optimizer,
 )
 from fxcomp.compat.source_lines import (
     is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,

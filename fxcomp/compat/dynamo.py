@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,44 @@ def outside_dynamo(function: F, why: str) -> F:
     """
     disabled: Any = torch.compiler.disable(function, reason=why)
     return disabled
+
+
+def uncompiled(function: Any) -> Any:
+    """Give the model or the function inside what torch.compile has made; others pass."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by the first call of torch.compile
+    if dynamo is None:
+        return function
+    while isinstance(function, dynamo.OptimizedModule):
+        function = function._orig_mod
+    return function if isinstance(function, torch.nn.Module) else dynamo.innermost_fn(function)
+
+
+@contextmanager
+def compiled_functions_inline() -> Generator[None]:
+    """Let make_fx trace into what torch.compile has made, which raises else."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    with nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+@contextmanager
+def compiled_functions_eager() -> Generator[None]:
+    """Run what torch.compile has made as it was before."""
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        yield
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """List the tensors into whose `.grad` a backward pass would add."""
+    nodes, seen, found = [loss.grad_fn], set[Any](), list[torch.Tensor]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+    return found
 
 
 def compile_training(

@@ -27,6 +27,17 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
     return scale
 
 
+def held_bytes(tensor: Tensor) -> int:
+    """Count a tensor's bytes; of a sparse one those of its entries."""
+    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return sum(part.nbytes for part in parts)
+
+
+def is_alias(one: Tensor, other: Tensor) -> bool:
+    """Ask if two tensors lie in the same memory; fakes may be asked too."""
+    return torch._C._is_alias_of(one, other)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """Record that an optimizer has stepped, or was left out for infinite gradients, as `scaler.step` does."""
     state = scaler._per_optimizer_states[id(optimizer)]
@@ -110,8 +121,8 @@ def is_without_memory(tensor: Tensor) -> bool:
 
 
 def is_sparse_view(tensor: Tensor) -> bool:
-    """Ask if a sparse tensor is a view of another."""
-    return tensor.is_sparse and tensor._is_view()
+    """Ask if a tensor is a view of a sparse one: its transpose, or its entries."""
+    return tensor._is_view() and (tensor.is_sparse or (tensor._base is not None and tensor._base.is_sparse))
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:

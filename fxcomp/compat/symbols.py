@@ -48,7 +48,10 @@ def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:
 
 def _is_sign(relation: Any) -> bool:
     sides = relation.args
-    return len(sides) == 2 and sides[0].is_Symbol and sides[1].is_number and float(sides[1]) == 0
+    if len(sides) != 2 or not sides[1].is_number or float(sides[1]) != 0:
+        return False
+    more, symbol = sides[0].as_coeff_Add() if sides[0].is_Add else (0, sides[0])  # a counter, after its step
+    return symbol.is_Symbol and more >= 0
 
 
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:

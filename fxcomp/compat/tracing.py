@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (
 )
 
 from fxcomp.compat.constants import Constants
+from fxcomp.compat.dynamo import compiled_functions_inline
 from fxcomp.compat.symbols import symbolic_products
 
 FakeMode = FakeTensorMode
@@ -119,7 +120,12 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
         with Constants(args):
             return function(*args)
 
-    with _use_lazy_graph_module(True), symbolic_products(pytree.tree_leaves(inputs)), _generators_as_attributes():
+    with (
+        _use_lazy_graph_module(True),
+        symbolic_products(pytree.tree_leaves(inputs)),
+        _generators_as_attributes(),
+        compiled_functions_inline(),
+    ):
         return make_fx(outside_exchanged, tracing_mode="real")(*inputs)
 
 

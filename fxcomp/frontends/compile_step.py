@@ -9,13 +9,13 @@ import itertools
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import GivenOptimizers, all_optimizers
 from fxcomp.capture.step_capture import StepCapture, capture_first, check_parameters_are_read, facts_to_agree_on
 from fxcomp.capture.step_guard import surroundings
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption
@@ -53,8 +53,9 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
 
-    `model` is not wrapped, and `optimizer` is one, or several in a list. `loss_fn(model, batch)` returns the scalar
-    loss, or `(loss, aux)`; a batch is any pytree of tensors, and `example_batch` one by which the step is captured. A
+    `model` is not wrapped; of what `torch.compile` has made, the inside is taken. `optimizer` is one, or several in a
+    list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any tree of tensors, of mappings
+    and dataclasses too, and `example_batch` one by which the step is captured. A
     loss may be a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The
     returned step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
     Gradients are averaged over all ranks as DistributedDataParallel does it; parameters, buffers and the optimizer's
@@ -109,6 +110,7 @@ def compile_step(
         options = ranks.attempt("checking options", checked)
         with phase("capturing the step"):
             training, first = _captured(model, loss_fn, optimizer, example_batch, options, ranks)
+        model = training.model
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         facts, shared = facts_to_agree_on(training, first), itertools.chain(model.parameters(), model.buffers())
         here = ModelHere(shapes, training.device, facts, shared, first.gradient_names)
@@ -118,7 +120,7 @@ def compile_step(
         compiler = start.compiler(skip_nonfinite=options.skip_nonfinite, micro_batches=options.accumulate)
         kinds, inputs = update_kinds(first.graph), Inputs(training, options.accumulate)
         planner = start.planner(compiler, first.graph, kinds)
-        example = Example(first, inputs, pytree.tree_leaves(example_batch), capture.guard)
+        example = Example(first, inputs, flatten(example_batch)[0], capture.guard)
         decision = start.decide(planner, example, kinds)
         warmup = options.compress.warmup_for(decision.plan)
         with phase("writing the step"):
@@ -156,7 +158,7 @@ def _captured(
             scaler=options.scaler,
         )
         captured = capture_first(training, batch)
-        options.compress.pinned.check_model(model)
+        options.compress.pinned.check_model(training.model)
         if ranks.world_size > 1:
             check_parameters_are_read(captured.graph)
         return training, captured

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxcomp import compat
 from fxcomp.capture.step_capture import SharedBuffers
 from fxcomp.capture.step_guard import StepGuard
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
 from fxcomp.cluster.cluster import Cluster, Processors
@@ -267,7 +267,7 @@ def measured_here(
     program = compiler.emit(captured, plan, costs)
     inputs = Inputs(training)
     state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), compiler.feedback)
-    example = Example(captured, inputs, pytree.tree_leaves(batch), StepGuard(training))
+    example = Example(captured, inputs, flatten(batch)[0], StepGuard(training))
     arguments = example.arguments(program, state)
     measured = measure_step(program, arguments, [NullTransport()], MOST_REPEATS, MEASURING_US)[0]
     compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")

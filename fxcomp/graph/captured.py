@@ -38,11 +38,24 @@ class Write:
         return self.node if self.value.op == "placeholder" else self.value
 
 
-def written_parameters(gm: GraphModule) -> frozenset[str]:
-    """The names of parameters that the forward pass itself writes, as a limit on an embedding's norm does."""
-    copies = [node.args[0] for node in gm.graph.nodes if node.target is _aten.copy_.default]
-    sources = [info(place).source for place in copies if isinstance(place, Node) and place.op == "placeholder"]
-    return frozenset(source.name for source in sources if source and source.kind is InputKind.PARAMETER)
+def written_parameters(gm: GraphModule) -> dict[str, Node]:
+    """The parameters that the forward pass itself writes, as a limit on an embedding's norm does, and where."""
+    copies = {node.args[0]: node for node in gm.graph.nodes if node.target is _aten.copy_.default}
+    sources = [
+        (info(to).source, node) for to, node in copies.items() if isinstance(to, Node) and to.op == "placeholder"
+    ]
+    return {source.name: node for source, node in sources if source and source.kind is InputKind.PARAMETER}
+
+
+def parameters_written_apart(gm: GraphModule) -> list[str]:
+    """The parameters that the forward pass writes and not by other parameters and buffers alone: each rank others."""
+    apart: set[Node] = set()
+    for node in gm.graph.nodes:
+        source = info(node).source if node.op == "placeholder" else None
+        begins = node.op == "get_attr" or (source and source.kind not in (InputKind.PARAMETER, InputKind.BUFFER))
+        if begins or compat.is_random(node.target) or not apart.isdisjoint(node.all_input_nodes):
+            apart.add(node)
+    return sorted(name for name, node in written_parameters(gm).items() if node in apart)
 
 
 def buffers(gm: GraphModule) -> dict[str, Node]:

@@ -82,7 +82,7 @@ def test_writing_into_a_tensor_that_is_not_the_models_is_refused_where_a_graph_c
         out = model(batch)
         with torch.no_grad():
             queue.copy_(torch.cat([queue[3:], out.detach()]))
-        return (out @ queue.T).mean()
+        return (out @ queue.detach().T).mean()
 
     model = nn.Linear(6, 4)
     with pytest.raises(CaptureFailed, match=r"(?s)not belong to the model.*buffer of the model"):

@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 from fxcomp.capture.optimizer import all_optimizers
+from fxcomp.capture.structures import flatten
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
 from fxcomp.commands.bisect.search import Search
@@ -134,7 +134,7 @@ class Trainings:
             for number in range(request.steps):
                 batch = job.batch_at(first + number, rank)
                 if number in (0, request.steps - 1):
-                    batches += [_digest(pytree.tree_leaves(batch))]
+                    batches += [_digest(flatten(batch)[0])]
                 losses += [_loss(step(batch))]
         self._check_same("batches", seed, batches)
         last = losses[-max(1, request.steps // _END) :]

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.capture.forward_backward import swapped
 from fxcomp.capture.stand_ins import StandIns
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training, WeightedLoss
 from fxcomp.graph.captured import Captured, written_parameters
 
@@ -75,7 +76,7 @@ def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor
             loss: Any = weighted.sum if weighted else returned
             with compat.without_autocast():
                 torch.autograd.backward([loss], None if seed is None else [seed.to(loss.dtype)])
-    leaves, aux_spec = pytree.tree_flatten(aux)
+    leaves, aux_spec = flatten(aux)
     found = {owner.name: aliases[owner.name].grad for owner in training.owned if owner.name in aliases}
     gradients = {name: None if g is None else _written_into(g) for name, g in found.items()}
     expected = {name: gradients.pop(name, None) for name in captured.gradient_names}
@@ -119,6 +120,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
+        compat.compiled_functions_eager(),
         _same_random_numbers(training.model),
         _same_buffers(training.model, buffers, [parameters[name] for name in written_parameters(captured.graph)]),
         _same_constants(captured.graph),
@@ -154,11 +156,12 @@ def _copied(batch: Any) -> Any:
         if id(leaf) not in copies:
             twin = leaf.detach()
             if 0 not in compat.strides(leaf):
-                twin = twin.clone(memory_format=torch.preserve_format)
+                twin = twin.clone()
             copies[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return pytree.tree_map(copy, batch)
+    leaves, structure = flatten(batch)
+    return pytree.tree_unflatten(map(copy, leaves), structure)
 
 
 @contextmanager
@@ -181,7 +184,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
     """Put back buffers, and parameters that a forward pass writes; `after` gets the buffers that it made."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Versions do not tell which ones are written: batch norm writes its running statistics without counting.
-    before = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
+    before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield
         after.update((name, buffer.detach().clone()) for name, buffer in model.named_buffers())
@@ -189,7 +192,8 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
         with torch.no_grad():
             for table, original in tables:
                 table.update(original)  # the forward pass may have put new ones in their places
-            for buffer, value in before:
+            for buffer, data, value in before:
+                buffer.data = data  # the forward pass may have assigned to it
                 buffer.copy_(value)
 
 

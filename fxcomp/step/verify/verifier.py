@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxcomp import compat
+from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training
 from fxcomp.codegen.load import observed
 from fxcomp.errors import VerificationFailed
@@ -107,7 +107,7 @@ def needed_bytes(training: Training, batch: Any) -> int:
     gradients = [owner.parameter.nbytes for owner in training.owned]
     largest_fp32 = max(max(owner.parameter.nbytes, 4 * owner.parameter.numel()) for owner in training.owned)
     buffers = sum(buffer.nbytes for buffer in training.model.buffers())
-    leaves = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    leaves = sum(compat.held_bytes(leaf) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
     return int(MARGIN * (sum(gradients) + 2 * buffers + leaves + STATES_AT_ONCE * largest_fp32))
 
 

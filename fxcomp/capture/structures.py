@@ -1,0 +1,116 @@
+"""Flatten batches and auxiliary results: pytrees that may hold dataclasses, and collections that torch does not know.
+
+    Batch(x=%x, y=%y)                        a dataclass
+ -->
+    [%x, %y]    Batch by copyreg.__newobj__, its state a dict of x and y
+
+Such an object is taken apart and put together again as copy.copy does it, so its constructor does not run. Of a mapping
+(transformers.BatchEncoding) attributes that hold neither tensors nor plain values are left out: to read one raises.
+"""
+
+# Copying has no types: an object is whatever its class says.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""Values that nobody changes in place."""
+
+
+def is_plain(value: object) -> bool:
+    """Ask if tracing may take a value for a constant. Operators do not take numpy's scalars."""
+    return isinstance(value, _PLAIN) and type(value).__module__ != "numpy"
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flatten a tree; `pytree.tree_unflatten` makes the same classes again."""
+    leaves, structure = pytree.tree_flatten(tree)
+    return pytree.tree_flatten(_opened(tree)) if any(map(_is_closed, leaves)) else (leaves, structure)
+
+
+def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """List the leaves of a tree with their paths."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(_opened(tree))[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An object that was taken apart, with everything that flattening takes apart further."""
+
+    how: tuple[Any, ...]
+    """The function that makes it, and the classes and functions among its first arguments."""
+    parts: list[Any]
+    """The other arguments, the state, the items of a list and those of a mapping."""
+
+
+def _is_closed(leaf: Any) -> bool:
+    """Ask if a leaf is a collection or a dataclass that torch does not take apart."""
+    if isinstance(leaf, Tensor | type) or is_plain(leaf):
+        return False
+    return dataclasses.is_dataclass(leaf) or isinstance(leaf, Mapping | tuple | list)
+
+
+def _opened(tree: Any) -> Any:
+    return pytree.tree_map(_open, tree)
+
+
+def _open(leaf: Any) -> Any:
+    if not _is_closed(leaf):
+        return leaf
+    try:
+        reduced: tuple[Any, ...] = leaf.__reduce_ex__(4)
+    except TypeError:  # it cannot be copied, and is refused as a leaf
+        return leaf
+    make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])
+    if isinstance(leaf, Mapping) and isinstance(state, dict):
+        state = {key: value for key, value in cast("dict[str, Any]", state).items() if _is_followed(value)}
+    fixed = tuple(takewhile(callable, arguments))
+    parts = [arguments[len(fixed) :], state, list(items or ()), dict(pairs or ())]
+    return _Opened((make, *fixed), [_opened(part) for part in parts])
+
+
+def _is_followed(value: Any) -> bool:
+    leaves = flatten(value)[0]
+    return not leaves or any(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves)
+
+
+def _close(parts: Iterable[Any], how: Any) -> Any:
+    arguments, state, items, pairs = parts
+    made: Any = how[0](*how[1:], *arguments)
+    if state is not None and hasattr(type(made), "__setstate__"):
+        made.__setstate__(state)
+    else:
+        for attributes in state if isinstance(state, tuple) else (state,):
+            for name, value in (attributes or {}).items():
+                object.__setattr__(made, name, value)
+    for item in items:
+        made.append(item)
+    for key, value in pairs.items():
+        made[key] = value
+    return made
+
+
+class _Unnamed:
+    """A key that leaves a path as it is: what is under it has a name of its own."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: (opened.parts, opened.how),
+    _close,
+    flatten_with_keys_fn=lambda opened: ([(cast("Any", _Unnamed()), part) for part in opened.parts], opened.how),
+)

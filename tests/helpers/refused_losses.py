@@ -1,0 +1,988 @@
+"""Refusals of models, batches and loss functions, and what their advice makes of each."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxcomp
+from helpers.advised import Row, assert_alike, assert_trains, rows, sgd, small
+from helpers.followed import compile_alone
+from helpers.jobs import cross_entropy
+
+BATCH_TYPE, FAITHFUL, TRACED = "capture/batch_type.py", "capture/faithful.py", "capture/forward_backward.py"
+
+
+# Models
+
+
+class WithBuffer(nn.Module):
+    """Scales its output by a buffer's mean."""
+
+    def __init__(self, buffer: Tensor):
+        super().__init__()
+        self.body = small()
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (1 + self.kept.to_dense().mean() if self.kept.is_sparse else self.kept.mean())
+
+
+class Writes(WithBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[:4] = x.detach().mean()
+        return super().forward(x)
+
+
+class Shares(Writes):
+    def __init__(self, tail: Any):
+        super().__init__(torch.zeros(8))
+        self.register_buffer("tail", tail(self.kept))
+
+
+class Replaces(WithBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept.shape[0] < len(x):
+            self.kept = torch.ones(len(x))
+        return super().forward(x)
+
+
+class Casts(WithBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.kept.double() + x.detach().mean()
+        return super().forward(x)
+
+
+class Keeps(WithBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = (self.kept.double() + x.detach().mean()).float()
+        return super().forward(x)
+
+
+def lazy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LazyLinear(12), nn.Tanh(), nn.Linear(12, 10))
+
+
+def called(model: nn.Module) -> nn.Module:
+    model(rows()[0])
+    return model
+
+
+def expanded(parameter: Any) -> nn.Module:
+    model = small()
+    model[2].bias = nn.Parameter(parameter(torch.zeros(1).expand(10)))
+    return model
+
+
+def csr() -> Tensor:
+    return torch.eye(4).to_sparse_csr()
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+class Sub(Tensor):
+    pass
+
+
+def scaled(model: nn.Module, batch: Any) -> Tensor:
+    """A loss with a third thing in its batch."""
+    return cross_entropy(model, (batch[0] * (1 + batch[2].to_dense().float().mean()), batch[1]))
+
+
+def numbered(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model, batch[:2]) * (float(batch[2].sum()) if isinstance(batch[2], Tensor) else batch[2])
+
+
+def with_third(value: Any, loss: Any = scaled) -> Any:
+    return lambda: compile_alone(small(), loss, batch=(*rows(), value() if callable(value) else value))
+
+
+def trains_with_third(value: Any, loss: Any = scaled) -> Any:
+    def follow() -> None:
+        third = value() if callable(value) else value
+        assert_trains(small(), loss=loss, batches=[(*rows(n), third) for n in range(2)])
+
+    return follow
+
+
+def hooked() -> nn.Module:
+    model = small()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def unhooked() -> None:
+    model = hooked()
+    hook = model[0].weight.register_hook(lambda gradient: gradient)
+    hook.remove()
+    model[0].weight._backward_hooks.clear()  # type: ignore[union-attr]
+    assert_trains(model, small())
+
+
+def doubled(model: Any, batch: Any) -> Tensor:
+    """The work of a gradient hook, done in the loss: twice the gradient of one weight."""
+    weight = model[0].weight
+    out = nn.functional.linear(batch[0], 2 * weight - weight.detach(), model[0].bias)
+    return nn.functional.cross_entropy(model[2](out.tanh()), batch[1])
+
+
+def eager_hook() -> None:
+    model, reference = small(), small()
+    reference[0].weight.register_hook(lambda gradient: gradient * 2)
+    assert_trains(model, reference, doubled, cross_entropy)
+
+
+def two_devices() -> nn.Module:
+    model = small()
+    model[2].to("meta")
+    return model
+
+
+def moved() -> None:
+    model = small()
+    model[2].to(torch.float32)
+    assert_trains(model.to("cpu"))
+
+
+def half_with_scaler() -> Any:
+    scaler = torch.amp.GradScaler("cpu")
+    return compile_alone(small().half(), scaler=scaler, batch=(rows()[0].half(), rows()[1]))
+
+
+def float_with_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    step = compile_alone(small(), scaler=scaler)
+    before = step(rows())
+    scaler.update()
+    assert step(rows()) < before
+
+
+def not_updated() -> Any:
+    step = compile_alone(small(), scaler=torch.amp.GradScaler("cpu"))
+    step(rows())
+    return step(rows())
+
+
+MODELS = {
+    "a lazy layer": Row(
+        f"{BATCH_TYPE}::check_model",
+        "is not initialised",
+        lambda: compile_alone(lazy()),
+        lambda: assert_trains(called(lazy())),
+    ),
+    "an expanded parameter": Row(
+        f"{BATCH_TYPE}::check_model",
+        "several elements of the parameter",
+        lambda: compile_alone(expanded(lambda value: value)),
+        lambda: assert_trains(expanded(torch.clone)),
+    ),
+    "a sparse buffer": Row(
+        f"{BATCH_TYPE}::check_model",
+        "Keep it dense",
+        lambda: compile_alone(WithBuffer(torch.eye(4).to_sparse())),
+        lambda: assert_trains(WithBuffer(torch.eye(4))),
+    ),
+    "a CSR buffer": Row(
+        f"{BATCH_TYPE}::check_model",
+        "Pass its .to_dense(), or a COO tensor",
+        lambda: compile_alone(WithBuffer(csr())),
+        lambda: assert_trains(WithBuffer(csr().to_dense())),
+    ),
+    "a quantized buffer": Row(
+        f"{BATCH_TYPE}::check_model",
+        "Pass its .dequantize()",
+        lambda: compile_alone(WithBuffer(quantized())),
+        lambda: assert_trains(WithBuffer(quantized().dequantize())),
+    ),
+    "a written buffer that is expanded": Row(
+        f"{BATCH_TYPE}::check_written",
+        "several elements of which lie in one place",
+        lambda: compile_alone(Writes(torch.zeros(2, 1).expand(2, 4)[0])),
+        lambda: assert_trains(Writes(torch.zeros(2, 1).expand(2, 4)[0].clone())),
+    ),
+    "a written buffer that shares memory": Row(
+        f"{BATCH_TYPE}::check_written",
+        "lies too: a captured step would not see",
+        lambda: compile_alone(Shares(lambda kept: kept[2:])),
+        lambda: assert_trains(Shares(lambda kept: kept[2:].clone())),
+    ),
+    "a buffer that grows": Row(
+        f"{TRACED}::_write_back",
+        "by one forward pass of the longest batch",
+        lambda: compile_alone(Replaces(torch.ones(1))),
+        lambda: assert_trains(called(Replaces(torch.ones(1)))),
+    ),
+    "a buffer of another type": Row(
+        f"{TRACED}::_write_back",
+        "Keep a buffer's shape and dtype",
+        lambda: compile_alone(Casts(torch.ones(1))),
+        lambda: assert_trains(Keeps(torch.ones(1))),
+    ),
+    "a gradient hook": Row(
+        "capture/training.py::_check_parameter",
+        "Remove it, or do its work in the loss",
+        lambda: compile_alone(hooked()),
+        unhooked,
+    ),
+    "a gradient hook's work in the loss": Row(
+        "capture/training.py::_check_parameter",
+        "do its work in the loss function",
+        lambda: compile_alone(hooked()),
+        eager_hook,
+    ),
+    "two devices": Row(
+        "capture/training.py::_check_devices",
+        "Move it to one with model.to(device)",
+        lambda: compile_alone(two_devices()),
+        moved,
+    ),
+    "a wrapped model": Row(
+        "capture/training.py::_check_is_bare",
+        "Give compile_step the plain model",
+        lambda: compile_alone(nn.DataParallel(small())),
+        lambda: assert_trains(nn.DataParallel(small()).module),
+    ),
+    "no model": Row(
+        "capture/training.py::_check_is_bare",
+        "which is no torch.nn.Module",
+        lambda: fxcomp.compile_step(small, cross_entropy, torch.optim.SGD(small().parameters()), rows()),  # type: ignore[arg-type]
+        lambda: assert_trains(small()),
+    ),
+    "fp16 parameters with a scaler": Row(
+        "capture/training.py::LossScale.of", "Keep parameters in float32", half_with_scaler, float_with_scaler
+    ),
+    "a scaler that is not updated": Row(
+        "capture/training.py::LossScale.check_updated",
+        "Call scaler.update() once after",
+        not_updated,
+        float_with_scaler,
+    ),
+    "all parameters frozen": Row(
+        "capture/training.py::owned_parameters",
+        "updates no trainable parameter",
+        lambda: compile_alone(small().requires_grad_(False)),
+        lambda: assert_trains(small().requires_grad_(False).requires_grad_(True)),
+    ),
+}
+
+
+# Batches
+
+RAGGED = [torch.ones(3), torch.ones(2)]
+
+BATCHES = {
+    "a nested tensor": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "Pad it, and pass lengths beside it",
+        with_third(lambda: torch.nested.nested_tensor(RAGGED)),
+        trains_with_third(nn.utils.rnn.pad_sequence(RAGGED)),
+    ),
+    "a quantized tensor": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "Pass its .dequantize()",
+        with_third(quantized),
+        trains_with_third(lambda: quantized().dequantize()),
+    ),
+    "a CSR tensor": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "Pass its .to_dense(), or a COO tensor",
+        with_third(csr),
+        trains_with_third(lambda: csr().to_dense()),
+    ),
+    "a CSR tensor made COO": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "or a COO tensor",
+        with_third(csr),
+        trains_with_third(lambda: csr().to_sparse_coo()),
+    ),
+    "a view of a sparse tensor": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "Pass its .clone()",
+        with_third(torch.eye(4).to_sparse().t()),
+        trains_with_third(torch.eye(4).to_sparse().t().clone()),
+    ),
+    "a subclass": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "as_subclass(torch.Tensor)",
+        with_third(torch.ones(4).as_subclass(Sub)),
+        trains_with_third(torch.ones(4).as_subclass(Sub).as_subclass(Tensor)),
+    ),
+    "a number of NumPy": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "call its .item()",
+        with_third(np.float64(0.5), numbered),
+        trains_with_third(np.float64(0.5).item(), numbered),
+    ),
+    "an array of NumPy": Row(
+        f"{BATCH_TYPE}::_leaf_type",
+        "pass torch.as_tensor of it",
+        with_third(np.ones(3), numbered),
+        trains_with_third(torch.as_tensor(np.ones(3)), numbered),
+    ),
+    "an object": Row(
+        f"{BATCH_TYPE}::_leaf_type", "it may hold tensors, numbers, strings and None", with_third(object(), numbered)
+    ),
+}
+
+
+# Loss functions
+
+
+def losses(wrong: Any, right: Any, batches: Any = None, model: Any = small, **options: Any) -> tuple[Any, Any]:
+    """Compile one loss, and train by another one."""
+    batch = rows() if batches is None else batches[0]
+    return (
+        lambda: compile_alone(model(), wrong, batch=batch),
+        lambda: assert_trains(model(), loss=right, batches=batches, **options),
+    )
+
+
+def out_of(model: Any, batch: Any) -> Tensor:
+    return model(batch[0])
+
+
+def by_size(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    picked = out[out > 0]
+    return picked.sum() if len(picked) > 3 else out.mean()
+
+
+def masked(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    is_picked = out > 0
+    return torch.where(is_picked.sum() > 3, torch.where(is_picked, out, 0.0).sum(), out.mean())
+
+
+def by_value(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return out.sum() if out.sum() > 0 else out.square().mean()
+
+
+def selected(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return torch.where(out.sum() > 0, out.sum(), out.square().mean())
+
+
+def told(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return out.sum() if batch[2] else out.square().mean()
+
+
+def logs(model: Any, batch: Any) -> Tensor:
+    loss = cross_entropy(model, batch)
+    return loss if loss.item() > 1e9 else loss + 0
+
+
+def returns_it(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    loss = cross_entropy(model, batch)
+    return loss, loss.detach()
+
+
+def distribution(checks: bool) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        made: Any = torch.distributions.Normal(out_of(model, batch), 1.0, validate_args=checks)
+        return -made.log_prob(torch.zeros(())).mean()
+
+    return loss
+
+
+def drops(probability: float) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        out = out_of(model, batch)
+        return out.square().mean() if torch.rand([]) < probability else nn.functional.cross_entropy(out, batch[1])
+
+    return loss
+
+
+def drops_in_graph(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return torch.where(torch.rand([]) < 0.5, out.square().mean(), nn.functional.cross_entropy(out, batch[1]))
+
+
+def solved(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return torch.linalg.lstsq(out[:, :2], out[:, 2:3]).solution.square().sum()
+
+
+def pseudo(model: Any, batch: Any) -> Tensor:
+    out = out_of(model, batch)
+    return (torch.linalg.pinv(out[:, :2]) @ out[:, 2:3]).square().sum()
+
+
+class Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+        self.register_buffer("queue", torch.zeros(6, 10))
+
+
+def enqueues(queue: Any) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        out = model.body(batch[0])
+        held = queue if isinstance(queue, Tensor) else model.queue
+        with torch.no_grad():
+            held.copy_(torch.cat([held[4:], out.detach()]))
+        return (out @ held.detach().T).mean()
+
+    return loss
+
+
+def turns(in_place: bool) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        held = torch.ones(10, 3)
+        return loss_of(model, batch, held)
+
+    outside = torch.ones(10, 3)
+
+    def loss_of(model: Any, batch: Any, _: Tensor) -> Tensor:
+        return (out_of(model, batch) @ (outside.t_().t_() if in_place else outside.t().t())).mean()
+
+    return loss
+
+
+def copied(copy_: Any) -> Any:
+    return lambda model, batch: (
+        (out_of(model, batch) - copy_(out_of(model, batch).detach())).square().mean() + (cross_entropy(model, batch))
+    )
+
+
+def pickled(value: Tensor) -> Tensor:
+    return pickle.loads(pickle.dumps(value))
+
+
+def put_together(function: Any) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        out = out_of(model, batch)
+        return cross_entropy(model, batch) * function([out.detach().mean(), out.detach().max()]).sum()
+
+    return loss
+
+
+def by_numpy(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * float(np.tanh(batch[0].numpy()).mean() + 2)
+
+
+def by_torch(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * (torch.tanh(batch[0]).mean() + 2)
+
+
+def by_number(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch[:2]) * batch[2]
+
+
+SPARSE = torch.eye(4).to_sparse()
+
+
+def entries(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch[:2]) * batch[2].coalesce().values().sum()
+
+
+def bilinear(outside: bool) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = out_of(model, batch)
+            if outside:
+                with torch.autocast("cpu", enabled=False):
+                    return torch.bilinear(out.float(), out.float(), torch.ones(1, 10, 10), None).square().mean()
+            return torch.bilinear(out, out, torch.ones(1, 10, 10), None).square().mean()
+
+    return loss
+
+
+def assigns(model: Any, batch: Any) -> Tensor:
+    model[0].weight.data = model[0].weight.data * 0.9
+    return cross_entropy(model, batch)
+
+
+def copies(model: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight * 0.9)
+    return cross_entropy(model, batch)
+
+
+def reads_grad(model: Any, batch: Any) -> Tensor:
+    norm = 0.0 if model[0].weight.grad is None else model[0].weight.grad.norm()
+    return cross_entropy(model, batch) + 0 * norm
+
+
+def penalty(model: Any, batch: Any) -> Tensor:
+    loss = cross_entropy(model, batch)
+    return loss + torch.autograd.grad(loss, model[0].weight, create_graph=True)[0].norm()
+
+
+def prints(model: Any, batch: Any) -> Tensor:
+    loss = cross_entropy(model, batch)
+    assert str(loss)
+    return loss
+
+
+def names_number(model: Any, batch: Any) -> Tensor:
+    text = f"{batch[2]}"
+    return cross_entropy(model, batch[:2]) * (2 if text.startswith("tensor") else 3)
+
+
+def reads_subclass(outside: Tensor) -> Any:
+    return lambda model, batch: cross_entropy(model, batch) * outside.item()
+
+
+def twice(lists: Any) -> Any:
+    counts = torch.ones(3)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        lists(counts)
+        return cross_entropy(model, batch) + 0 * counts.sum()
+
+    return loss
+
+
+def add_once_each(counts: Tensor) -> None:
+    torch._foreach_add_([counts], 1)
+    torch._foreach_add_([counts], 1)
+
+
+def backs(model: Any, batch: Any) -> Tensor:
+    model(batch[0]).square().mean().backward()
+    return cross_entropy(model, batch)
+
+
+def sums(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) + model(batch[0]).square().mean()
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    out: Tensor
+    more: int = 3
+
+
+class Wrapped:
+    def __init__(self, loss: Tensor):
+        self.loss = loss
+
+
+def kept_parameter(is_model: bool) -> tuple[Any, Any]:
+    model = small()
+    kept = model[0].weight
+
+    def loss(given: Any, batch: Any) -> Tensor:
+        return cross_entropy(given, batch) + (given[0].weight if is_model else kept).square().sum()
+
+    return model, loss
+
+
+def reads_parameter() -> Any:
+    model, loss = kept_parameter(False)
+    return compile_alone(model, loss)
+
+
+def through_model() -> None:
+    model, loss = kept_parameter(True)
+    assert_trains(model, loss=loss)
+
+
+def checkpointed(model: Any, batch: Any, **options: Any) -> Tensor:
+    dropped = checkpoint(lambda x: nn.functional.dropout(model[0](x)), batch[0], use_reentrant=False, **options)
+    return nn.functional.cross_entropy(model[2](dropped.tanh()), batch[1])
+
+
+GENERATOR = torch.Generator()
+
+
+def makes_generator(model: Any, batch: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return cross_entropy(model, batch) * torch.rand([], generator=generator)
+
+
+def seeds_default(model: Any, batch: Any) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return cross_entropy(model, batch) * torch.rand([])
+
+
+def draws_from_outside(generator: torch.Generator) -> Any:
+    return lambda model, batch: cross_entropy(model, batch) * torch.rand([], generator=generator)
+
+
+def drawn_outside() -> None:
+    """Draw from generators of one seed; a verified step would draw once more by eager PyTorch's."""
+    model, reference = small(), small()
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    optimizer, eager = sgd(model), sgd(reference)
+    step = fxcomp.compile_step(model, draws_from_outside(ours), optimizer, rows(), checks=fxcomp.Checks(verify="never"))
+    for number in range(3):
+        step(rows(number))
+        eager.zero_grad()
+        draws_from_outside(theirs)(reference, rows(number)).backward()
+        eager.step()
+    assert_alike(model, reference)
+
+
+def in_python(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * random.random()
+
+
+def in_torch(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * torch.rand([])
+
+
+def takes(stream: Any) -> Any:
+    return lambda model, batch: cross_entropy(model, batch) * next(stream)
+
+
+def measures(model: Any, batch: Any) -> Tensor:
+    begin = time.time()
+    return cross_entropy(model, batch) * (1 + 0 * begin)
+
+
+class Stores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.body[0](x)
+        return self.body[2](self.hidden.tanh())
+
+
+class StoresInBuffer(Stores):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.zeros(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body[0](x)
+        self.hidden = hidden.detach()
+        return self.body[2](hidden.tanh())
+
+
+def hidden_beside(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    hidden = model.body[0](batch[0])
+    return nn.functional.cross_entropy(model.body[2](hidden.tanh()), batch[1]), hidden.detach()
+
+
+def id_as_default(model: Any, batch: Any, key: Any = id) -> Tensor:
+    return cross_entropy(model, batch) * (2 if key(model[0].weight) else 1)
+
+
+def id_by_name(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * (2 if id(model[0].weight) else 1)
+
+
+def marked(name: str) -> nn.Module:
+    model = small()
+    setattr(model[0].weight, name, "mine")
+    return model
+
+
+def nan_check(model: Any, batch: Any) -> Tensor:
+    loss = cross_entropy(model, batch)
+    value = loss.item()
+    return loss * 2 if value != value else loss
+
+
+def weighted(counts: Any) -> Any:
+    def loss(model: Any, batch: Any) -> Any:
+        each = nn.functional.cross_entropy(out_of(model, batch), batch[1], reduction="none")
+        return fxcomp.WeightedLoss(each.sum(), counts(each))
+
+    return loss
+
+
+def trains_weighted(counts: Any) -> Any:
+    def follow() -> None:
+        model, reference = small(), small()
+        optimizer, eager = sgd(model), sgd(reference)
+        step = compile_alone(model, weighted(counts), optimizer)
+        for number in range(3):
+            step(rows(number))
+            eager.zero_grad()
+            cross_entropy(reference, rows(number)).backward()
+            eager.step()
+        assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+    return follow
+
+
+class Box:
+    """Holds one thing; in a long chain of them nothing is looked for."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+
+def cached(is_filled: bool) -> Any:
+    box: Any = Box(torch.ones(()) if is_filled else None)
+    last = box
+    for _ in range(20):
+        box = Box(box)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        inner = box
+        while isinstance(inner.held, Box):
+            inner = inner.held
+        if inner.held is None:
+            inner.held = batch[0].detach().mean() * 0 + 1
+        return cross_entropy(model, batch) * inner.held
+
+    assert last.held is None or is_filled
+    return loss
+
+
+def compiled_twice() -> Any:
+    loss = cached(False)
+    compile_alone(small(), loss)
+    return compile_alone(small(), loss)
+
+
+def gathers(sparse: bool) -> Any:
+    def loss(model: Any, batch: Any) -> Tensor:
+        rows_of = torch.zeros(1, 20, dtype=torch.long)
+        picked = torch.gather(model[0].weight, 0, rows_of, sparse_grad=sparse)
+        return picked.square().mean() + model[2](batch[0][:, :12]).square().mean()
+
+    return loss
+
+
+def lists(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * len([x for x in model[0].weight.tolist()[0] if x is not None])
+
+
+def unused_mask(model: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(out_of(model, batch), batch[1], reduction="none")
+
+
+LOSSES = {
+    "a size that decides": Row(f"{FAITHFUL}::explaining", "mask with torch.where", *losses(by_size, masked)),
+    "a value that decides": Row(f"{FAITHFUL}::explaining", "select with torch.where", *losses(by_value, selected)),
+    "a value that is passed": Row(
+        f"{FAITHFUL}::explaining",
+        "pass what is decided in the batch, as a plain value",
+        losses(by_value, told)[0],
+        losses(told, told, [(*rows(0), True), (*rows(1), False), (*rows(2), True)])[1],
+    ),
+    "a number for a log": Row(
+        f"{FAITHFUL}::explaining", "return the tensor beside the loss", *losses(logs, returns_it)
+    ),
+    "a distribution's check": Row(
+        f"{FAITHFUL}::explaining", "validate_args=False", *losses(distribution(True), distribution(False))
+    ),
+    "layer drop": Row(f"{FAITHFUL}::explaining", "Set the probability to 0", *losses(drops(0.5), drops(0.0))),
+    "layer drop in the graph": Row(
+        f"{FAITHFUL}::explaining", "which draws in the graph", *losses(drops(0.5), drops_in_graph)
+    ),
+    "an operator whose sizes are values": Row(f"{FAITHFUL}::explaining", "linalg.pinv(a) @ b", *losses(solved, pseudo)),
+    "a queue that requires a gradient": Row(
+        f"{FAITHFUL}::explaining",
+        "Register that tensor as a buffer of the model",
+        *losses(enqueues(torch.zeros(6, 10, requires_grad=True)), enqueues(None), model=Queue),
+    ),
+    "a plain queue": Row(
+        f"{FAITHFUL}::explaining",
+        "make it a plain one that requires no gradient",
+        losses(enqueues(torch.zeros(6, 10, requires_grad=True)), None, model=Queue)[0],
+        lambda: assert_trains(Queue(), loss=enqueues(torch.zeros(6, 10)), eager_loss=enqueues(torch.zeros(6, 10))),
+    ),
+    "a shape that changes outside": Row(
+        f"{FAITHFUL}::explaining", "as .t() and .unsqueeze() make them", *losses(turns(True), turns(False))
+    ),
+    "a copy by pickle": Row(
+        f"{FAITHFUL}::_Refusing.__torch_function__", "Copy with .clone()", *losses(copied(pickled), copied(torch.clone))
+    ),
+    "a tensor of tensors": Row(
+        f"{FAITHFUL}::explaining",
+        "put tensors together with torch.stack",
+        *losses(put_together(torch.tensor), put_together(torch.stack)),
+    ),
+    "an address": Row(
+        f"{FAITHFUL}::explaining",
+        "do it outside of loss_fn",
+        losses(lambda m, b: cross_entropy(m, b) * (1 + 0 * b[0].data_ptr()), None)[0],
+        trains_with_third(rows()[0].data_ptr() * 0 + 2, numbered),
+    ),
+    "values by NumPy": Row(
+        f"{FAITHFUL}::_Refusing.__torch_function__", "Compute with torch instead", *losses(by_numpy, by_torch)
+    ),
+    "values by NumPy, in the batch": Row(
+        f"{FAITHFUL}::_Refusing.__torch_function__",
+        "pass the number in the batch",
+        losses(by_numpy, None)[0],
+        trains_with_third(0.5, by_number),
+    ),
+    "entries of a sparse tensor": Row(
+        f"{FAITHFUL}::_Refusing.__torch_function__",
+        "Pass clones of indices and values in the batch",
+        lambda: compile_alone(small(), entries, batch=(*rows(), SPARSE)),
+        trains_with_third(SPARSE.coalesce().values().clone(), lambda m, b: cross_entropy(m, b[:2]) * b[2].sum()),
+    ),
+    "bilinear under autocast": Row(
+        f"{FAITHFUL}::_Refusing.__torch_function__",
+        "torch.autocast(..., enabled=False)",
+        *losses(bilinear(False), bilinear(True)),
+    ),
+    "an assignment to data": Row(f"{FAITHFUL}::_Refusing._assign", "tensor.copy_(value)", *losses(assigns, copies)),
+    "a gradient that is read": Row(
+        f"{FAITHFUL}::_Refusing._check_is_in_graph", "with torch.autograd.grad", *losses(reads_grad, penalty)
+    ),
+    "a text of a tensor": Row(
+        f"{FAITHFUL}::_Refusing._text", "return the tensor beside the loss", *losses(prints, returns_it)
+    ),
+    "a text of the batch": Row(
+        f"{FAITHFUL}::_Refusing._text",
+        "The text of a number read from the batch (.item())",
+        with_third(torch.ones(2), names_number),
+        trains_with_third(
+            torch.ones(()), lambda m, b: cross_entropy(m, b[:2]) * (2 if f"{b[2].item()}" == "1.0" else 3)
+        ),
+    ),
+    "values of a subclass": Row(
+        f"{FAITHFUL}::_check_is_traced",
+        ".as_subclass(torch.Tensor)",
+        *losses(
+            reads_subclass(torch.ones(()).as_subclass(Sub)),
+            reads_subclass(torch.ones(()).as_subclass(Sub).as_subclass(Tensor)),
+        ),
+    ),
+    "one tensor twice": Row(
+        "capture/fake_mode.py::_check_each_once",
+        "call the operator once for each",
+        *losses(twice(lambda c: torch._foreach_add_([c, c], 1)), twice(add_once_each)),
+    ),
+    "a backward pass inside": Row(
+        f"{TRACED}::_check_no_backward", "Return the sum of all losses", *losses(backs, sums)
+    ),
+    "a gradient taken inside": Row(
+        f"{TRACED}::_check_no_backward", "take gradients with torch.autograd.grad", *losses(backs, penalty)
+    ),
+    "a number for a loss": Row(
+        f"{TRACED}::_checked",
+        "Leave out .item(): return loss",
+        *losses(lambda m, b: cross_entropy(m, b).item(), cross_entropy),
+    ),
+    "an output object": Row(
+        f"{TRACED}::_checked",
+        "model(**batch).loss",
+        *losses(lambda m, b: Wrapped(cross_entropy(m, b)), lambda m, b: Wrapped(cross_entropy(m, b)).loss),
+    ),
+    "losses of rows": Row(
+        f"{TRACED}::_checked", "for example with .mean()", *losses(unused_mask, lambda m, b: unused_mask(m, b).mean())
+    ),
+    "a loss of the batch alone": Row(
+        f"{TRACED}::_checked", "does not depend on any trainable parameter", losses(lambda _, b: b[0].sum(), None)[0]
+    ),
+    "an object beside the loss": Row(
+        f"{TRACED}::_constant",
+        "Return tensors, numbers, strings and None",
+        *losses(lambda m, b: (cross_entropy(m, b), np.float64(1)), lambda m, b: (cross_entropy(m, b), 1.0)),
+    ),
+    "a parameter past the model": Row(
+        f"{TRACED}::check_forward_backward", "through the attributes of the model", reads_parameter, through_model
+    ),
+    "other masks": Row(
+        "capture/random_state.py::check_draws_again",
+        "preserve_rng_state",
+        *losses(lambda m, b: checkpointed(m, b, preserve_rng_state=False), checkpointed),
+    ),
+    "a tensor in a cache": Row(
+        f"{TRACED}::check_forward_backward",
+        "that it has kept while it was traced before",
+        compiled_twice,
+        lambda: assert_trains(small(), loss=cached(True)),
+    ),
+    "a sparse gradient": Row(
+        f"{TRACED}::_check_gradients", "Build the layer with sparse=False", *losses(gathers(True), gathers(False))
+    ),
+    "a long list": Row(
+        "capture/pythons_numbers.py::NumberReader.read",
+        "which takes minutes to trace",
+        *losses(lists, lambda m, b: cross_entropy(m, b) * m[0].weight.shape[1]),
+    ),
+    "a generator of the step's": Row(
+        "capture/random_state.py::_refuse", "torch.random.fork_rng()", *losses(makes_generator, seeds_default)
+    ),
+    "a generator from outside": Row(
+        "capture/random_state.py::_refuse",
+        "may be drawn from with generator=",
+        losses(makes_generator, None)[0],
+        drawn_outside,
+    ),
+    "a draw of Python's": Row(
+        "capture/reach/draws.py::Draws.check",
+        "Draw outside and pass the numbers in the batch",
+        losses(in_python, None)[0],
+        trains_with_third(random.Random(1).random(), by_number),
+    ),
+    "a draw of Python's by torch": Row(
+        "capture/reach/draws.py::Draws.check", "torch.rand", *losses(in_python, in_torch)
+    ),
+    "an iterator": Row(
+        "capture/reach/draws.py::Draws.check",
+        "Take it outside, and pass it in the batch",
+        losses(takes(iter([1.0, 2.0])), None)[0],
+        trains_with_third(next(iter([2.0])), by_number),
+    ),
+    "a clock": Row(
+        "capture/reach/draws.py::Draws.check", "Measure time outside of the step", *losses(measures, cross_entropy)
+    ),
+    "a tensor that is kept": Row(
+        "capture/reach/restore.py::untouched",
+        "Register it as a buffer",
+        lambda: compile_alone(Stores()),
+        lambda: assert_trains(StoresInBuffer()),
+    ),
+    "a tensor that is returned": Row(
+        "capture/reach/restore.py::untouched",
+        "return it beside the loss: (loss, aux)",
+        lambda: compile_alone(Stores()),
+        lambda: assert_trains(Stores(), loss=hidden_beside),
+    ),
+    "id in hand": Row(
+        "capture/reach/restore.py::_check_id_has_one_name",
+        "Call it by its name: id(parameter)",
+        *losses(id_as_default, id_by_name),
+    ),
+    "a name of tracing's": Row(
+        "capture/stand_ins.py::_check_free",
+        "Give the attribute another name",
+        lambda: compile_alone(marked("fake_mode")),
+        lambda: assert_trains(marked("my_mode")),
+    ),
+    "a number that may be nan": Row(
+        "capture/pythons_numbers.py::_check_algebra",
+        "return the number beside the loss",
+        *losses(nan_check, returns_it),
+    ),
+    "a number that may be nan, left out": Row(
+        "capture/pythons_numbers.py::_check_algebra",
+        "skip_nonfinite=True",
+        losses(nan_check, None)[0],
+        lambda: assert_trains(small(), skip_nonfinite=True),
+    ),
+    "counts of rows": Row(
+        "capture/training.py::WeightedLoss.counted",
+        "Sum it up in loss_fn",
+        lambda: compile_alone(small(), weighted(torch.ones_like)),
+        trains_weighted(lambda each: torch.ones_like(each).sum()),
+    ),
+    "no count": Row(
+        "capture/training.py::WeightedLoss.counted",
+        "a tensor of one element or a number",
+        lambda: compile_alone(small(), weighted(lambda _: None)),
+        trains_weighted(lambda each: len(each)),
+    ),
+    "no function": Row(
+        "frontends/compile_step.py::_captured.captured",
+        "is called with the model and a batch",
+        lambda: compile_alone(small(), "loss"),
+        lambda: assert_trains(small()),
+    ),
+}

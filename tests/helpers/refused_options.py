@@ -1,0 +1,158 @@
+"""Refusals of jobs, options and folders, and what their advice makes of each; one rank, in a folder of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fxcomp
+from fxcomp.capture.backward_graph import _check_parameter
+from fxcomp.frontends.average_replicas import _check_module
+from fxcomp.frontends.backend_options import read_options
+from fxcomp.frontends.ddp_hook import _wrapped
+from fxcomp.frontends.job import load_job
+from fxcomp.frontends.read_checkpoint import read_checkpoint
+from fxcomp.frontends.what_if import WhatIf
+from fxcomp.options import StepOptions
+from helpers.advised import Row, small
+
+JOB, OPTIONS, FOLDER = "frontends/job.py", "frontends/backend_options.py", "frontends/read_checkpoint.py"
+
+TEXT = """
+import torch, fxcomp
+from torch import nn
+
+def job():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fxcomp.Job(model, lambda m, x: m(x).square().mean(), optimizer, torch.ones(4, 3))
+
+def nothing():
+    return 3
+"""
+
+
+def written(name: str = "train.py") -> Path:
+    path = Path(name).absolute()
+    path.write_text(TEXT)
+    sys.modules.pop(path.stem, None)
+    return path
+
+
+def loads(name: str, function: str) -> Any:
+    return lambda: load_job(f"{written(name)}:{function}")
+
+
+def trained() -> None:
+    """Train the job of a file."""
+    job = load_job(f"{written()}:job")
+    assert job.loss_fn is not None
+    step = fxcomp.compile_step(job.model, job.loss_fn, job.optimizer, job.batch)
+    assert step(job.batch) > step(job.batch)
+
+
+def options(**given: Any) -> Any:
+    return lambda: read_options(given, {})
+
+
+def model() -> torch.nn.Module:
+    return small()
+
+
+def sharded(**facts: bool) -> Any:
+    """Check what stands for a module of fully_shard, which needs ranks."""
+    module: Any = SimpleNamespace(name="layer", **{"divides_afterwards": False, "offloads": False, **facts})
+    return lambda: _check_module(module)
+
+
+OPTIONS_ROWS = {
+    "a divisor of its own": Row(
+        "frontends/average_replicas.py::_check_module",
+        "has a divisor of its own",
+        sharded(divides_afterwards=True),
+        sharded(),
+    ),
+    "parameters on the host": Row(
+        "frontends/average_replicas.py::_check_module", "offloads its parameters", sharded(offloads=True), sharded()
+    ),
+    "a hook without a model": Row(
+        "frontends/ddp_hook.py::_wrapped", "cannot find the model", lambda: _wrapped(None, StepOptions())
+    ),
+    "a sharded parameter": Row(
+        "capture/backward_graph.py::_check_parameter",
+        "only plain tensors can be trained",
+        lambda: _check_parameter("weight", nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))),
+        lambda: _check_parameter("weight", nn.Parameter(torch.ones(2))),
+    ),
+    "no file": Row(
+        f"{JOB}::load_job", "Write it as path/to/file.py:function", lambda: load_job("nowhere.py:job"), trained
+    ),
+    "no such function": Row(
+        f"{JOB}::load_job", "or name another one after the colon", loads("train.py", "jobs"), trained
+    ),
+    "no job": Row(
+        f"{JOB}::load_job", "Return fxcomp.Job(model, loss_fn, optimizer, batch)", loads("train.py", "nothing"), trained
+    ),
+    "no Python": Row(f"{JOB}::_run_file", "not a Python file", loads("train.txt", "job"), trained),
+    "a mode": Row(
+        f"{OPTIONS}::read_options",
+        'Write torch.compile(model, backend="fxcomp"',
+        lambda: read_options({}, {"mode": "max-autotune"}),
+        options(compress="balanced", model=model()),
+    ),
+    "an option of steps": Row(f"{OPTIONS}::read_options", "or leave it out", options(max_grad_norm=1.0), options()),
+    "an option that is none": Row(
+        f"{OPTIONS}::read_options", "; did you mean ", options(compres="int8"), options(compress="int8")
+    ),
+    "a model that is none": Row(
+        f"{OPTIONS}::read_options", "must be the module that is compiled", options(model=3), options(model=model())
+    ),
+    "ignored without a model": Row(
+        f"{OPTIONS}::read_options",
+        "needs options['model'] to find them in",
+        options(ignore=["0.bias"]),
+        options(ignore=["0.bias"], model=model()),
+    ),
+    "ignored as a text": Row(
+        f"{OPTIONS}::read_options",
+        "is a list of parameter names",
+        options(ignore="0.bias", model=model()),
+        options(ignore=["0.bias"], model=model()),
+    ),
+    "an ignored name": Row(
+        f"{OPTIONS}::_check_ignored",
+        "which is no parameter of the model; did you mean",
+        options(ignore=["0.bia"], model=model()),
+        options(ignore=["0.bias"], model=model()),
+    ),
+    "Inductor": Row(f"{OPTIONS}::read_options", "leave it out for what is usual", options(inductor="yes"), options()),
+    "no module in no_sync": Row(
+        "frontends/no_sync.py::no_sync",
+        "takes the model that was compiled",
+        lambda: fxcomp.no_sync(small).__enter__(),  # type: ignore[arg-type]
+        lambda: fxcomp.no_sync(small()).__enter__(),
+    ),
+    "a path that is none": Row(f"{FOLDER}::read_checkpoint", "takes the path of a folder", lambda: read_checkpoint(3)),  # type: ignore[arg-type]
+    "half a checkpoint": Row(f"{FOLDER}::read_checkpoint", "Load an earlier one", lambda: read_checkpoint(Path.cwd())),
+    "micro-batches": Row(
+        "frontends/what_if.py::WhatIf.check", "1 or more", WhatIf(accumulate=0).check, WhatIf(accumulate=1).check
+    ),
+    "the time of a step": Row(
+        "frontends/what_if.py::WhatIf.check",
+        "is how long a step takes without a network",
+        WhatIf(step_ms=0.0).check,
+        WhatIf(step_ms=1.0).check,
+    ),
+    "a device with costs": Row(
+        "frontends/what_if.py::WhatIf.check",
+        "keep one",
+        lambda: WhatIf(device="h100", costs=fxcomp.CostTable()).check(),
+        lambda: WhatIf(costs=fxcomp.CostTable()).check(),
+    ),
+}
