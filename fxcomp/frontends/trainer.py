@@ -14,7 +14,7 @@ import math
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -79,6 +79,7 @@ class FxcompCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Register a hook, once with a model, and load what was saved where the trainer goes on."""
         model = self._trainer.model_wrapped
+        model = getattr(model, "_orig_mod", model)  # with torch_compile=True
         folder = self._begins_at(args, state)
         if not isinstance(model, DistributedDataParallel):
             if folder is not None and _files(folder):
@@ -98,11 +99,9 @@ class FxcompCallback(transformers.TrainerCallback):
 
     def _begins_at(self, args: Any, state: Any) -> Path | None:
         """Return the folder that training goes on from; that of a loop of the user's own is the last step's."""
-        if self._goes_on is True:
-            last: Any = get_last_checkpoint(args.output_dir)
-            return None if last is None else Path(last)
-        if self._goes_on:
-            return Path(self._goes_on)
+        given = cast("Any", get_last_checkpoint(args.output_dir)) if self._goes_on is True else self._goes_on
+        if given:
+            return Path(given)
         return _folder(args, state) if state.global_step else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
@@ -129,8 +128,9 @@ class FxcompCallback(transformers.TrainerCallback):
         if saved:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(saved, folder / FILE.format(rank=dist.get_rank()))
+        ranks = dist.get_world_size() if saved else 0
         if not saved or dist.get_rank() == 0:  # of a job with more ranks, under the same name
-            for stale in _files(folder)[dist.get_world_size() if saved else 0 :]:
+            for stale in (each for each in _files(folder) if _rank(each) >= ranks):
                 stale.unlink(missing_ok=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -145,7 +145,11 @@ def _folder(args: Any, state: Any) -> Path:
 
 def _files(folder: Path) -> list[Path]:
     """List what ranks have saved in a checkpoint, in rank order."""
-    return sorted(folder.glob(FILE.format(rank="*")), key=lambda path: int(path.stem.removeprefix("fxcomp-rank")))
+    return sorted(folder.glob(FILE.format(rank="*")), key=_rank)
+
+
+def _rank(file: Path) -> int:
+    return int(file.stem.removeprefix("fxcomp-rank"))
 
 
 def _warn(text: str) -> None:

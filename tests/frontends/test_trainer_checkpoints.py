@@ -90,10 +90,11 @@ def under_torchrun() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
 
 
-def trainer_in(folder: Path, kind: type[Trainer] = Trainer) -> tuple[Any, FxcompCallback]:
+def trainer_in(folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> tuple[Any, FxcompCallback]:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, learning_rate=0.05,
         lr_scheduler_type="constant", optim="sgd", use_cpu=True, report_to=[], disable_tqdm=True,
+        **options,
     )  # fmt: skip
     trainer = kind(Regression(), arguments, train_dataset=Rows())
     callback = FxcompCallback(trainer, compress=PLAN)
@@ -194,7 +195,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint_however_it_is_named(two:
 
 
 def trained_twice(place: Path) -> dict[str, Any]:
-    """Train three times with one trainer; return claims on the second and third time."""
+    """Train three times with one trainer; return claims on the second and third time, and on one that compiles."""
     trainer, callback = trainer_in(place / "straight")
     seen = Seen(callback)
     trainer.add_callback(seen)
@@ -212,6 +213,9 @@ def trained_twice(place: Path) -> dict[str, Any]:
     found["said of a checkpoint without a state"] = said_while(lambda: trainer.train(str(bare)))
     found["owes nothing then"] = not owed(seen.states[-1])
     found["is one hook"] = callback.hook is hook
+    compiling, callback = trainer_in(place / "compiled", torch_compile=True, torch_compile_backend="aot_eager")
+    compiling.train()
+    found["is the same compiled"] = is_same(end_of(compiling, callback), straight)
     return found
 
 
