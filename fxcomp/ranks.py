@@ -293,7 +293,7 @@ class Ranks:
         with torch.no_grad():
             for tensor in tensors:
                 own = _own_memory(tensor.data)
-                sent = own.contiguous()
+                sent = own.resolve_conj().resolve_neg().contiguous()
                 # Over groups of our own: the user's default group outlives a rank that fails here.
                 self._groups.broadcast(sent.view(-1).view(torch.uint8), 0, Level.WORLD.value, "main").wait()
                 if sent is not own:

@@ -80,11 +80,13 @@ def check_model(model: nn.Module) -> None:
                 " update would write them more than once.\n  Give each its own: nn.Parameter(value.clone())."
             )
     for name, buffer in cast("Iterable[tuple[str, Tensor]]", model.named_buffers()):
-        if why := why_not(buffer) or _sparse(buffer):
+        if why := why_not(buffer) or _unwritable(buffer):
             raise UnsupportedModel(f"the buffer {name!r} {why}")
 
 
-def _sparse(buffer: Tensor) -> str | None:
+def _unwritable(buffer: Tensor) -> str | None:
+    if buffer.is_inference():
+        return "was made in torch.inference_mode, and cannot be written.\n  Make it outside, or assign its .clone()."
     if not buffer.is_sparse:
         return None
     return "is sparse, and has no memory that ranks could share.\n  Keep it dense, or pass it in the batch."

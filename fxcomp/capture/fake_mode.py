@@ -5,6 +5,7 @@
     torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
     batch_norm of a transpose    is contiguous: torch's fake lies as its input does
     ctc_loss                     has a shape: torch has no fake where lengths are tensors
+    fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
     ones(3).bool().mul_(2)       raises, as eager does: a long result does not go into a bool tensor
 
 A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
@@ -134,6 +135,9 @@ class StepFakes(compat.FakeMode):
         if func in _CASTS:
             self._check_type(_CASTS[func], args, given)
         out: Any = super().dispatch(func, types, args, given)
+        if func is aten._fused_moving_avg_obs_fq_helper.default:
+            with self:
+                _resize_ranges(*args)
         if func in _NORMALISES and out[0] is not None:
             out = (_as_batch_norm_lies(out[0], args[_NORMALISES[func]]), *out[1:])
         self._remember(func, args, out)
@@ -253,6 +257,14 @@ def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
+
+
+def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *others: Any) -> None:
+    """Give the ranges of fake quantization per channel their size, as its first call does."""
+    ranges = others[:4]  # least, largest, scale, zero point
+    if ranges[0].numel() == 0:
+        for buffer in ranges:
+            buffer.resize_(quantized.shape[0])
 
 
 def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
                 for name, tensor in saved[-1][1].items():
                     table[name] = stand_ins.get(id(tensor), tensor)
             _refresh_flat_weights(module)
-        held = [(place, table, dict(table)) for place, (table, _) in zip(places, saved, strict=True)]
+        held = [(place, table, _kinds(table)) for place, (table, _) in zip(places, saved, strict=True)]
         yield
         _write_back(held)
     finally:
@@ -64,24 +64,32 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
             _refresh_flat_weights(module)
 
 
-def _write_back(held: Sequence[tuple[str, Table, Table]]) -> None:
-    """Copy a tensor that the forward pass put in place of a buffer into the buffer that was there."""
+_Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
+"""Shape, dtype and device of a tensor; None for no tensor."""
+
+
+def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
+    """Copy a tensor that the forward pass put in place of a buffer into the buffer that was there.
+
+    Raises CaptureFailed where the kind of a tensor changes, also in place, as by resize_.
+    """
     with torch.no_grad():
         for place, table, original in held:
-            for name in {**original, **table}:
-                was, now = original.get(name), table.get(name)
-                if now is was:
-                    continue
-                if was is None or now is None or _kind(was) != _kind(now):
-                    raise _replaced(f"{place}.{name}".removeprefix("."), was, now)
-                was.copy_(now)
+            now = _kinds(table)
+            for name in {**original, **now}:
+                (was, kind), (value, new_kind) = original.get(name, (None, None)), now.get(name, (None, None))
+                if kind != new_kind:
+                    raise _replaced(f"{place}.{name}".removeprefix("."), kind, new_kind)
+                if value is not was:
+                    was.copy_(value)
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device
+def _kinds(table: Table) -> dict[str, tuple[Any, _Kind]]:
+    kinds = ((n, t, None if t is None else (tuple(t.shape), t.dtype, t.device)) for n, t in table.items())
+    return {name: (tensor, kind) for name, tensor, kind in kinds}
 
 
-def _replaced(name: str, was: Tensor | None, now: Tensor | None) -> CaptureFailed:
+def _replaced(name: str, was: _Kind, now: _Kind) -> CaptureFailed:
     return CaptureFailed(
         f"the forward pass puts {_text(now)} where {name!r} was {_text(was)}: a compiled step writes into the buffers"
         " that it knows.\n"
@@ -90,8 +98,8 @@ def _replaced(name: str, was: Tensor | None, now: Tensor | None) -> CaptureFaile
     )
 
 
-def _text(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _text(kind: _Kind) -> str:
+    return "nothing" if kind is None else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

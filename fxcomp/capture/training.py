@@ -264,15 +264,22 @@ def _check_is_bare(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.UnsupportedModel(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        where = f"the module {name!r}" if name else "the model"
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
-                where = f"the module {name!r}" if name else "the model"
                 raise errors.UnsupportedModel(
                     f"{where} is wrapped by {kind.__module__}.{kind.__name__}, which communicates by itself.\n"
                     "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
                     " gradients itself. To keep the wrapper, see fxcomp.ddp_hook and, for fully_shard,"
                     " fxcomp.average_replicas."
                 )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise errors.UnsupportedModel(
+                f"{where} is a {type(module).__name__} of torch.jit: its parameters and code are in C++, where capture"
+                " cannot replace them.\n"
+                "  Give compile_step the model without torch.jit.script and torch.jit.trace, and script it after"
+                " training. To train it as it is, wrap it in DistributedDataParallel and use fxcomp.ddp_hook."
+            )
 
 
 def _check_weights(model: nn.Module) -> None:

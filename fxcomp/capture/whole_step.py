@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -80,8 +81,9 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
     if outputs.is_weighted:
         builder.add_count(results.pop(1))
     returned = 1 + outputs.aux.count(None)  # the loss and the auxiliary results
+    times = Counter(results)
     made = {
-        name: builder.mark_gradient(node, name)
+        name: builder.mark_gradient(node, name, is_shared=times[node] > 1)
         for node, name in zip(results[returned:], outputs.gradient_names, strict=True)
     }
     made |= {name: builder.no_gradient(parameters[name], results[0], name) for name in unused}
@@ -160,10 +162,13 @@ class GraphBuilder:
         setattr(self.root, name, constant)
         return name
 
-    def mark_gradient(self, node: Node, parameter: str) -> Node:
-        """Label the node that makes a gradient; one that has other users, or is an input, gets an alias."""
+    def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
+        """Label the node that makes a gradient; one that has other users, or is an input, gets an alias.
+
+        `is_shared` is for a node that is several results, as the gradient of two parameters that are added.
+        """
         known: NodeInfo = node.meta["fxcomp"]
-        if known.role is not Role.COMPUTE or node.users:
+        if known.role is not Role.COMPUTE or node.users or is_shared:
             with self.graph.inserting_after(node if node.op != "placeholder" else self._last_input()):
                 alias = self.graph.call_function(torch.ops.aten.alias.default, (node,))
             alias.meta["val"] = node.meta["val"]

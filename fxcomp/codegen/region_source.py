@@ -163,11 +163,12 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ in their tensors alone, where the last of them stands."""
+        """Join updates that differ in their tensors alone, where the last of them stands. A result stays by itself."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
-            if info(group[-1]).role is Role.UPDATE and _elements(group) <= self._listed_elements:
+            is_update = info(group[-1]).role is Role.UPDATE and not group[-1].users
+            if is_update and _elements(group) <= self._listed_elements:
                 likeness = _likeness(group)
             found[likeness] = [*found.pop(likeness, []), *group]
         return list(found.values())

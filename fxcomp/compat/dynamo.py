@@ -100,8 +100,12 @@ def compile_training(
     def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
         return boxed_nop(forward(graph), given)
 
+    # Without keeping input mutations AOTAutograd raises AssertionError for `.data =` on a graph input.
     compiler: Any = aot_autograd(
-        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_forward
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        inference_compiler=compile_forward,
+        keep_inference_input_mutations=True,
     )
     # A generator's state as a tensor, on every device: generator objects are inputs of another kind.
     with functorch_config.patch(force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False):

@@ -42,7 +42,12 @@ def _check(module: compat.ShardedModule, caller: str) -> None:
             " before anything can be compressed.\n"
             '  Call fully_shard(..., mesh=mesh["shard"]), and fxcomp.average_replicas(model, mesh["replicate"]).'
         )
-    for name, parameter in zip(module.names, module.parameters, strict=True):
+    for name, parameter, shape in zip(module.names, module.parameters, module.whole_shapes, strict=True):
+        if 0 in shape:
+            raise UnsupportedParameter(
+                f"the parameter {name!r} has no elements, {list(shape)}: fully_shard raises an error when it reduces"
+                f" its gradient.\n  Call .requires_grad_(False) for it before fully_shard and {caller}."
+            )
         if parameter.is_meta:
             raise UnsupportedParameter(
                 f"the parameter {name!r} has no values yet (device meta).\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -36,7 +37,7 @@ class AllGatherStandIn:
 
     def __init__(self, transport: Transport, ranks: int) -> None:
         self._transport, self._ranks = transport, ranks
-        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def place(self, level: str) -> int:
         return self._transport.place(level)
@@ -45,7 +46,7 @@ class AllGatherStandIn:
         if level != Level.WORLD.value or how != "sum":
             return self._transport.all_reduce(value, level, lane, how)
         sent = value.flatten()[: max(1, value.numel() // GATHERED)]
-        key = value.data_ptr(), sent.numel()
+        key = value.data_ptr(), sent.numel(), sent.dtype  # tensors without elements have one address
         out = self._outputs.get(key)  # several may be under way
         if out is None:
             out = self._outputs[key] = sent.new_empty(self._ranks * sent.numel())

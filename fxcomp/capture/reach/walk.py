@@ -258,6 +258,8 @@ def _has_objects(value: Any) -> bool:
 def place_of(value: Any, name: str, names: Names, trained: Set[int]) -> Place | None:
     """Make the place for a value; None if it holds nothing, or nothing that guards follow."""
     kind = cast("Any", type(value))
+    if isinstance(value, torch.jit.ScriptModule):  # in C++, and no module of the trained model
+        return None
     if isinstance(value, nn.Module):
         return ModulePlace(name, value, id(value) in trained)
     if isinstance(value, FunctionType):

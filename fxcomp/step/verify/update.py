@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
+from fxcomp.capture.batch_type import memory_of
 from fxcomp.capture.optimizer import Owned, class_name, fresh_states, state_tensors
 from fxcomp.capture.optimizer_state import is_fresh, may_change
 from fxcomp.capture.probe import copied
@@ -123,6 +124,10 @@ class UpdateCheck:
         self._shadows = {id(each): shadow_of(each) for each in training.optimizers}
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
+        self._sharing: dict[int, dict[str, Tensor]] = {}
+        """Parameters by the memory that they lie in: views of one tensor count their writes together."""
+        for name, parameter in training.model.named_parameters():
+            self._sharing.setdefault(memory_of(parameter), {})[name] = parameter
         self._written, self._moved = written, moved or {}
         self._times: Counter[str] = Counter()
         self._arrived = 0.0
@@ -265,7 +270,8 @@ class UpdateCheck:
         return {"": value, **step_alone(shadow, stand_in, plain_options(owner.options), state)}
 
     def _count(self, owner: Owned) -> None:
-        self._versions[owner.name] = owner.parameter._version
+        sharing = self._sharing[memory_of(owner.parameter)]
+        self._versions |= {name: parameter._version for name, parameter in sharing.items()}
         self._times[owner.name] += 1
         self.updated += 1
 
