@@ -95,6 +95,7 @@ def compile_model(
     given: dict[str, Any] = {**options, "compress": compress, "model": module}
     chosen = read_options(given, {})
     _refuse_ddp(module)
+    _refuse_scripts(module)
     _refuse_suppressed_errors()
     watch = _watches[module] = _watches.get(module) or _new_watch(module, given)
     watch.lay(dict(module.named_parameters()), chosen.ignore)
@@ -177,6 +178,17 @@ def _not_compiled(error: Exception) -> CaptureFailed:
         '  See whether torch.compile(model, backend="aot_eager", fullgraph=True) can; if so, please report this.'
         " fxcomp.ddp_hook compresses under eager DistributedDataParallel."
     )
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedModel(
+                f"{f'the module {name!r}' if name else 'the model'} is a {type(module).__name__} of torch.jit, which"
+                " torch.compile runs eagerly: each rank would train it alone.\n"
+                "  Compile the model without torch.jit.script and torch.jit.trace, and script it after training. To"
+                " train it as it is, wrap it in DistributedDataParallel and use fxcomp.ddp_hook."
+            )
 
 
 def _refuse_suppressed_errors() -> None:

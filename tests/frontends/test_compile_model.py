@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxcomp
-from fxcomp.errors import BadOption, PeerFailed, UnsupportedFeature
+from fxcomp.errors import BadOption, PeerFailed, UnsupportedFeature, UnsupportedModel
 from fxcomp.frontends import torch_compile as backend
 
 
@@ -542,6 +542,20 @@ def test_wrong_arguments_are_refused_at_the_call(arguments: tuple[Any, str, Any]
     model, compress, options = arguments
     with pytest.raises(error, match=text):
         fxcomp.compile_model(model, compress, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("wrap", "where"),
+    [(lambda part: part, "the model"), (lambda part: nn.Sequential(nn.Tanh(), part), "the module '1'")],
+)
+def test_modules_of_torch_jit_are_refused_at_the_call(wrap: Callable[[Any], nn.Module], where: str):
+    part = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModel, match=f"{where} is a RecursiveScriptModule of torch.jit"):
+        fxcomp.compile_model(wrap(part))
+    part.requires_grad_(False)
+    if where != "the model":
+        fxcomp.compile_model(wrap(part))
 
 
 def test_suppressed_errors_are_refused_at_the_call():
