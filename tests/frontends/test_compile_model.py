@@ -553,7 +553,8 @@ def test_modules_of_torch_jit_are_refused_at_the_call(wrap: Callable[[Any], nn.M
     part = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(UnsupportedModel, match=f"{where} is a RecursiveScriptModule of torch.jit"):
         fxcomp.compile_model(wrap(part))
-    part.requires_grad_(False)
+    for parameter in part.parameters():
+        parameter.requires_grad_(False)
     if where != "the model":
         fxcomp.compile_model(wrap(part))
 
