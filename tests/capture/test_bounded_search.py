@@ -1,4 +1,4 @@
-"""What a capture looks at in Python is bounded, whatever the process has done before and whatever hangs together."""
+"""Captures look at a bounded part of Python, whatever the process has done before and whatever hangs together."""
 
 from __future__ import annotations
 

@@ -179,19 +179,17 @@ class _Search:
 
         A number was read of a tensor, and only the step knows it; a size is known before.
         """
-        found, level, met = "", [root], dict[int, Any]()
-        for _ in range(DEPTH + 1):
-            inside: list[Any] = []
-            for value in level:
-                if isinstance(value, Tensor):
-                    found = max(found, "tensor" if compat.is_fake(value) else "")
-                elif isinstance(value, compat.SYMBOLS):
-                    found = max(found, "number" if compat.unbacked_symbols(value) else "known")
-                elif not has_no_parts(value) and id(value) not in met and len(met) < OBJECTS:
-                    met[id(value)] = value
-                    if id(value) not in self._known:
-                        inside += _parts(value)
-            level = inside
+        found, met, coming = "", dict[int, Any](), deque([(root, DEPTH)])
+        while coming:
+            value, depth = coming.popleft()
+            if isinstance(value, Tensor):
+                found = max(found, "tensor" if compat.is_fake(value) else "")
+            elif isinstance(value, compat.SYMBOLS):
+                found = max(found, "number" if compat.unbacked_symbols(value) else "known")
+            elif not has_no_parts(value) and id(value) not in met and len(met) < OBJECTS:
+                met[id(value)] = value
+                if depth and id(value) not in self._known:
+                    coming += ((part, depth - 1) for part in _parts(value))
         if not found:
             self._alive += met.values()
             self._known.update(met)

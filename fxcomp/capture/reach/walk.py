@@ -71,8 +71,8 @@ PLACES = 2_000
 _ROUNDS = 3
 """The most times that places are read: code that is found last may name attributes that were passed by first."""
 
-_NAMES: MutableMapping[nn.Module, tuple[object, frozenset[str], frozenset[str]]] = WeakIdKeyDictionary()
-"""Of the last walk from a model: the code of its loss function, the names that it began with, and those it found."""
+_NAMES: MutableMapping[nn.Module, dict[object, tuple[frozenset[str], frozenset[str]]]] = WeakIdKeyDictionary()
+"""Names that the last walk from a model began with and the names that are known, by the code of the loss function."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -171,14 +171,12 @@ def walk(model: nn.Module, roots: Mapping[str, Any]) -> Reach:
     Walks from the same names find the same places, in one order: the names of the last walk serve until there are new.
     """
     code = getattr(roots.get("loss_fn"), "__code__", None)
-    of_code, begun, known = _NAMES.get(model, (code, frozenset[str](), frozenset[str]()))
-    if of_code is not code:
-        begun = known = frozenset[str]()
+    begun, known = _NAMES.setdefault(model, {}).get(code, (frozenset[str](), frozenset[str]()))
     reach = _ReachWalk(model, begun).run(roots)
     if not reach.names.found <= known:
         begun = frozenset(_ReachWalk(model, reach.names.found).run(roots, _ROUNDS).names.found)
         reach = _ReachWalk(model, begun).run(roots)  # places are named by the shortest ways to them
-    _NAMES[model] = code, begun, known | reach.names.found
+    _NAMES[model][code] = begun, known | reach.names.found
     return reach
 
 
