@@ -65,19 +65,15 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
     """
     if optimizer not in _FRESH:
         _FRESH[optimizer] = {}
-        compat.watch_optimizer(optimizer, forget_stepped, _forget_loaded)
+        compat.watch_optimizer(optimizer, forget_written)
     return _FRESH[optimizer]
 
 
-def forget_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Take parameters that an eager step updates out of the record; shadows have none."""
+def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
+    """Take what an eager step updates out of the record, or all if a state was loaded; shadows have no record."""
     known = _FRESH.get(optimizer, {})
-    for parameter in [each for each in known if each.grad is not None]:
+    for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
-
-
-def _forget_loaded(optimizer: torch.optim.Optimizer) -> None:
-    _FRESH.get(optimizer, {}).clear()
 
 
 def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
@@ -119,8 +115,12 @@ def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> err
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizer for hooks, an option or an optimizer inside that a captured step would not follow."""
-    if hooks := compat.optimizer_hooks(optimizer, forget_stepped):
+    """Raise UnsupportedOptimizer for hooks, an option or an optimizer inside that a captured step would not follow.
+
+    From then on the optimizer is watched for eager steps and for states that are loaded.
+    """
+    fresh_states(optimizer)
+    if hooks := compat.optimizer_hooks(optimizer, forget_written):
         raise errors.UnsupportedOptimizer(
             f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
             "  Remove it, or do its work around step(batch)."

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.batch_type import Change
-from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, forget_stepped, is_torchs, live_numbers
+from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, forget_written, is_torchs, live_numbers
 from fxcomp.capture.reach.places import Signature
 from fxcomp.capture.reach.snapshots import Snapshots
 from fxcomp.capture.training import Training
@@ -60,7 +60,7 @@ class StructureGuard:
                 "  Call compile_step again after add_param_group, or after moving a parameter."
             )
         for optimizer in self._optimizers:
-            if kinds := compat.optimizer_hooks(optimizer, forget_stepped):
+            if kinds := compat.optimizer_hooks(optimizer, forget_written):
                 raise StepChanged(
                     f"the optimizer has a {kinds[0]} that it had not when the step was compiled, and that a compiled"
                     " step does not call.\n  Remove it, or do its work around step(batch)."

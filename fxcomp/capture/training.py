@@ -26,15 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fxcomp import compat, errors
 from fxcomp.capture.batch_type import check_model
-from fxcomp.capture.optimizer import (
-    GivenOptimizers,
-    Owned,
-    all_optimizers,
-    check_optimizer,
-    class_name,
-    fresh_states,
-    groups_of,
-)
+from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
 from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
@@ -179,7 +171,6 @@ class Training:
         owned = owned_parameters(model, optimizers)
         habits: dict[int, Habits] = {}
         for each in optimizers:
-            fresh_states(each)  # an optimizer whose state is made later is watched as well
             habits |= probe(each, [owner for owner in owned if owner.optimizer is each])
         materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -58,30 +58,28 @@ def global_module_hooks() -> dict[str, dict[int, Any]]:
     return {f"the global {kind} hooks": getattr(module, f"_global_{kind}_hooks") for kind in kinds}
 
 
-def watch_optimizer(optimizer: torch.optim.Optimizer, stepped: Any, loaded: Any) -> None:
-    """Call `stepped` before and after each eager step, and `loaded` after each `load_state_dict`.
+def watch_optimizer(optimizer: torch.optim.Optimizer, called: Any) -> None:
+    """Call a function before and after each eager step with its arguments, and after each `load_state_dict` without.
 
     An optimizer whose class leaves out `super().__init__()` runs no hooks and is not watched.
     """
     if "_optimizer_step_pre_hooks" in vars(optimizer):
-        optimizer.register_step_pre_hook(stepped)
-        optimizer.register_step_post_hook(stepped)
-        optimizer.register_load_state_dict_post_hook(loaded)
+        optimizer.register_step_pre_hook(called)
+        optimizer.register_step_post_hook(called)
+        optimizer.register_load_state_dict_post_hook(called)
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]:
     """Name the kinds of hooks other than `ours` that an optimizer's step would run."""
     import torch.optim.optimizer as module
 
-    def of_steps(kind: str) -> Iterable[object]:
-        return vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {}).values()
-
+    of_step = [vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {}).values() for kind in ("pre", "post")]
     own_step = vars(optimizer).get("step")
     tables: dict[str, Any] = {
         # Schedulers put a step of their own in its place, to count.
         "step method of its own": own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"),
-        "step pre-hook": [each for each in of_steps("pre") if each is not ours],
-        "step post-hook": [each for each in of_steps("post") if each is not ours],
+        "step pre-hook": [each for each in of_step[0] if each is not ours],
+        "step post-hook": [each for each in of_step[1] if each is not ours],
         "global step pre-hook": module._global_optimizer_pre_hooks,
         "global step post-hook": module._global_optimizer_post_hooks,
     }

@@ -54,10 +54,16 @@ class FunctionPlace(Place):
         yield from ((function, key) for key in ("__code__", "__defaults__", "__kwdefaults__"))
         yield from ((cell, "cell_contents") for _, cell in self.cells())
         table = function.__globals__
-        is_installed = "site-packages" in function.__code__.co_filename
         for key in self._globals():
-            if not (is_installed and isinstance(table[key], FunctionType | BuiltinFunctionType | type | ModuleType)):
+            if not (
+                self.is_installed and isinstance(table[key], FunctionType | BuiltinFunctionType | type | ModuleType)
+            ):
                 yield table, key
+
+    @property
+    def is_installed(self) -> bool:
+        """Return whether it is of an installed package."""
+        return "site-packages" in self.owner.__code__.co_filename
 
     @property
     def lines(self) -> tuple[tuple[str, str, int], ...]:

@@ -33,7 +33,7 @@ class Named:
     """Each reading of a global: its name, the attribute that follows, the line."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def named_in(code: CodeType) -> Named:
     """Read a function's bytecode."""
     found: dict[str, None] = {}

@@ -3,7 +3,7 @@
     self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
     losses.append(balance)   kept in loss_fn's losses[0], likewise
     sizes[p] = p.numel()     a stand-in is kept as a key of sizes, likewise: names and id(p) are good keys
-    @functools.cache         forgets what it kept of a trace, and everything else
+    @functools.cache         forgets everything if the trace has put something of its own there
     self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
     random.random()          refused (draws.py)
 
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from fxcomp.capture.reach.places import (
     ModulePlace,
     NamespacePlace,
     Place,
+    has_no_parts,
     is_a,
     items,
     read,
@@ -86,23 +87,25 @@ class _HeldContent:
         self._tables: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self._rows: list[tuple[str, Any, list[Any]]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
-        self._caches = [place.owner for place in reach.places if isinstance(place.owner, CACHED)]
+        caches = [place.owner for place in reach.places if isinstance(place.owner, CACHED)]
+        self._caches = [(cached, cached.cache_info().misses) for cached in caches]
+        self._search = _Search({id(place.owner) for place in reach.places})
         for place in (*reach.places, *reach.bare):
             self._copy(place)
 
     def put_back(self) -> list[tuple[str, str]]:
         """Take every traced value out again; returns tensors and numbers, and where, in the order of reaching."""
         found: list[tuple[str, str]] = []
-        for cached in self._caches:
-            if any(map(_what_is_kept, kept_by(cached))):
+        for cached, misses in self._caches:
+            if cached.cache_info().misses != misses and any(map(self._search.kept_in, kept_by(cached))):
                 cached.cache_clear()
         for name, table, before in self._tables:
-            found += _clean_table(name, table, before)
+            found += self._clean_table(name, table, before)
         for name, row, before in self._rows:
-            found += _clean_row(name, row, before)
+            found += self._clean_row(name, row, before)
         for name, owner, key, before in self._slots:
             value = read(owner, key)
-            if value is not before and (kept := _what_is_kept(value)):
+            if value is not before and (kept := self._search.kept_in(value)):
                 write(owner, key, before)
                 found += [(kept, name)] * (kept != "known")
         return found
@@ -130,45 +133,67 @@ class _HeldContent:
                 within = held.get("__name__", place.name) if is_a(held, dict) else place.name
                 self._slots.append((f"{within}.{key}", held, key, read(held, key)))
 
+    def _clean_table(self, name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+        kept_in = self._search.kept_in
+        changed = [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]
+        if any(kept_in(key) for key, _ in changed):  # found by no other hash than the one that it had while tracing
+            rest = [(key, value) for key, value in items(table) if not kept_in(key)]
+            table.clear()
+            table.update(rest)
+        for key, value in changed:
+            kept_key = kept_in(key)
+            if kept := max(kept_key, kept_in(value)):
+                if key in before:
+                    table[key] = before[key]
+                elif not kept_key:
+                    del table[key]
+                if kept != "known":
+                    yield kept, name.format(key)
 
-def _clean_table(name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    changed = [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]
-    if any(_what_is_kept(key) for key, _ in changed):  # found by no other hash than the one that it had while tracing
-        rest = [(key, value) for key, value in items(table) if not _what_is_kept(key)]
-        table.clear()
-        table.update(rest)
-    for key, value in changed:
-        kept_key = _what_is_kept(key)
-        if kept := max(kept_key, _what_is_kept(value)):
-            if key in before:
-                table[key] = before[key]
-            elif not kept_key:
-                del table[key]
-            if kept != "known":
-                yield kept, name.format(key)
+    def _clean_row(self, name: str, row: Any, before: list[Any]) -> Iterator[tuple[str, str]]:
+        known = set(map(id, before))
+        new = [(i, value) for i, value in enumerate(row) if id(value) not in known]
+        kept = {i: what for i, value in new if (what := self._search.kept_in(value))}
+        if kept:
+            row.clear()
+            (row.update if is_a(row, set) else row.extend)(before)
+        yield from ((what, f"{name}[{i}]") for i, what in kept.items() if what != "known")
 
 
-def _clean_row(name: str, row: Any, before: list[Any]) -> Iterator[tuple[str, str]]:
-    known = set(map(id, before))
-    kept = {i: what for i, value in enumerate(row) if id(value) not in known and (what := _what_is_kept(value))}
-    if kept:
-        row.clear()
-        (row.update if is_a(row, set) else row.extend)(before)
-    yield from ((what, f"{name}[{i}]") for i, what in kept.items() if what != "known")
+OBJECTS = 20_000
+"""The most objects in which values of the trace are searched, from one new value on."""
 
 
-def _what_is_kept(value: Any, depth: int = DEPTH) -> str:
-    """Say `tensor`, `number` or `known` of what is of a trace or holds something that is; empty if not.
+class _Search:
+    """Searches new values for what is of a trace, past objects that were reached before: these are searched themselves.
 
-    A number was read of a tensor, and only the step knows it; a size is known before.
+    An object that held nothing of it is not looked into again.
     """
-    if isinstance(value, Tensor):
-        return "tensor" if compat.is_fake(value) else ""
-    if isinstance(value, compat.SYMBOLS):
-        return "number" if compat.unbacked_symbols(value) else "known"
-    if depth == 0:
-        return ""
-    return max((_what_is_kept(part, depth - 1) for part in _parts(value)), default="")
+
+    def __init__(self, known: set[int]):
+        self._known = known
+        self._alive: list[Any] = []
+
+    def kept_in(self, root: Any) -> str:
+        """Return `tensor`, `number` or `known` for what is of a trace or holds something that is; empty if not.
+
+        A number was read of a tensor, and only the step knows it; a size is known before.
+        """
+        found, met, coming = "", dict[int, Any](), deque([(root, DEPTH)])
+        while coming:
+            value, depth = coming.popleft()
+            if isinstance(value, Tensor):
+                found = max(found, "tensor" if compat.is_fake(value) else "")
+            elif isinstance(value, compat.SYMBOLS):
+                found = max(found, "number" if compat.unbacked_symbols(value) else "known")
+            elif not has_no_parts(value) and id(value) not in met and len(met) < OBJECTS:
+                met[id(value)] = value
+                if depth and id(value) not in self._known:
+                    coming += ((part, depth - 1) for part in _parts(value))
+        if not found:
+            self._alive += met.values()
+            self._known.update(met)
+        return found
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -180,6 +205,6 @@ def _parts(value: Any) -> Iterable[Any]:
         yield from (read(cell, "cell_contents") for cell in value.__closure__ or ())
     elif is_a(value, partial):
         yield from (*value.args, *value.keywords.values())
-    elif not is_a(value, type) and type(value).__dictoffset__:
+    elif not is_a(value, (type, ModuleType)) and type(value).__dictoffset__:
         attributes: dict[str, Any] = value.__dict__
         yield from attributes.values()

@@ -170,7 +170,7 @@ class Snapshots:
         self._number_of: dict[tuple[int, ...], int] = {}
         self._state_of: dict[Facts, int] = {}
         self._at_hand: OrderedDict[int, tuple[Seen, list[Facts], list[int]]] = OrderedDict()
-        self._walk(())
+        self._walk()
 
     def number(self, before_walk: Callable[[], None]) -> int:
         """Number the present state. `before_walk` is called where more than plain values changed."""
@@ -182,7 +182,7 @@ class Snapshots:
                 return self._enter(number, seen)
         if not self._read_again():
             before_walk()
-            self._walk(self._reach.names.found)
+            self._walk()
         return self._now
 
     def difference(self, old: int, new: int) -> Change | None:
@@ -197,8 +197,8 @@ class Snapshots:
                     return Change(what, _text(was, what), _text(now, what))
         return Change("what the step reads", "what it was", "something else")
 
-    def _walk(self, names: Any) -> None:
-        self._reach: Reach = walk(self._model, self._roots, names)
+    def _walk(self) -> None:
+        self._reach: Reach = walk(self._model, self._roots)
         self._guard = ObjectGuard(self._reach)
         self._at_hand.clear()
         self._states = list(map(self._state, self._reach.facts))

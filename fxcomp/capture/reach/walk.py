@@ -13,7 +13,7 @@ import operator
 import random
 import threading
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType, ModuleType
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxcomp.capture.reach.callables import (
     CACHED,
@@ -61,11 +62,17 @@ DEPTH = 10
 CALLS = 6
 """The most functions between a value and the loss function, or a forward pass."""
 
-PLACES = 20_000
+INSTALLED = 4
+"""A function of an installed package counts for this many: little below a forward pass or a user's call changes."""
+
+PLACES = 2_000
 """The most places other than modules that are followed; later ones are compared by identity."""
 
-_ROUNDS = 5
-"""The most walks: code that is found last may name attributes that were passed by first."""
+_ROUNDS = 3
+"""The most times that places are read: code that is found last may name attributes that were passed by first."""
+
+_NAMES: MutableMapping[nn.Module, dict[object, tuple[frozenset[str], frozenset[str]]]] = WeakIdKeyDictionary()
+"""Names that the last walk from a model began with and the names that are known, by the code of the loss function."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -158,46 +165,61 @@ class _FoundObject:
     calls: int
 
 
-def walk(model: nn.Module, roots: Mapping[str, Any], names: Iterable[str] = ()) -> Reach:
-    """Follow everything that a model's forward passes and the roots reach; `names` come from an earlier walk."""
-    known = set(names)
-    for _ in range(_ROUNDS - 1):
-        before = len(known)
-        reach = _ReachWalk(model, Names(known)).run(roots)
-        if len(known) == before:
-            return reach
-    return _ReachWalk(model, Names(known)).run(roots)
+def walk(model: nn.Module, roots: Mapping[str, Any]) -> Reach:
+    """Follow everything that a model's forward passes and the roots reach.
+
+    Walks from the same names find the same places, in one order: the names of the last walk serve until there are new.
+    """
+    code = getattr(roots.get("loss_fn"), "__code__", None)
+    begun, known = _NAMES.setdefault(model, {}).get(code, (frozenset[str](), frozenset[str]()))
+    reach = _ReachWalk(model, begun).run(roots)
+    if not reach.names.found <= known:
+        begun = frozenset(_ReachWalk(model, reach.names.found).run(roots, _ROUNDS).names.found)
+        reach = _ReachWalk(model, begun).run(roots)  # places are named by the shortest ways to them
+    _NAMES[model][code] = begun, known | reach.names.found
+    return reach
 
 
 class _ReachWalk:
     """One walk, breadth first: an object that is reached on several ways is named by the shortest."""
 
-    def __init__(self, model: nn.Module, names: Names):
-        self._reach = Reach(names=names)
+    def __init__(self, model: nn.Module, names: Set[str]):
+        self._reach = Reach(names=Names(set(names)))
         self._trained = frozenset(map(id, model.modules()))
         self._model = model
         self._queue: deque[_FoundObject] = deque()
         self._others = 0
         self._with_attributes: set[int] = set()
 
-    def run(self, roots: Mapping[str, Any]) -> Reach:
+    def run(self, roots: Mapping[str, Any], rounds: int = 1) -> Reach:
         for name, value in {"model": self._model, **roots}.items():
             self._fact(value, name, _FoundObject(None, 0, 0))
-        while self._queue:
-            found = self._queue.popleft()
-            place = found.place
-            assert place is not None, "only the roots are held by nothing"
-            held = list(place.held())
-            facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in held)
-            self._reach.places.append(place)
-            self._reach.facts.append(facts)
-            if isinstance(place, ModulePlace) and id(place.owner) in self._trained:
-                for key, tensor in place.inputs():
-                    self._meet_attributes(tensor, f"{place.name}.{key}", found)
-            for kind in (value for label, value in held if isinstance(value, type) and label != "'s class"):
-                for label, function in constructors(kind):
-                    self._fact(function, f"{kind.__qualname__}{label}", found)
+        names = self._reach.names.found
+        for _ in range(rounds):
+            before, read = len(names), list[_FoundObject]()
+            self._reach.places.clear()
+            self._reach.facts.clear()
+            while self._queue:
+                read.append(found := self._queue.popleft())
+                self._read(found)
+            if len(names) == before:
+                break
+            self._queue.extend(read)  # names that were found since select more of what these hold
         return self._reach
+
+    def _read(self, found: _FoundObject) -> None:
+        place = found.place
+        assert place is not None, "only the roots are held by nothing"
+        held = list(place.held())
+        facts = tuple((label, self._fact(value, f"{place.name}{label}", found)) for label, value in held)
+        self._reach.places.append(place)
+        self._reach.facts.append(facts)
+        if isinstance(place, ModulePlace) and id(place.owner) in self._trained:
+            for key, tensor in place.inputs():
+                self._meet_attributes(tensor, f"{place.name}.{key}", found)
+        for kind in (value for label, value in held if isinstance(value, type) and label != "'s class"):
+            for label, function in constructors(kind):
+                self._fact(function, f"{kind.__qualname__}{label}", found)
 
     def _fact(self, value: Any, name: str, holder: _FoundObject) -> Hashable:
         try:
@@ -226,9 +248,10 @@ class _ReachWalk:
         if place is None or not self._may_follow(place, holder):
             return Same(value)
         if isinstance(place, ModulePlace | ClassPlace):
-            self._queue.append(_FoundObject(place, 0, holder.calls))
+            below = isinstance(place, ClassPlace) and holder.calls >= INSTALLED
+            self._queue.append(_FoundObject(place, 0, holder.calls + below * INSTALLED))
         elif isinstance(place, FunctionPlace):
-            self._queue.append(_FoundObject(place, 0, holder.calls + 1))
+            self._queue.append(_FoundObject(place, 0, holder.calls + (INSTALLED if place.is_installed else 1)))
         else:
             self._queue.append(_FoundObject(place, holder.depth + 1, holder.calls))
         is_itself = isinstance(place, ClassPlace | AskedPlace) or isinstance(value, Enum) or is_iterator(value)
