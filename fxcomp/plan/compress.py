@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fxcomp.compressors import CastCompressor, Compressor, Int4, Int8
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import MODES, Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
-from fxcomp.plan.strategy import Propose, Strategy
+from fxcomp.plan.strategy import Strategy
 
 AUTO = "auto"
 """Of `at=`: the mode decides."""
@@ -84,7 +84,7 @@ def _dense(plan: Plan) -> Plan:
 
 
 def with_gradients_in_int8(plan: Plan) -> Plan:
-    """Return the same buckets at the gradient: by int8, or uncompressed where ranks agree on something first."""
+    """Return the same buckets at the gradient: by int8, or uncompressed where int8 cannot take the place."""
     try:
         return _by(Int8(), plan)
     except BadOption:
@@ -100,12 +100,14 @@ def _by(compressor: Compressor, plan: Plan) -> Plan:
         return step if is_exact_enough else replace(step, compressor=compressor)
 
     def strategy_by(strategy: Strategy) -> Strategy:
-        if any(isinstance(step, Propose) for step in strategy.steps):
+        try:
+            return replace(strategy, steps=tuple(map(one_step, strategy.steps)))
+        except BadStrategy:
             raise BadOption(
                 f"Warmup.{compressor}_steps puts {compressor} in the place of each compressor, and {strategy} agrees on"
-                f" something first that {compressor} does not know.\n  Use dense_steps, or another strategy."
-            )
-        return replace(strategy, steps=tuple(map(one_step, strategy.steps)))
+                f" something first, or adds payloads up, which {compressor} cannot.\n"
+                "  Use dense_steps, or another strategy."
+            ) from None
 
     return plan.with_strategies([strategy_by(bucket.strategy) for bucket in plan.buckets]).at_gradients()
 
