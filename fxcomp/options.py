@@ -181,7 +181,7 @@ class StepOptions:
                 f" {steps} (steps=).\n  {stay}, or pass a shorter warm-up: Compress(warmup=Warmup(int4_steps=N))."
             )
         divides = {UpdateKind.SECOND_MOMENT, UpdateKind.TRUST_RATIO}
-        if not divides.isdisjoint(kinds) and not warmup.alike_steps:
+        if not divides.isdisjoint(kinds) and not warmup:
             raise BadOption(
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"

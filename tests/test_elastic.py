@@ -42,7 +42,7 @@ WORLDS = [
     World(4, ["topk(0.1)", "randomk(0.2)"], by_level=True, options={"verify": 1}),
     World(2, ["powersgd(2)", "int4"]),
     World(1, [], options={"verify": 1}),
-    World(2, ["randomk(0.1)"], gives_up=True, options={"warmup": fxcomp.Warmup(density_steps=40)}),
+    World(2, ["topk(0.1)"], gives_up=True, options={"warmup": fxcomp.Warmup(int4_steps=40)}),
     World(3, [None]),
     World(3, [None, "topk(0.05)"]),
     World(1, [], steps=1, options={"verify": 1, "max_grad_norm": 1e9}),

@@ -15,12 +15,9 @@ from helpers.graphs import COSTS, TWO_BY_TWO
 from helpers.jobs import captured_step
 from helpers.random_clusters import random_cluster, random_groups
 
-from fxcomp.cluster.cluster import Level, Processors
+from fxcomp.cluster.cluster import Level
 from fxcomp.cost.collectives import FORMULAS, collective_us
-from fxcomp.cost.robust import Jitter, draw_steps
-from fxcomp.cost.timeline import Task
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.kinds import Stream
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose
 
@@ -42,12 +39,6 @@ def prices() -> str:
     return "\n".join(lines)
 
 
-def draws() -> str:
-    streams = list(Stream) * 5
-    tasks = [Task(f"t{k}", s, 10.0 + k, (f"t{k - 2}",) if k > 1 else (), 0.4) for k, s in enumerate(streams)]
-    return repr(draw_steps(tasks, Jitter(ranks=4), Processors(1.0, 1.0), draws=5).draws)
-
-
 def plans() -> list[str]:
     layers, where = workloads.layers(12), workloads.cluster(2, 2, "1gbit")
     return [choose(layers, workloads.COSTS, where, mode).plan.digest for mode in Mode]
@@ -62,7 +53,7 @@ def step() -> str:
 
 
 def everything() -> dict[str, str | list[str]]:
-    return {"prices": prices(), "draws": draws(), "plans": plans(), "step": step()}
+    return {"prices": prices(), "plans": plans(), "step": step()}
 
 
 PRINT = """

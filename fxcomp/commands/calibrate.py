@@ -1,4 +1,4 @@
-"""`fxcomp calibrate`: make a table of costs by measuring; show, merge or compare tables.
+"""`fxcomp calibrate`: make a table of costs by measuring; show or merge tables.
 
 Under a launcher such as torchrun all ranks take part, joined as the environment's variables say.
 """
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from fxcomp.cluster.link import MOST_RANKS
 from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.examples import examples
-from fxcomp.cost.compare import diff, merge
+from fxcomp.cost.merge import merge
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.modes import MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.planning.measure_machine import device_here, hardware
 from fxcomp.planning.survey import survey
 from fxcomp.ranks import Ranks
-from fxcomp.report.terminal import encodable, print_costs
+from fxcomp.report.terminal import print_costs
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CURE = (
@@ -104,9 +104,7 @@ MOST_THREADS = 1024
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
-    what.add_argument("--diff", metavar="FILE", nargs=2, help="tell how two tables differ, and do nothing else")
+    parser.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the table as JSON; on rank 0 alone")
     parser.add_argument("--merge", metavar="FILE", help="add what another table knows; what is newer wins")
     parser.add_argument("--compressors", metavar="NAME", nargs="+", help="which to time: int8 'topk(0.01)', or all")
@@ -116,10 +114,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure or read a table, save it and print it."""
-    if arguments.diff:
-        first, second = (CostTable.read(path) for path in arguments.diff)
-        print(encodable(diff(first, second), sys.stdout.encoding))
-        return 0
     if not arguments.show:
         return _measure(arguments)
     if arguments.compressors or arguments.threads:

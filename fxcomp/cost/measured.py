@@ -288,7 +288,6 @@ _FITTED = ("encode", "decode", "propose", "decode_more")
 
 _POINT = record(
     CompressorPoint,
-    optional=("decode_more_us",),  # tables of version 3 have none
     elements=whole(1),
     encode_us=number(),
     decode_us=number(),

@@ -34,9 +34,6 @@ from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
 
 VERSION = 4
-OLDER = 3
-"""It has no `feed_us`, and one time for decoding, by payload: each further payload takes as long as the first."""
-READABLE = (OLDER, VERSION)
 
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
@@ -240,14 +237,11 @@ class CostTable(MemoryPrices):
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
             entries = {key: value for key, value in data.items() if key != "version"}
-            if data.get("version") not in READABLE:
-                readable = " and ".join(map(str, READABLE))
+            if data.get("version") != VERSION:
                 raise BadOption(
-                    f"its version is {data.get('version')!r}; this fxcomp reads versions {readable};"
-                    f" fxcomp calibrate writes {VERSION}"
+                    f"its version is {data.get('version')!r}; this fxcomp reads version {VERSION}, which fxcomp"
+                    " calibrate writes"
                 )
-            for later in ("feed_us", "host_us") if data["version"] == OLDER else ("host_us",):
-                entries.setdefault(later, 0.0)
             return _TABLE(entries, "")
         except BadOption as error:
             raise BadOption(f"this is not a cost table: {error}") from None

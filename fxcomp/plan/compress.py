@@ -11,21 +11,21 @@ docs/decisions/0031-one-argument-says-how-gradients-travel.md says why it is one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fxcomp.compressors import CastCompressor, Compressor, Int4, Int8
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
 from fxcomp.plan.modes import MODES, Mode
 from fxcomp.plan.pins import Pins
-from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
-from fxcomp.plan.strategy import Propose, Strategy
+from fxcomp.plan.plan import ExchangePoint, Plan
+from fxcomp.plan.strategy import Strategy
 
 AUTO = "auto"
 """Of `at=`: the mode decides."""
@@ -33,9 +33,6 @@ AUTO = "auto"
 WARM_SHARE, LEAST_WARM = 5, 20
 """Before momenta are exchanged, one in so many steps of a job sends gradients in int4, and so many at least: what was
 measured (docs/where_the_mean_stands.md)."""
-
-FIRST_DENSITY = 0.25
-"""The share of values that a density warm-up sends first, and by which each stage multiplies it (Lin et al. 2018)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +44,12 @@ class Warmup:
     `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor
     but bf16 and f16; `int4_steps`: so many after those, with int4.
 
-    `density_steps`: over so many steps, after those, compressors with a ratio send 25 %, then 6.25 %, and so
-    on, down to their own ratio (Lin et al. 2018). Each stage is compiled beforehand: shapes are static.
+    Each stage is compiled beforehand: shapes are static.
     """
 
     dense_steps: int = 0
     int8_steps: int = 0
     int4_steps: int = 0
-    density_steps: int = 0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -63,24 +58,15 @@ class Warmup:
                 raise BadOption(f"Warmup.{each.name} is a whole number of steps, from 0; it is {steps!r}")
 
     def __bool__(self) -> bool:
-        return bool(self.alike_steps or self.density_steps)
-
-    @property
-    def alike_steps(self) -> int:
-        """The steps in which all gradients that will be compressed travel alike: dense, or by one compressor."""
-        return self.dense_steps + self.int8_steps + self.int4_steps
+        return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
         """Return the plans to follow one after the other, by the first step of each; the last one is the plan."""
-        densities = _densities(plan) if self.density_steps else ()
-        ends = [self.density_steps * (k + 1) // len(densities) for k in range(len(densities))]
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
             for compressor, steps in ((Int8(), self.int8_steps), (Int4(), self.int4_steps)):
                 plans += [(_by(compressor, plan), steps)] if steps else []
-        for density, steps in zip(densities, _differences(ends), strict=True):
-            plans.append((_with_density(plan, density), steps))
         first, stages = 0, dict[int, Plan]()
         for other, steps in plans:
             if steps:
@@ -92,17 +78,13 @@ class Warmup:
 NO_WARMUP = Warmup()
 
 
-def _differences(ends: Sequence[int]) -> list[int]:
-    return [end - (ends[k - 1] if k else 0) for k, end in enumerate(ends)]
-
-
 def _dense(plan: Plan) -> Plan:
     """Return the same buckets over the same levels, uncompressed."""
     return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets]).at_gradients()
 
 
 def with_gradients_in_int8(plan: Plan) -> Plan:
-    """Return the same buckets at the gradient: by int8, or uncompressed where ranks agree on something first."""
+    """Return the same buckets at the gradient: by int8, or uncompressed where int8 cannot take the place."""
     try:
         return _by(Int8(), plan)
     except BadOption:
@@ -118,46 +100,16 @@ def _by(compressor: Compressor, plan: Plan) -> Plan:
         return step if is_exact_enough else replace(step, compressor=compressor)
 
     def strategy_by(strategy: Strategy) -> Strategy:
-        if any(isinstance(step, Propose) for step in strategy.steps):
+        try:
+            return replace(strategy, steps=tuple(map(one_step, strategy.steps)))
+        except BadStrategy:
             raise BadOption(
                 f"Warmup.{compressor}_steps puts {compressor} in the place of each compressor, and {strategy} agrees on"
-                f" something first that {compressor} does not know.\n  Use dense_steps, or another strategy."
-            )
-        return replace(strategy, steps=tuple(map(one_step, strategy.steps)))
+                f" something first, or adds payloads up, which {compressor} cannot.\n"
+                "  Use dense_steps, or another strategy."
+            ) from None
 
     return plan.with_strategies([strategy_by(bucket.strategy) for bucket in plan.buckets]).at_gradients()
-
-
-def _densities(plan: Plan) -> tuple[float, ...]:
-    """Return the densities above the smallest ratio of the plan, falling."""
-    ratios = [ratio for bucket in plan.buckets if (ratio := _smallest_ratio(bucket.strategy)) is not None]
-    stages = math.ceil(math.log(min(ratios), FIRST_DENSITY) - 1e-9) if ratios else 0
-    return tuple(FIRST_DENSITY**k for k in range(1, stages + 1) if FIRST_DENSITY**k > min(ratios))
-
-
-def _smallest_ratio(strategy: Strategy) -> float | None:
-    return min((ratio for each in strategy.compressors if (ratio := _ratio(each)) is not None), default=None)
-
-
-def _ratio(compressor: Compressor | None) -> float | None:
-    """Return the share of values that a compressor sends; None if that is no parameter of it."""
-    named = compressor is not None and any(p.name == "ratio" for p in compressor.facts.parameters)
-    return float(getattr(compressor, "ratio")) if named else None  # noqa: B009  # of some compressors only
-
-
-def _with_density(plan: Plan, density: float) -> Plan:
-    """Raise every smaller ratio of a plan to a density."""
-    return plan.with_strategies([_strategy_with_density(bucket, density) for bucket in plan.buckets])
-
-
-def _strategy_with_density(bucket: Bucket, density: float) -> Strategy:
-    def raised(step: Any) -> Any:
-        ratio = _ratio(getattr(step, "compressor", None))
-        if ratio is None or ratio >= density:
-            return step
-        return replace(step, compressor=replace(step.compressor, ratio=density))
-
-    return replace(bucket.strategy, steps=tuple(map(raised, bucket.strategy.steps)))
 
 
 @dataclass(frozen=True, kw_only=True)

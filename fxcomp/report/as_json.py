@@ -11,7 +11,7 @@ from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
 from fxcomp.report.by_layer import Layer, LayerPart, layers_of
-from fxcomp.report.explanation import Explanation, Variation, bucket_of, exposed_by_bucket, moves_json, variation
+from fxcomp.report.explanation import Explanation, bucket_of, exposed_by_bucket, moves_json
 from fxcomp.report.links import measured_links
 from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
@@ -43,7 +43,6 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "by_bytes": _counted(explanation.unknowns.by_bytes),
         },
         "accumulation": [each.to_json() for each in accumulated(explanation)],
-        "varied": _varied(variation(explanation)),
         "critical_path": [span.task.name for span in critical_path(explanation.timeline)],
         "exposed_ms": explanation.timeline.exposed_us / 1e3,
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,
@@ -175,8 +174,3 @@ def _shares(parts: Sequence[LayerPart]) -> dict[str, Any]:
 
 def _counted(operators: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
     return [{"operator": name, "count": count} for name, count in operators]
-
-
-def _varied(found: Variation) -> dict[str, float | None]:
-    spread = {f"p{share}_ms": found.plan.at(share / 100) / 1e3 for share in (10, 50, 90)}
-    return {**spread, "compute": found.jitter.compute, "links": found.jitter.links, "beats_dense": found.beats_dense}

@@ -16,7 +16,6 @@ from typing import Any
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import kernels
 from fxcomp.cost.collectives import wire_bytes
-from fxcomp.cost.robust import Distribution, Jitter, draw_steps, jitter_of
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, critical_path, exposed_by_task, simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -275,27 +274,6 @@ class Explanation:
 
 
 _MODES = {mode.value: mode for mode in Mode}
-
-
-@dataclass(frozen=True, slots=True)
-class Variation:
-    """The same step when times vary from step to step."""
-
-    jitter: Jitter
-    plan: Distribution
-    beats_dense: float | None
-    """Share of the draws in which the plan is faster; None if nothing was compared, or the plan is the dense one."""
-
-
-def variation(explanation: Explanation) -> Variation:
-    """Draw steps of the plan, and of the best dense plan with the same random factors."""
-    costs, choice = explanation.costs, explanation.choice
-    jitter = jitter_of(costs, explanation.cluster.world_size)
-    drawn = draw_steps([span.task for span in explanation.timeline.spans], jitter, costs.processors)
-    if choice is None or choice.dense == explanation.plan:
-        return Variation(jitter, drawn, None)
-    dense = plan_tasks(explanation.workload, choice.dense, costs, explanation.cluster)
-    return Variation(jitter, drawn, drawn.share_faster_than(draw_steps(dense, jitter, costs.processors)))
 
 
 def machine_of(costs: CostTable) -> str:

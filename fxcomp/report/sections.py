@@ -33,7 +33,6 @@ from fxcomp.report.explanation import (
     moves_section,
     parts_us,
     sources_of,
-    variation,
 )
 from fxcomp.report.links import links_in_words, measured_links
 from fxcomp.report.not_taken import not_taken
@@ -68,7 +67,7 @@ def report_of(explanation: Explanation) -> Report:
     plan, cluster, choice = explanation.plan, explanation.cluster, explanation.choice
     digits = decimals(explanation.step_us)
     summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
-    summary += [*_gap(explanation, digits), _prediction(explanation, digits), _variation(explanation, digits)]
+    summary += [*_gap(explanation, digits), _prediction(explanation, digits)]
     sections = [Section("", summary)]
     if explanation.raced is not None:
         sections.append(Section("Race", _race(explanation.raced, digits)))
@@ -217,16 +216,6 @@ def _prediction(explanation: Explanation, digits: int) -> str:
         return f"{text}."
     predicted = ms(explanation.timeline.exposed_us, digits)
     return f"{text}; exposed: {explanation.exposed_ms:.{digits}f} ms measured, {predicted} ms predicted."
-
-
-def _variation(explanation: Explanation, digits: int) -> str:
-    found = variation(explanation)
-    low, high = (ms(found.plan.at(share), digits) for share in (0.1, 0.9))
-    text = f"If compute varies by {found.jitter.compute:.0%} and links by {found.jitter.links:.0%}, 8 of 10 steps"
-    text = f"{text} take {low} to {high} ms"
-    if found.beats_dense is not None:
-        text += f"; {found.beats_dense:.0%} are faster than the best dense plan's"
-    return f"{text} ({len(found.plan.draws)} draws)."
 
 
 # Runners

@@ -88,17 +88,11 @@ class _PartState:
         return {**self.description, **at, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether a saved part can go on here: of the same slot and place, made by the same.
-
-        An earlier fxcomp did not say where the shards of a host began: what all ranks share cannot go on from them.
-        """
-        if {key: saved.get(key) for key in self.description} != self.description or saved.get("slot", 0) != self.slot:
+        """Return whether a saved part can go on here: of the same slot and place, made by the same."""
+        wanted = {**self.description, "slot": self.slot, "start": self.part.start}
+        if {key: saved.get(key) for key in wanted} != wanted:
             return False
-        if saved.get("place", self.place) != self.place and not self.is_shared():
-            return False
-        if "start" in saved:
-            return saved["start"] == self.part.start
-        return self.part.is_whole if saved.get("shard", 0) == 0 else not self.is_shared()
+        return saved.get("place") == self.place or self.is_shared()
 
 
 class CompressorStates:
@@ -159,23 +153,23 @@ class CompressorStates:
         Returns by their label what was saved instead, empty where nothing is lost. Raises BadState if one is not whole.
         """
         for state in states:
-            saved = state.get("compressors", {})
-            if saved and state.get("compressor_layout") != _fingerprint(saved):
+            saved = state["compressors"]
+            if state["compressor_layout"] != _fingerprint(saved):
                 raise BadState(
                     "the saved state of compressors does not match its own layout: parts of it are missing or changed."
                     "\n  Load a state as state_dict() returned it."
                 )
         reset: dict[str, str] = {}
         for part in self._parts:
-            known = [s for state in states for s in _saved_of(part.name, state) if s.get("slot", 0) == part.slot]
+            known = [s for state in states for s in state["compressors"].get(part.name, ()) if s["slot"] == part.slot]
             fitting = next((saved for saved in known if part.fits(saved)), None)
             if fitting is not None:
                 part.value.copy_(fitting["state"])
                 continue
             part.restart()
-            unsaid = [state for state in states if "compressors" not in state]
-            makers = [saved["compressor"] for saved in known] or ["nothing"] * len(unsaid)
-            reset[part.label] = f"{part.name!r}, saved by {makers[0]}, now {part.compressor}" if makers else ""
+            reset[part.label] = (
+                f"{part.name!r}, saved by {known[0]['compressor']}, now {part.compressor}" if known else ""
+            )
         return reset
 
     def tell(self, reset: Mapping[str, str]) -> None:
@@ -201,21 +195,13 @@ def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
     return kept
 
 
-def _saved_of(name: str, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """List the saved parts of a parameter; before there were slots it had one at most."""
-    found: Any = state.get("compressors", {}).get(name, [])
-    return found if isinstance(found, list) else [found]  # pyright: ignore[reportUnknownVariableType]
-
-
 def _fingerprint(saved: Mapping[str, Any]) -> str:
     """Of names and descriptions, in no particular order of buckets."""
     rows = sorted(
-        (name, [str(part.get(key)) for key in _KEYS[: None if "start" in part else 4]], part["state"].numel())
-        for name in saved
-        for part in _saved_of(name, {"compressors": saved})
+        (name, [str(part.get(key)) for key in _KEYS], part["state"].numel()) for name in saved for part in saved[name]
     )
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
 _KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")
-"""The fields of a saved part; the first four, where there were no slots yet."""
+"""The fields of a saved part."""

@@ -96,7 +96,7 @@ class Saved:
     residuals: Mapping[str, Sequence[Slice]]
     velocities: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
-    whole: Mapping[str, Any]
+    compressors: Mapping[str, Any]
     """As it was given: compressors read their own."""
 
 
@@ -116,23 +116,20 @@ class Here:
         return {name: self.sizes[name] for name in self.trained}
 
 
-def _read(given: Any, here: Here, rank: int, ranks: int) -> Saved:
+def _read(given: Any, here: Here) -> Saved:
     """Check one state. Raises BadState."""
     check_are_states([given])
-    version: Any = given.get("version", 1)
-    if version not in range(1, VERSION + 1):
+    version: Any = given.get("version")
+    if version != VERSION:
         raise BadState(
-            f"this state has version {version!r}; this fxcomp reads versions 1 to {VERSION}.\n"
-            "  Load it with the fxcomp that saved it."
+            f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
+            f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
     try:
-        if version == 1:
-            given = _of_version_1(given, here, rank, ranks)
-        if version <= 2:
-            given = _of_version_2(given)
         saved = Saved(
             int(given["rank"]), int(given["ranks"]), int(given["steps"]), _rates(given),
-            _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]), given,
+            _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]),
+            {key: given[key] for key in ("compressors", "compressor_layout")},
         )  # fmt: skip
         for name, size in Plan.from_json(given[PLAN]).sizes.items() if PLAN in given else ():
             _check("buckets", name, Slice(torch.empty(0), 0, size), here)
@@ -199,70 +196,6 @@ def _check(what: str, name: str, kept: Slice, here: Here) -> None:
         )
 
 
-def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state from before there were slots: one slice of each parameter, cut by host, in a unit of two numbers."""
-    sliced = {
-        what: {name: [_of_shard(kept, state["rank"], state["ranks"])] for name, kept in state[what].items()}
-        for what in ("residuals", "velocities")
-        if what in state
-    }
-    return {**state, **sliced}
-
-
-def _of_shard(kept: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """A slice that stands for `shards · divisor · values / ranks` of the mean gradient.
-
-    Which ranks have the other shards it does not say: then it lies like nothing else.
-    """
-    shards, divisor = int(kept["shards"]), int(kept["divisor"])
-    now = {"slot": 0, "place": rank if shards == 1 else -1, "weight": (shards * divisor, ranks), "total": (divisor, 1)}
-    return {**kept, **now}
-
-
-def _of_version_1(state: Mapping[str, Any], here: Here, rank: int, ranks: int) -> dict[str, Any]:
-    """A state from before slices were saved with their places and the number of ranks, in the form of version 2.
-
-    It goes on where it was saved: the same rank of as many, and, where hosts shared the work, the same plan. A whole
-    parameter was saved, zero outside of the rank's shard.
-    """
-    advice = "\n  Load it where it was saved, under the same plan, save it again, and load that here."
-    if state.get("rank", rank) != rank:
-        raise BadState(
-            f"this is the state of rank {state['rank']}, this is rank {rank}: an earlier fxcomp saved it, which did not"
-            f" say of how many ranks.{advice}"
-        )
-    divisors, shards = state.get("divisors", {}), state.get("shards", {})
-    for name in state["residuals"]:
-        if shards.get(name, 1) > 1 and state.get("plan") not in here.plans:
-            raise BadState(
-                "an earlier fxcomp saved this state by a plan that shares buckets among a host's ranks, and did"
-                f" not say which part of {name!r} is this rank's.{advice}"
-            )
-    residuals: dict[str, Any] = {
-        name: _whole(values, shards.get(name, 1), divisors.get(name, 1)) for name, values in state["residuals"].items()
-    }
-    velocities = {name: _cut(part) for name, part in state.get("velocities", {}).items()}
-    now = {"ranks": ranks, "rank": rank, "steps": state.get("steps", 0), "owed": state.get("owed", {})}
-    rates = {"learning_rates": state.get("learning_rates", {})}
-    return {**state, **now, **rates, "residuals": residuals, "velocities": velocities}
-
-
-def _whole(values: Tensor, shards: int, divisor: int) -> dict[str, Any]:
-    return {"values": values, "start": 0, "size": values.numel(), "shards": shards, "divisor": divisor}
-
-
-def _cut(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A velocity of version 1: the whole parameter, of which this rank's shard of the bucket counts."""
-    shards, shard, offset, padded = part["place"]
-    whole = _whole(part["value"], int(part["shards"]), int(part["divisor"]))
-    if shards == 1:
-        return whole
-    first = shard * (padded // shards) - offset
-    start, stop = max(0, first), max(0, min(whole["size"], first + padded // shards))
-    here = whole["values"][start : max(start, stop)]
-    return {**whole, "values": here, "start": start if here.numel() else 0}
-
-
 # Reading together
 
 
@@ -284,10 +217,9 @@ def read_together(given: Given, here: Here, sharing: Sharing) -> Agreed | None:
 
     Raises BadState on all ranks where states do not belong together, PeerFailed where another rank's is bad.
     """
-    peers = sharing.peers
 
     def mine() -> tuple[Saved, ...]:
-        return tuple(_read(state, here, peers.rank, peers.world_size) for state in states_given(given))
+        return tuple(_read(state, here) for state in states_given(given))
 
     states = sharing.attempt("reading", mine)
     facts: list[Any] = [[s.rank, s.ranks, s.steps, list(s.rates.items())] for s in states]
@@ -345,7 +277,7 @@ def restore(agreed: Agreed, into: GradientState, here: Here, sharing: Sharing) -
     elif any_velocities:
         _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
-    _restore_compressors([saved.whole for saved in own_first], into.compressor_states, sharing)
+    _restore_compressors([saved.compressors for saved in own_first], into.compressor_states, sharing)
     into.owed, into.rates = owed, dict(agreed.rates)
 
 

@@ -122,15 +122,12 @@ def test_tables_are_merged_into_a_third_and_contradictions_are_told(tmp_path: Pa
     assert main(["calibrate", "--show", new, "--merge", old, "-o", out]) == 0
     assert "Contradiction: all_reduce@2x1, 64 MiB" in capsys.readouterr().out
     assert CostTable.read(out).collectives == newer.collectives
-    assert main(["calibrate", "--diff", old, out]) == 0
-    assert "only the second has all_reduce@4x1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--show", "nowhere.json"], "cannot read the cost table nowhere.json"),
-        (["--diff", "nowhere.json", "nowhere.json"], "cannot read the cost table nowhere.json"),
         (["--merge", "nowhere.json"], "cannot read the cost table nowhere.json"),
         (["-o", "nowhere/costs.json"], "there is no folder"),
         (["--compressors", "zip"], "--compressors: "),

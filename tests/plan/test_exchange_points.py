@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fxcomp.compressors import BF16, SharedInt8, Sign
+from fxcomp.compressors import BF16, Sign, parse_compressor
 from fxcomp.errors import BadOption, BadPlan
-from fxcomp.plan.compress import Warmup
+from fxcomp.plan.compress import Warmup, with_gradients_in_int8
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 
@@ -83,7 +83,10 @@ def test_a_cast_stays_as_it_is_in_a_warm_up():
     assert [str(bucket.strategy.compressor) for bucket in warm.buckets] == ["bf16", "int8"]
 
 
-def test_int8_cannot_take_the_place_of_what_ranks_agree_on():
-    shared = Strategy.flat(SharedInt8())
-    with pytest.raises(BadOption, match="int8_steps puts int8 in the place"):
-        Warmup(int8_steps=1).stages(Plan((Bucket(("a",), (8,), shared),)))
+@pytest.mark.parametrize("name", ["shared_int8", "powersgd(2)", "randomk(0.1)"])
+def test_int8_cannot_take_the_place_of_what_ranks_agree_on_or_add_up(name: str):
+    plan = Plan((Bucket(("a",), (8,), Strategy.flat(parse_compressor(name))),))
+    with pytest.raises(BadOption, match=r"int8_steps puts int8 in the place .*, which int8 cannot.\n  Use dense_steps"):
+        Warmup(int8_steps=1).stages(plan)
+    (bucket,) = with_gradients_in_int8(plan).buckets
+    assert bucket.strategy == Strategy.flat(None)

@@ -14,7 +14,7 @@ from torch import nn
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.compressors import BF16, Compressor, Int8, TopK, parse_compressor
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, TopK, parse_compressor
 from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, BadPlan, DivergingCombination
 from fxcomp.plan.budget import polluting_share
@@ -66,40 +66,19 @@ def test_by_default_the_plan_is_followed_from_the_first_step():
     assert Warmup().stages(wanted) == {0: wanted}
 
 
-def test_a_warm_up_is_dense_then_sends_less_and_less():
+def test_a_warm_up_is_dense_then_by_int8_then_by_int4():
     wanted = plan(TopK(0.01), None, Int8())
-    stages = Warmup(dense_steps=3, density_steps=10).stages(wanted)
+    stages = Warmup(dense_steps=3, int8_steps=10, int4_steps=5).stages(wanted)
     assert {step: str(each.buckets[0].strategy.compressor) for step, each in stages.items()} == {
         0: "None",
-        3: "topk(0.25)",
-        6: "topk(0.0625)",
-        9: "topk(0.015625)",
-        13: "topk(0.01)",
+        3: str(Int8()),
+        13: str(Int4()),
+        18: "topk(0.01)",
     }
-    assert list(stages) == sorted(stages)
     assert stages[0].is_dense
     assert stages[0].names == wanted.names
-    assert stages[3].buckets[1:] == wanted.buckets[1:]
-    assert stages[13] == wanted
-
-
-def test_a_density_warm_up_keeps_ratios_above_its_density():
-    stages = Warmup(density_steps=2).stages(plan(TopK(0.5), TopK(0.05)))
-    assert [[str(b.strategy.compressor) for b in each.buckets] for each in stages.values()] == [
-        ["topk(0.5)", "topk(0.25)"],
-        ["topk(0.5)", "topk(0.0625)"],
-        ["topk(0.5)", "topk(0.05)"],
-    ]
-
-
-def test_a_warm_up_shorter_than_its_stages_skips_some():
-    stages = Warmup(density_steps=1).stages(plan(TopK(0.01)))
-    assert list(stages) == [0, 1]
-
-
-@pytest.mark.parametrize("wanted", [plan(None), plan(Int8()), plan(TopK(0.25))])
-def test_a_plan_without_small_ratios_has_no_density_stages(wanted: Plan):
-    assert len(Warmup(density_steps=5).stages(wanted)) == 1
+    assert stages[13].buckets[1:] == (wanted.buckets[1], stages[13].buckets[2])
+    assert stages[18] == wanted
 
 
 def test_a_dense_plan_needs_no_dense_warm_up():
@@ -148,8 +127,8 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], what: str):
     [
         ({"dense_steps": -1}, r"dense_steps is a whole number of steps, from 0; it is -1"),
         ({"dense_steps": 1.5}, r"dense_steps is a whole number of steps, from 0; it is 1.5"),
-        ({"density_steps": "3"}, r"density_steps is a whole number of steps, from 0; it is '3'"),
-        ({"density_steps": True}, r"density_steps is a whole number of steps, from 0; it is True"),
+        ({"int8_steps": "3"}, r"int8_steps is a whole number of steps, from 0; it is '3'"),
+        ({"int4_steps": True}, r"int4_steps is a whole number of steps, from 0; it is True"),
     ],
 )
 def test_steps_of_a_warm_up_that_cannot_be_are_refused(options: dict[str, Any], what: str):
@@ -303,7 +282,7 @@ def test_residuals_are_not_scaled_by_a_rate_that_no_group_has():
         ({"feedback": ErrorFeedback(scale_with_lr=True)}, "ErrorFeedback.scale_with_lr needs the optimizer"),
         ({"feedback": ErrorFeedback(momentum=0.9)}, "ErrorFeedback.momentum needs the optimizer"),
         ({"warmup": Warmup(dense_steps=1)}, "warmup= counts the steps of the optimizer"),
-        ({"warmup": Warmup(density_steps=1)}, "warmup= counts the steps of the optimizer"),
+        ({"warmup": Warmup(int8_steps=1)}, "warmup= counts the steps of the optimizer"),
         ({"measured": True}, "measured=True looks at gradients in whole steps"),
     ],
 )

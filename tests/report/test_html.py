@@ -18,7 +18,6 @@ from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.report.html.figures import FIGURES
 from fxcomp.report.html.page import to_html
-from fxcomp.report.over_bandwidth import over_bandwidth
 from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import to_text
 from fxcomp.report.tracks import Grounds, facts_of, tracks_of
@@ -148,22 +147,6 @@ def test_times_of_a_device_that_is_not_here_are_estimated():
     facts = facts_of(explained, tracks_of(explained)[1])
     assert {facts[name].grounds for name in ("region 0", "pack 0", "compress 0")} == {Grounds.ESTIMATED}
     assert facts["compress 0"].source.startswith("estimated: ")
-
-
-def test_curves_pass_through_the_prediction_here_and_the_break_even_is_marked():
-    explained = explanation(cluster("1gbit"))
-    found = over_bandwidth(explained)
-    assert found is not None
-    assert explained.choice is not None
-    here = list(found.gbit).index(found.here_gbit)
-    assert found.step_us["chosen"][here] == pytest.approx(explained.step_us)
-    assert found.step_us["dense"][here] == pytest.approx(explained.choice.dense_us)
-    for steps in found.step_us.values():
-        assert list(steps) == sorted(steps, reverse=True), "a faster link makes no step longer"
-        assert min(steps) >= found.free_us
-    assert explained.flip_gbit is not None
-    assert "break-even, " in to_html(explained)
-    assert over_bandwidth(explanation(cluster("1gbit", 1, 4))) is None
 
 
 def test_every_figure_has_a_section():

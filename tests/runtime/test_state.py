@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,13 +131,6 @@ def test_what_another_compressor_or_size_made_starts_anew_with_a_warning(other: 
     assert only(loaded, "b").tolist() == [100, 101]
 
 
-def test_a_state_from_before_there_were_compressors_starts_all_anew():
-    loaded = filled(states(layout("a", "b")), "a", "b")
-    with pytest.warns(UserWarning, match="2 of 2 parameters starts from nothing: 'a', saved by nothing, .* and others"):
-        load(loaded, {})
-    assert same(loaded, states(layout("a", "b")), "a", "b")
-
-
 def _without_b(saved: dict[str, object]) -> None:
     del saved["b"]
 
@@ -215,15 +207,3 @@ def test_a_second_slot_is_no_loss_where_there_was_none():
     load(loaded, filled(states(layout("a", sizes=(16,))), "a").state_dict())
     assert loaded.of(0, 0).tolist() == [0, 1]
     assert torch.equal(loaded.of(0, 1), both_slots().of(0, 1))
-
-
-def test_a_state_from_before_there_were_slots_goes_on_in_the_first():
-    state = filled(states(layout("a", "b")), "a", "b").state_dict()
-    parts = {name: {**part, "shard": 0} for name, (part,) in state["compressors"].items()}
-    for part in parts.values():
-        del part["slot"], part["start"]
-    rows = sorted((n, [str(p[k]) for k in ("compressor", "size", "elements", "dtype")], 2) for n, p in parts.items())
-    layout_of_old = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    loaded = states(layout("b", "a"))
-    load(loaded, {"compressors": parts, "compressor_layout": layout_of_old})
-    assert loaded.of(0).tolist() == [100, 101, 0, 1]

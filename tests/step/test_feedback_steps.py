@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.compressors import parse_compressor
+from fxcomp.compressors import Int4, Int8, parse_compressor
 from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.strategy import Strategy
@@ -46,7 +46,7 @@ def compiled(names: list[str], optimizer: str, options: ErrorFeedback, **more: A
 
 # Warm-up
 
-DENSE_STEPS, DENSITY_STEPS = 3, 4
+DENSE_STEPS, INT8_STEPS, INT4_STEPS = 3, 2, 2
 
 
 def warm_up() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def warm_up() -> dict[str, Any]:
         ["topk(0.05)"],
         "sgd",
         ErrorFeedback(),
-        warmup=Warmup(dense_steps=DENSE_STEPS, density_steps=DENSITY_STEPS),
+        warmup=Warmup(dense_steps=DENSE_STEPS, int8_steps=INT8_STEPS, int4_steps=INT4_STEPS),
     )
     dense = compiled([""], "sgd", ErrorFeedback())
     reference = DistributedDataParallel(JOB.build())
@@ -63,7 +63,7 @@ def warm_up() -> dict[str, Any]:
     sent: list[list[str]] = []
     found: dict[str, Any] = {}
     builds = len(step.in_force.programs)
-    for i in range(DENSE_STEPS + DENSITY_STEPS + 2):
+    for i in range(DENSE_STEPS + INT8_STEPS + INT4_STEPS + 2):
         batch = JOB.batch(i, rank)
         note = step.counted_notes
         step(batch)
@@ -87,7 +87,7 @@ def warm_up() -> dict[str, Any]:
     return found
 
 
-def test_dense_steps_equal_ddp_then_less_and_less_is_sent():
+def test_dense_steps_equal_ddp_then_int8_and_int4_are_sent():
     one, other = run_ranks(2, warm_up)
     for rank in (one, other):
         assert rank["like dense"]
@@ -96,8 +96,8 @@ def test_dense_steps_equal_ddp_then_less_and_less_is_sent():
         assert rank["residual after"] > 0
         assert rank["sent"] == [
             *[["None"]] * DENSE_STEPS,
-            *[["topk(0.25)"]] * 2,
-            *[["topk(0.0625)"]] * 2,
+            *[[str(Int8())]] * INT8_STEPS,
+            *[[str(Int4())]] * INT4_STEPS,
             *[["topk(0.05)"]] * 2,
         ]
         assert rank["built later"] == 0, "every stage is compiled beforehand"

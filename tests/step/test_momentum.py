@@ -189,7 +189,7 @@ def simulate(names: list[str | None], device: Device, options: dict[str, int]) -
         (2, ["topk(0.05)", "sign", None, "randomk(0.1)"], Device.GPU, {}),
         (3, ["topk(0.05)", "sign", None, "randomk(0.1)"], Device.GPU, {}),
         (3, ["topk(0.05)", "int4"], Device.CPU, {}),
-        (2, ["topk(0.02)", "randomk(0.1)"], Device.GPU, {"dense_steps": 4, "density_steps": 5}),
+        (2, ["topk(0.02)", "sign"], Device.GPU, {"dense_steps": 4, "int4_steps": 5}),
     ],
     ids=["topk", "dgc", "int4", "mixed", "mixed, three", "pool, three", "warm-up"],
 )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from fxcomp.cluster.link import format_gbit
 from fxcomp.report.by_layer import Layer, layers_alone
 from fxcomp.report.document import Column, Table, count, decimals, mb, ms
 from fxcomp.report.explanation import Explanation, parts_us
 from fxcomp.report.html.blocks import figure, legend, table
-from fxcomp.report.html.charts import Bar, Mark, bars, curves
-from fxcomp.report.over_bandwidth import over_bandwidth
+from fxcomp.report.html.charts import Bar, bars
 from fxcomp.report.tracks import tracks_of
 
 _MOST_LAYERS, _SMALL = 16, 0.005
@@ -47,23 +45,6 @@ def race(explanation: Explanation) -> str:
             rows.append(Bar("", us, f"{ms(us, digits)} ms{after}", "best" if stays else "measured"))
     marks = [("six", "predicted"), ("two", "measured"), ("good", "measured, and stays")]
     return bars(rows) + legend(marks if raced is not None else marks[:1])
-
-
-def what_if(explanation: Explanation) -> str:
-    """Draw the predicted step of each plan over the bandwidth between hosts, the break-even marked."""
-    found = over_bandwidth(explanation)
-    if found is None:
-        return ""
-    marks = [Mark(found.here_gbit, f"here, {format_gbit(found.here_gbit / 8)}")]
-    if found.flip_gbit is not None:
-        marks.append(Mark(found.flip_gbit, f"break-even, {format_gbit(found.flip_gbit / 8)}"))
-    ys = {name: [us / 1e3 for us in values] for name, values in found.step_us.items()}
-    drawing = curves(found.gbit, ys, {"no communication": found.free_us / 1e3}, marks, says_y=" ms")
-    caption = (
-        "The predicted step of each plan over the bandwidth between hosts, in Gbit/s, by the cluster's links. The plans"
-        " are those of this network; at another one fxcomp would choose again, which the break-even counts in."
-    )
-    return figure(drawing, caption)
 
 
 def layers(explanation: Explanation) -> str:
@@ -143,6 +124,5 @@ FIGURES: Mapping[str, Figure] = {
     "": steps,
     "Race": race,
     "Worth trying": race,
-    "Break-even bandwidth": what_if,
 }
 """The figure above a section of the report, by its title."""

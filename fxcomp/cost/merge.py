@@ -1,13 +1,11 @@
-"""Merge two cost tables, or list their differences."""
+"""Merge two cost tables, and list where they contradict each other."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from fxcomp.cluster.cluster import UNSHARED
 from fxcomp.cost.measured import CompressorCost, MeasuredCollective, format_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
@@ -18,14 +16,11 @@ Entry = TypeVar("Entry")
 SIZES = tuple(1 << k for k in range(10, 27, 2))
 """The sizes at which two measurements of a collective are compared: 1 KiB to 64 MiB."""
 
-SAME = 0.01
-"""Smaller relative differences are ignored (assumed: the same measurement twice differs by as much)."""
-
 CONFLICT = 0.25
 """Two measurements that differ by more than this, and by more than they err, contradict each other (assumed)."""
 
 
-# Differing
+# Conflicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +46,25 @@ class Difference:
         return f"{self.what}: {self.first:.4g}{unit} and {self.second:.4g}{unit} ({change})"
 
 
-def differences(first: CostTable, second: CostTable) -> list[Difference]:
-    """List the entries that both tables have and do not agree on, the largest differences first."""
-    found = [one for one in _differences(first, second) if one.apart > SAME]
+def _conflicts(first: CostTable, second: CostTable) -> list[Difference]:
+    """List the entries that both tables have and that contradict each other, the largest differences first."""
+    found = [one for one in _differences(first, second) if one.apart > max(CONFLICT, one.expected)]
     return sorted(found, key=lambda one: (-one.apart, one.what))
-
-
-def diff(first: CostTable, second: CostTable) -> str:
-    """Write how two tables differ, a line each, the largest first; then the entries of only one of them."""
-    lines = [
-        f"{name}: {mine!r} and {theirs!r}"
-        for name in ("hardware", "versions", "date", "source", "estimate")
-        if (mine := getattr(first, name)) != (theirs := getattr(second, name))
-    ]
-    lines += [str(one) for one in differences(first, second)]
-    for table, other, which in ((first, second, "first"), (second, first, "second")):
-        only = [key for key in _keys(table) if key not in _keys(other)]
-        lines += [f"only the {which} has {key}" for key in only]
-    return "\n".join(lines) or "the tables agree"
-
-
-def _keys(table: CostTable) -> list[str]:
-    """List the optional entries of a table."""
-    parts = {
-        "a copy speed between host and device": table.copy_gb_per_s is not None,
-        "processors that compute shares": table.processors != UNSHARED,
-    }
-    return [
-        *(name for name, is_there in parts.items() if is_there),
-        *(f"a roofline for {name}" for name in table.roofline.others),
-        *(f"what {kind.value} takes of the processors" for kind in table.transport),
-        *(f"{kind.value}@{topology}" for kind, topology in table.collectives),
-        *table.compressors,
-        *table.compute,
-    ]
 
 
 def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
+        if field.name in _SHARING:
+            continue  # it depends on the job: never a conflict
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
             unit = "GB/s" if field.name.endswith("gb_per_s") else ""
-            expected = math.inf if field.name in _SHARING else 0.0  # it depends on the job: never a conflict
-            yield Difference(field.name, float(mine), float(theirs), unit, expected)
+            yield Difference(field.name, float(mine), float(theirs), unit)
     for name, unit in (("gflops", "GFLOP/s"), ("gb_per_s", "GB/s"), ("launch_us", "us")):
         yield Difference(f"roofline {name}", getattr(first.roofline, name), getattr(second.roofline, name), unit)
     for name, gflops in first.roofline.others.items():
         if name in second.roofline.others:
             yield Difference(f"roofline {name}", gflops, second.roofline.others[name], "GFLOP/s")
-    yield from _of_sharing(first, second)
     for key, mine in first.collectives.items():
         if key in second.collectives:
             yield _of_collectives(f"{key[0].value}@{key[1]}", mine, second.collectives[key])
@@ -110,21 +75,6 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
         if key in second.compute:
             theirs = second.compute[key]
             yield Difference(key, mine.us, theirs.us, expected=mine.spread + theirs.spread)
-
-
-def _of_sharing(first: CostTable, second: CostTable) -> Iterator[Difference]:
-    """Compare how compute and communication slow each other. It depends on the job: no difference is a conflict."""
-    units = {"us": "us", "us_per_mb": "us/MB", "speed": "", "more_us": "us"}
-    pairs: list[tuple[str, Any, Any, Mapping[str, str]]] = [
-        (f"transport {kind.value}", taken, second.transport[kind], units)
-        for kind, taken in first.transport.items()
-        if kind in second.transport
-    ]
-    if UNSHARED not in (first.processors, second.processors):
-        pairs.append(("processors", first.processors, second.processors, {"count": "", "compute": ""}))
-    for what, mine, theirs, names in pairs:
-        for name, unit in names.items():
-            yield Difference(f"{what} {name}", getattr(mine, name), getattr(theirs, name), unit, expected=math.inf)
 
 
 def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
@@ -183,7 +133,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
     if len(known) > 1:
         raise BadOption(
             f"these tables are of different machines and cannot be one: {known[0]!r} and {known[1]!r}.\n"
-            "  Calibrate each kind of machine for itself; fxcomp calibrate --diff tells how they differ."
+            "  Calibrate each kind of machine for itself."
         )
     older, newer = (first, second) if first.date <= second.date else (second, first)
     main, other = (newer, older) if _trust(newer.source) >= _trust(older.source) else (older, newer)
@@ -204,8 +154,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
             mine = getattr(main, field.name)
             is_usual = mine == getattr(default, field.name)
             chosen[field.name] = getattr(other, field.name) if is_usual else mine
-    both = differences(_filled(first, second), _filled(second, first))
-    conflicts = [one for one in both if one.apart > max(CONFLICT, one.expected)]
+    conflicts = _conflicts(_filled(first, second), _filled(second, first))
     return Merged(CostTable(**chosen), tuple(map(str, conflicts)))
 
 

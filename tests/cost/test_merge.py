@@ -1,13 +1,13 @@
-"""Two tables: what differs and by how much, and one table made of both."""
+"""One table made of two, and where the two contradict each other."""
 
 from dataclasses import replace
 
 import pytest
 
 from fxcomp.cluster.cluster import Processors
-from fxcomp.cost.compare import diff, differences, merge
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
+from fxcomp.cost.merge import merge
 from fxcomp.cost.piecewise import Fit, Piece
 from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable
@@ -40,21 +40,16 @@ NEW = replace(
 
 
 def test_a_table_and_itself_agree():
-    assert diff(OLD, OLD) == "the tables agree"
     assert merge(OLD, OLD).table == OLD
     assert merge(OLD, OLD).conflicts == ()
 
 
-def test_differences_come_largest_first_and_say_where():
-    lines = diff(OLD, NEW).splitlines()
-    assert lines[0] == "date: '2026-11-01' and '2026-11-20'"
-    assert lines[1].startswith("all_reduce@2x1, 64 MiB: ")
-    assert lines[1].endswith("(+100 %)")
-    assert "pack_gb_per_s: 4 GB/s and 5 GB/s (+25 %)" in lines[2]
-    assert lines[3] == "int8@pool*1, encode 1,000: 10 us and 11 us (+10 %)"
-    assert lines[-2:] == ["only the first has all_reduce@4x1", "only the second has all_reduce@1x2"]
-    apart = [one.apart for one in differences(OLD, NEW)]
-    assert apart == sorted(apart, reverse=True)
+def test_contradictions_come_largest_first_and_say_where():
+    slower = replace(OLD, pack_gb_per_s=6.0, collectives=NEW.collectives)
+    first, second = merge(OLD, slower).conflicts
+    assert first.startswith("all_reduce@2x1, 64 MiB: ")
+    assert first.endswith("(+100 %)")
+    assert second == "pack_gb_per_s: 4 GB/s and 6 GB/s (+50 %)"
 
 
 SHARED = replace(
@@ -76,28 +71,6 @@ OTHER = replace(
     copy_gb_per_s=24.0,
     estimate="",
 )
-
-
-def test_how_processors_are_shared_and_other_types_and_copies_are_told_apart():
-    lines = diff(SHARED, OTHER).splitlines()
-    for line in (
-        "estimate: 'a data sheet' and ''",
-        "copy_gb_per_s: 12 GB/s and 24 GB/s (+100 %)",
-        "roofline bf16: 100 GFLOP/s and 200 GFLOP/s (+100 %)",
-        "transport all_reduce us: 10 us and 20 us (+100 %)",
-        "transport all_reduce us_per_mb: 900 us/MB and 1800 us/MB (+100 %)",
-        "transport all_reduce speed: 0.8 and 0.4 (-50 %)",
-        "transport all_reduce more_us: 40 us and 80 us (+100 %)",
-        "contention: 1.5 and 3 (+100 %)",
-        "processors count: 2 and 4 (+100 %)",
-        "processors compute: 1 and 2 (+100 %)",
-        "only the first has a roofline for f64",
-        "only the second has what all_gather takes of the processors",
-    ):
-        assert line in lines
-    lines = diff(OLD, SHARED).splitlines()
-    assert "only the second has a copy speed between host and device" in lines
-    assert "only the second has processors that compute shares" in lines
 
 
 def test_what_was_measured_together_about_processors_comes_from_one_table():
@@ -157,7 +130,6 @@ def test_a_measured_roofline_wins_over_an_assumed_one():
 def test_tables_of_different_machines_are_not_put_together():
     with pytest.raises(BadOption, match="of different machines and cannot be one: 'a machine' and 'another'"):
         merge(OLD, replace(NEW, hardware="another"))
-    assert "hardware: 'a machine' and 'another'" in diff(OLD, replace(NEW, hardware="another"))
 
 
 def test_of_two_tables_of_one_day_the_second_wins():
@@ -173,5 +145,5 @@ def test_collectives_are_compared_at_sizes_that_both_know():
         pieces = Piece(0.0, 30.0, 0.001), Piece(1e5, 130.0 - 1e5 * us_per_byte, us_per_byte)
         return replace(OLD, collectives={(KIND, "2x1"): MeasuredCollective(2, Fit(pieces, 1e3, largest, 9))})
 
-    assert differences(known_to(1e5, 0.001), known_to(1e7, 0.004)) == []
-    assert differences(known_to(1e7, 0.001), known_to(1e7, 0.004)) != []
+    assert merge(known_to(1e5, 0.001), known_to(1e7, 0.004)).conflicts == ()
+    assert merge(known_to(1e7, 0.001), known_to(1e7, 0.004)).conflicts != ()
