@@ -297,7 +297,7 @@ class BackwardPasses(ABC):
 
     def _load(self, given: Given) -> None:
         follower = self.planned
-        steps = follower.load(given, {follower.decision.plan.digest})
+        steps = follower.load(given)
         if steps is None:
             return
         self._passes_before = steps - self.passes

@@ -139,7 +139,7 @@ class CompiledModel:
         """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
         self.lockstep.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
-            self.follower.load(state, {self.plan.digest})
+            self.follower.load(state)
             self.runtime.gradients.owed = self.state.owed
 
     # Running

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -108,8 +108,6 @@ class Here:
     """Of all parameters."""
     trained: Sequence[str]
     """Those that get a gradient, in an order that all ranks share."""
-    plans: Collection[str]
-    """Digests of the plans that this step follows, one after the other."""
 
     @property
     def trained_sizes(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ state_dict, load    on any ranks, under any plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
@@ -224,14 +224,14 @@ class Follower:
         saved = state_dict(whole, plan, steps, self._site.rank, self._site.ranks.world_size)
         return {**saved, SCALE: float(under.scale)}
 
-    def load(self, given: Given, plans: Collection[str], enter: Callable[[int], object] = lambda _: None) -> int | None:
-        """Take back saved states; every rank calls it. `plans` are digests of those that are followed here.
+    def load(self, given: Given, enter: Callable[[int], object] = lambda _: None) -> int | None:
+        """Take back saved states; every rank calls it.
 
         Calls `enter` with the number of steps that had been run before anything is taken back, and returns it; None if
         no rank was given anything. A race starts over. Raises BadState.
         """
         sharing = self.sharing("load_state_dict")
-        here = Here(self.trained.sizes, self.trained.names, plans)
+        here = Here(self.trained.sizes, self.trained.names)
         agreed = read_together(given, here, sharing)
         if agreed is None:
             return None

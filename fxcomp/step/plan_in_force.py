@@ -251,8 +251,7 @@ class PlanInForce:
         momenta = SavedMomenta.told(given, self._site.ranks)
         if momenta:
             go_on(momenta[0])
-        plans = {plan.digest for plan in self.plans}
-        steps = self._follower.load(given, plans, lambda steps: self._start_over(steps, momenta))
+        steps = self._follower.load(given, lambda steps: self._start_over(steps, momenta))
         if steps is not None:
             self.calendar.resume(steps, _saved_calendar(given, self._site.ranks))
             self._follower.now.follow_scale(1.0)  # gradients come unscaled

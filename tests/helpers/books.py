@@ -181,7 +181,7 @@ class Job:
     def load(self, given: Sequence[Any]) -> None:
         def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
-            here = Here(SIZES, sorted(SIZES), {self.plan.digest})
+            here = Here(SIZES, sorted(SIZES))
             agreed = read_together(given[peer.rank], here, peer.sharing())
             assert agreed is not None
             restore(agreed, kept, here, peer.sharing("restoring"))
