@@ -87,7 +87,7 @@ def compile_model(
     Where torch runs the model eagerly, which it does without an error, a gradient is this rank's own: it raises
     UnsynchronizedGradient (or the error of the backend that torch swallowed) before it is added to `.grad`, and
     PeerFailed on the ranks that wait for this one. A deep copy of the model is not watched, and neither are parameters
-    that replace others later: compile those anew. Raises BadOption, UnsupportedFeature and UnsupportedMode.
+    that replace others later: compile those again. Raises BadOption, UnsupportedFeature and UnsupportedMode.
     """
     module: Any = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -181,8 +181,8 @@ def _not_compiled(error: Exception) -> CaptureFailed:
 
 
 def _refuse_scripts(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(cast("object", module), torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
             raise UnsupportedModel(
                 f"{f'the module {name!r}' if name else 'the model'} is a {type(module).__name__} of torch.jit, which"
                 " torch.compile runs eagerly: each rank would train it alone.\n"

@@ -302,7 +302,7 @@ def copies(call: Any, model: nn.Module) -> None:
 
 
 def freezes_and_thaws() -> tuple[float, int]:
-    """Return the distance from DDP that is wrapped anew after each change, and the number of plans."""
+    """Return the distance from DDP that is wrapped again after each change, and the number of plans."""
     models = [mlp(), mlp()]
     for model, wrap in zip(models, (lambda m: compiled(m), lambda m: DistributedDataParallel(m)), strict=True):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
