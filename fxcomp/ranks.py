@@ -141,6 +141,11 @@ class Ranks:
             if root is not None:
                 _talk(root, 1).stay_away(what, error)
 
+    @property
+    def name(self) -> str:
+        """The name of the meeting in which these ranks came together; empty for one rank."""
+        return "" if self._root is None else self._root.name
+
     @staticmethod
     def meetings() -> int:
         """Count the meetings that this rank has come to, or stayed away from."""

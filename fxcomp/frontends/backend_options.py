@@ -67,7 +67,9 @@ def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) 
     model, ignore = given.get("model"), given.get("ignore", ())
     if model is not None and not isinstance(model, nn.Module):
         raise BadOption(f"options['model'] must be the module that is compiled; it is a {type(model).__name__}")
-    if isinstance(ignore, str) or (ignore and model is None):
+    if isinstance(ignore, str):
+        raise BadOption(f"options['ignore'] is a list of parameter names; write [{ignore!r}]")
+    if ignore and model is None:
         raise BadOption("options['ignore'] is a list of parameter names, and needs options['model'] to find them in")
     if model is not None:
         _check_ignored(model, ignore)

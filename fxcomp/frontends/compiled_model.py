@@ -49,6 +49,11 @@ CLOSED = (
 GivenOptions = Mapping[str, Any] | None
 
 
+def without_model(given: GivenOptions) -> GivenOptions:
+    """Return options without the model, which nothing here keeps alive."""
+    return {name: value for name, value in (given or {}).items() if name != "model"}
+
+
 @dataclass(slots=True, eq=False)
 class CompiledModel:
     """The plan of one model and the state of its error feedback, for all graphs that torch makes of it."""
@@ -61,7 +66,7 @@ class CompiledModel:
     """The line at which Dynamo broke off, if it did."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """The options as they were given: without a model, they tell one call of torch.compile from another."""
+    """The options as they were given, without the model. If none was given, they tell calls of torch.compile apart."""
     watch: GradientWatch
     frozen: frozenset[str]
     """The parameters of a known model that required no gradients when this was compiled."""
@@ -106,6 +111,11 @@ class CompiledModel:
     def fail(self, error: BaseException) -> None:
         """Stop outside of a backward pass, and give the other ranks the error."""
         self.lockstep.fail(self.passes, error, self.runtime)
+
+    @property
+    def next_meeting(self) -> str:
+        """Name of the meetings in which ranks plan for another set of trained parameters of this model."""
+        return f"planning for parameters frozen or thawed since {self.site.ranks.name}"
 
     @property
     def trained_ids(self) -> set[int]:
@@ -251,7 +261,7 @@ class CompiledModel:
                 raise UnsynchronizedGradient(
                     f"the {name} differs between ranks, so replicas drift apart.\n"
                     "  Something outside the compiled call changes it or adds to its gradient: use the parameter"
-                    " inside, and step equal optimizers on all ranks."
+                    " inside, and step equal optimizers on all ranks. fxcomp.ddp_hook averages what uses outside add."
                 )
 
 

@@ -31,7 +31,7 @@ class GradientWatch:
     """The watch on the parameters of one model."""
 
     def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
-        self._process_group, self.tell = process_group, tell
+        self.process_group, self.tell = process_group, tell
         self.is_of_graph = is_of_graph
         """The backend lays it, at a graph; an error there is not swallowed."""
         self._watched = set[Arrivals]()
@@ -43,7 +43,7 @@ class GradientWatch:
         for name, parameter in parameters.items():
             if name not in ignore and (parameter.is_floating_point() or parameter.is_complex()):
                 arrivals = Arrivals.of(parameter)
-                arrivals.guard(self, partial(self._refuse, name))
+                arrivals.guard(self, partial(self._refuse, name, arrivals))
                 self._watched.add(arrivals)
 
     def lift(self) -> None:
@@ -59,8 +59,8 @@ class GradientWatch:
         """Drop a kept error: the backend is called again."""
         self._kept, self._is_told = None, False
 
-    def _refuse(self, name: str) -> None:
-        if not has_others(self._process_group):
+    def _refuse(self, name: str, arrivals: Arrivals) -> None:
+        if not has_others(self.process_group) or not arrivals.is_stored():
             return
         error = self._kept or _not_averaged(name)
         if not self._is_told:
@@ -71,7 +71,8 @@ class GradientWatch:
 
 def has_others(process_group: Any) -> bool:
     """Return whether this process averages with other ranks."""
-    return dist.is_available() and dist.is_initialized() and len(Members.of(process_group)) > 1
+    is_joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_joined and len(Members.of(process_group)) > 1
 
 
 def _not_averaged(name: str) -> UnsynchronizedGradient:

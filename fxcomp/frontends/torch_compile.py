@@ -48,7 +48,7 @@ from fxcomp.errors import (
     UnsynchronizedGradient,
 )
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
-from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions
+from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, without_model
 from fxcomp.frontends.gradient_watch import GradientWatch, has_others
 from fxcomp.frontends.no_sync import Averaging
 from fxcomp.frontends.start import ModelHere, Start
@@ -97,7 +97,11 @@ def compile_model(
     _refuse_ddp(module)
     _refuse_scripts(module)
     _refuse_suppressed_errors()
-    watch = _watches[module] = _watches.get(module) or _new_watch(module, given)
+    watch = _watches.get(module)
+    if watch is None or watch.process_group is not chosen.step.process_group:
+        if watch is not None:
+            watch.lift()
+        watch = _watches[module] = _new_watch(module, given)
     watch.lay(dict(module.named_parameters()), chosen.ignore)
     ours = fxcomp_backend
     return cast("Any", torch).compile(module, backend=ours, fullgraph=fullgraph, dynamic=dynamic, options=given)
@@ -182,7 +186,9 @@ def _not_compiled(error: Exception) -> CaptureFailed:
 
 def _refuse_scripts(model: nn.Module) -> None:
     for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        if isinstance(cast("object", module), torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+        if isinstance(cast("object", module), torch.jit.ScriptModule) and any(
+            p.requires_grad for p in module.parameters()
+        ):
             raise UnsupportedModel(
                 f"{f'the module {name!r}' if name else 'the model'} is a {type(module).__name__} of torch.jit, which"
                 " torch.compile runs eagerly: each rank would train it alone.\n"
@@ -249,20 +255,31 @@ def _compile_backward(
     """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
     known = _known(chosen.model, given)
+    what = WHAT
     if known:
+        _check_same_options(known[0], given)
+        what = known[0].next_meeting
         labelled = label_backward(graph, names, known[0].members)
         mine = {id(found.parameters[name]) for name in gradients(labelled)}
         for compiled in known:
             if compiled.trained_ids == mine:
                 return compiled, compiled.emit(labelled, inductor)
         _check_thawed(known[-1], found, gradients(labelled))
-    with Ranks.meeting(chosen.step.cluster, WHAT, chosen.step.process_group) as ranks:
+    with Ranks.meeting(chosen.step.cluster, what, chosen.step.process_group) as ranks:
         ranks.attempt("checking options", lambda: check_pins(chosen, found))
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks, watch, known)
         emitted = compiled.emit(labelled, inductor)
-    _models.append(compiled)
+    _models.insert(0, compiled)  # it has not run yet
     return compiled, emitted
+
+
+def _check_same_options(compiled: CompiledModel, given: GivenOptions) -> None:
+    if compiled.model is not None and compiled.given != without_model(given):
+        raise BadOption(
+            "the model has been compiled with other options before, and has a plan by those.\n"
+            "  Call torch._dynamo.reset() on all ranks, and compile_model after it."
+        )
 
 
 def _refuse_ddp(model: nn.Module | None) -> None:
@@ -320,13 +337,13 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Go on with a plan, and with what the plan of the same model that ran last has left out."""
-    if _models[-1] is compiled:
+    """Go on with a plan, and with what other plans of the same model have left out since it ran last."""
+    if compiled not in _models or _models[-1] is compiled:  # after torch._dynamo.reset it is closed, and says so
         return
     place = _models.index(compiled)
-    later = [each for each in _models[place:] if each.averaging is compiled.averaging and each is not compiled]
-    if later:
-        compiled.take_over(later[-1])
+    for later in _models[place + 1 :]:
+        if later.averaging is compiled.averaging:
+            compiled.take_over(later)
     _models.append(_models.pop(place))
 
 
@@ -352,15 +369,14 @@ def _watch_on(gm: GraphModule, inputs: Sequence[Any], given: GivenOptions) -> Gr
 
 def _new_watch(model: object, given: GivenOptions, *, is_of_graph: bool = False) -> GradientWatch:
     of_model = weakref.ref(model) if isinstance(model, nn.Module) else None
-    group = (given or {}).get("process_group")
+    group, given = (given or {}).get("process_group"), None if of_model else given
 
     def tell(error: FxcompError) -> None:
         """Give an error to the other ranks, in the backward pass or the meeting in which they wait."""
-        known = _known(of_model() if of_model else None, None if of_model else given)
+        known = _known(of_model() if of_model else None, given)
         for compiled in known:
             compiled.fail(error)
-        if not known:
-            Ranks.stay_away(WHAT, group, error)
+        Ranks.stay_away(known[0].next_meeting if known else WHAT, group, error)
 
     return GradientWatch(group, tell, is_of_graph)
 
@@ -423,8 +439,8 @@ def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapp
     advice = "" if compiled.model else "\n  Of two models, each needs fxcomp.compile_model."
     raise CaptureFailed(
         f"a second graph has other trainable parameters than the first: {changed!r} is in one of them only.\n{where}"
-        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After replacing"
-        f" parameters, call torch._dynamo.reset() on all ranks.{advice}"
+        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After adding or"
+        f" replacing parameters, call torch._dynamo.reset() and compile again, on all ranks.{advice}"
     )
 
 
@@ -463,7 +479,7 @@ def _start(
         {name: weakref.ref(parameter) for name, parameter in covered.items()},
         found.break_,
         weakref.ref(chosen.model) if chosen.model is not None else None,
-        given,
+        given if chosen.model is None else without_model(given),
         watch,
         frozenset(name for name, parameter in named if not parameter.requires_grad),
         known[-1].averaging if known else Averaging(),

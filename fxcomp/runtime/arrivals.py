@@ -63,17 +63,16 @@ class Arrivals:
 
     def __call__(self, gradient: Tensor) -> None:
         call = compat.backward_call()
-        if self._averaged_in != call:
-            self._refuse_unless_local(call)
+        if call not in (self._averaged_in, self._local_in):
+            for refuse in self._guards.values():
+                refuse()
         elif self._is_sampled:
             self._is_sampled, self.digest = False, digest_of(gradient)
 
-    def _refuse_unless_local(self, call: int | None) -> None:
+    def is_stored(self) -> bool:
+        """Return whether autograd adds this gradient to `.grad`; torch.autograd.grad returns it."""
         parameter = self._parameter()
-        if self._local_in == call or parameter is None or not compat.will_accumulate(parameter):
-            return
-        for refuse in self._guards.values():
-            refuse()
+        return parameter is not None and compat.will_accumulate(parameter)
 
 
 def digest_of(tensor: Tensor) -> Tensor:

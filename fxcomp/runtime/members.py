@@ -81,6 +81,11 @@ class Members:
 def _handle(group: Any) -> Any:
     if group is None or isinstance(group, compat.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise NoProcessGroup(
+            f"rank {dist.get_rank()} is not in the group that process_group= names.\n"
+            "  Each rank passes the group that it is in."
+        )
     if isinstance(group, compat.DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ("0", "1")
