@@ -285,17 +285,8 @@ def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Ten
 
 def _calls_out(loss: Tensor) -> bool:
     """Return whether a backward pass runs more than torch's own operators: an autograd.Function, or C++ like it."""
-    seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__module__ != "builtins" or type(node).__name__ == "CppFunction":
-            return True
-        seen.add(node)
-        left += [before for before, _ in node.next_functions]
-    return False
+    kinds = set(map(type, compat.nodes_of(loss)))
+    return any(kind.__module__ != "builtins" or kind.__name__ == "CppFunction" for kind in kinds)
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:

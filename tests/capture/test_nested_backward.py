@@ -320,7 +320,7 @@ def test_modules_outside_of_the_model_that_a_nested_pass_trains_are_refused(rule
 @pytest.mark.filterwarnings("ignore:fxcomp. the loss does not depend")
 def test_modules_outside_are_trained_or_frozen_as_the_refusal_advises(rule: Callable[..., Tensor]):
     outside = nn.Linear(8, 8)
-    both = nn.ModuleList([Blocks(lambda model, x: x), outside])
+    both = nn.ModuleList([Blocks(one_by_one), outside])
 
     def loss(pair: Any, x: Tensor) -> Tensor:
         model, outside = pair
@@ -363,6 +363,35 @@ def test_a_gradient_that_a_function_writes_by_hand_is_refused():
         errors.CaptureFailed, match=r"puts a gradient into .grad of 'blocks.1.up.bias'.*\n.*\n.*returns"
     ):
         compiled(Blocks(lambda model, x: Writes.apply(x, model.blocks[1])))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_on_a_node_that_calls_backward_is_refused_and_registered_on_the_tensor_as_advised(register: str):
+    def on_a_node(model: Any, x: Tensor) -> Tensor:
+        h = model.blocks[0](x)
+
+        def train(*_: Any) -> None:
+            with torch.enable_grad():
+                model.blocks[1](x.detach()).square().mean().backward()
+
+        getattr(h.grad_fn, register)(train)
+        return h + model.blocks[2](x)
+
+    def on_the_tensor(model: Any, x: Tensor) -> Tensor:
+        h = model.blocks[0](x)
+
+        def train(_: Tensor) -> None:
+            with torch.enable_grad():
+                model.blocks[1](x.detach()).square().mean().backward()
+
+        h.register_hook(train)
+        return h + model.blocks[2](x)
+
+    with pytest.raises(
+        errors.CaptureFailed, match=r"puts a gradient into .grad of(?s:.*)tensor.register_hook, instead"
+    ):
+        compiled(Blocks(on_a_node))
+    trains_as_eager(Blocks(on_the_tensor), square, batches())
 
 
 def test_a_prediction_counts_the_layers_that_nested_backward_passes_train():
