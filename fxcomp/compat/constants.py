@@ -82,7 +82,7 @@ class Constants(TorchDispatchMode):
             self._known[id(tensor)] = tensor, fake
             if tensor.requires_grad and tensor.is_leaf:
                 with torch._C.DisableTorchFunction():  # it is no hook of the user's
-                    hook = tensor.register_post_accumulate_grad_hook(self.trained.append)
+                    hook = cast("Any", tensor.register_post_accumulate_grad_hook(self.trained.append))
                     self._gradients.append((tensor, tensor.grad, hook))
         return self._known[id(tensor)][1]
 
