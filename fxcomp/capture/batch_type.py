@@ -284,6 +284,8 @@ def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[in
         return key_of(leaf)
     remedy = "call its .item() before the step" if hasattr(leaf, "item") else "convert it before the call"
     remedy = "pass torch.as_tensor of it" if getattr(leaf, "ndim", 0) else remedy
+    if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        remedy = "pass vars() of it, a dict of its attributes, or make its class a dataclass"
     raise UnsupportedBatch(
         f"a batch holds a {name_of_class(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
         f" dicts.\n  Make it one of these: {remedy}."

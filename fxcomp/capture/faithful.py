@@ -21,12 +21,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
 from fxcomp.capture.fake_mode import StepFakes, Unknown
 from fxcomp.capture.pythons_numbers import NumberReader, pythons_numbers
-from fxcomp.capture.stand_ins import StandIns
+from fxcomp.capture.stand_ins import EqualToReal, StandIns
 from fxcomp.errors import CaptureFailed, FxcompError
 
 _READ_MEMORY = (
@@ -241,14 +240,12 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 """Functions of one tensor whose sizes may be given as tensors, of which they take the values."""
 
 
-class _Refusing(TorchFunctionMode):
+class _Refusing(EqualToReal):
     """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
-        super().__init__()
-        self._stand_ins, self._reader = stand_ins, reader
-        self._ones: list[Tensor] = []
-        """Results of comparing a stand-in with the tensor that it stands for."""
+        super().__init__(stand_ins)
+        self._reader = reader
         self.densified: list[str] = []
         self.has_hooks = False
         """The step has registered a hook on a tensor's gradient."""
@@ -258,11 +255,6 @@ class _Refusing(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__self__", None) is _DATA and getattr(func, "__name__", "") == "__set__":
             return self._assign(*args)
-        if func is Tensor.__eq__ and (one := self._stand_ins.stand_in_of(*args)) is not None:
-            self._ones.append(one == one)
-            return self._ones[-1]
-        if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
-            return True  # a dict asks so of a key
         if aside := next((name for name, table in _ASIDE.items() if getattr(func, "__self__", None) is table), None):
             self._check_is_in_graph(aside, *args, reads=func.__name__ == "__get__")
         self.has_hooks |= func in _HOOKS
@@ -311,7 +303,7 @@ class _Refusing(TorchFunctionMode):
             name = self._stand_ins.name(args[1])
             self.densified += [name] if name and name not in self.densified else []
             kwargs = {**kwargs, "sparse": False}
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value that is assigned to `.data` into a buffer or a frozen parameter."""
@@ -360,7 +352,8 @@ def puts_gradient(name: str, at: str = "") -> CaptureFailed:
     return CaptureFailed(
         f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
         "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
-        " torch.autograd.grad. An autograd.Function calls backward() in its own backward, or returns the gradient."
+        " torch.autograd.grad. An autograd.Function calls backward() in its own backward, or returns the gradient. A"
+        " hook that calls backward() is registered on the tensor, tensor.register_hook, instead of on its grad_fn."
     )
 
 

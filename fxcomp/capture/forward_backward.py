@@ -165,7 +165,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             loss, aux, has_aux = split(result)
             weighted = loss if isinstance(loss, WeightedLoss) else None
             loss = _checked(weighted.sum if weighted else loss)
-            _check_is_all_trained(loss, stand_ins)
+            _check_are_all_trained(compat.leaves_of(loss), stand_ins)
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
@@ -176,7 +176,9 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 wanted = [by_name[name] for name in names]
                 whole = seen.has_hooks or _calls_out(loss)
                 gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
-            if not whole:
+            if whole:
+                _check_are_all_trained(compat.trained_outside(), stand_ins)
+            else:
                 _check_no_backward(by_name)
         leaves, aux_spec = flatten(aux)
         named: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
@@ -252,9 +254,9 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _check_is_all_trained(loss: Tensor, stand_ins: StandIns) -> None:
+def _check_are_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
     """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
-    for tensor in compat.leaves_of(loss):
+    for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(
                 f"the loss depends on a tensor of shape {list(tensor.shape)} that requires a gradient and is not the"
@@ -283,17 +285,8 @@ def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Ten
 
 def _calls_out(loss: Tensor) -> bool:
     """Return whether a backward pass runs more than torch's own operators: an autograd.Function, or C++ like it."""
-    seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__module__ != "builtins" or type(node).__name__ == "CppFunction":
-            return True
-        seen.add(node)
-        left += [before for before, _ in node.next_functions]
-    return False
+    kinds = set(map(type, compat.nodes_of(loss)))
+    return any(kind.__module__ != "builtins" or kind.__name__ == "CppFunction" for kind in kinds)
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:

@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fxcomp import compat
 from fxcomp.capture.fake_mode import MAKER
@@ -44,22 +44,16 @@ class StandIns:
 
     @contextmanager
     def taken_for_real(self) -> Generator[None]:
-        """Give stand-ins the attributes and hashes of their tensors, and the user's Python their ids."""
+        """Give stand-ins the attributes of their tensors, and the user's Python and hashes their ids."""
         real = {stand_in: id(tensor) for stand_in, tensor in self._real.items()}
         true_id = id
-
-        def id_of_real(tensor: Tensor) -> int:
-            return real.get(true_id(tensor), true_id(tensor))
 
         def users_id(obj: object, /) -> int:
             true = true_id(obj)
             return real[true] if true in real and compat.is_users_call() else true
 
-        hashes: dict[type | ModuleType, dict[str, Any]] = {
-            type(stand_in): {"__hash__": id_of_real} for _, stand_in in self._traced.values()
-        }
         try:
-            with compat.attributes_instead({**hashes, builtins: {"id": users_id}}), self._attributes_carried():
+            with compat.attributes_instead({builtins: {"id": users_id}}), self._attributes_carried():
                 yield
         finally:
             real.clear()  # somebody may have kept users_id
@@ -89,6 +83,26 @@ class StandIns:
             vars(real).pop(key, None)
         for key in now:
             del vars(stand_in)[key]
+
+
+class EqualToReal(TorchFunctionMode):
+    """Lets a stand-in equal the tensor that it stands for, where a dict has found their hashes to be the same."""
+
+    def __init__(self, stand_ins: StandIns):
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._ones: list[Tensor] = []
+        """Results of comparing a stand-in with the tensor that it stands for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__eq__ and (one := self._stand_ins.stand_in_of(*args)) is not None:
+            self._ones.append(one == one)
+            return self._ones[-1]
+        if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
+            return True  # a dict asks so of a key
+        return func(*args, **(kwargs or {}))
 
 
 def _check_free(name: str, attributes: Mapping[str, Any], stand_in: Tensor) -> None:

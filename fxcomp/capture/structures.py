@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -69,7 +70,8 @@ def _open(leaf: Any) -> Any:
     if not _is_closed(leaf):
         return leaf
     try:
-        reduced: tuple[Any, ...] = leaf.__reduce_ex__(4)
+        # Such a view of a dict cannot be copied, but its dict can.
+        reduced: Any = (type(leaf), (dict(leaf),)) if type(leaf) is MappingProxyType else leaf.__reduce_ex__(4)
     except TypeError:  # it cannot be copied, and is refused as a leaf
         return leaf
     make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])

@@ -19,11 +19,11 @@ from fxcomp.compat.answers import (
     AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, gradient_of, node_of, symbols_of,
     unknown_size,
 )
-from fxcomp.compat.constants import traced
+from fxcomp.compat.constants import traced, trained_outside
 from fxcomp.compat.dynamo import (
-    RUN_WITH_RNG_STATE, Backward, backward_call, backward_node, before_backward, compile_training,
+    RUN_WITH_RNG_STATE, Backward, backward, backward_call, backward_node, before_backward, compile_training,
     compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places, graph_break, inside_ddp,
-    is_restart, leaves_of, outside_dynamo, register_hook, run_eagerly, source_name, standalone_compile,
+    is_restart, leaves_of, nodes_of, outside_dynamo, register_hook, run_eagerly, source_name, standalone_compile,
     suppresses_errors, uncompiled, why_not_compiled, will_accumulate,
     will_run_backward,
 )

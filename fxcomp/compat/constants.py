@@ -46,13 +46,16 @@ class Constants(TorchDispatchMode):
         self._tracer: Any = proxies.tracer
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         """Real tensors and their fakes, by the id of the real ones."""
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        """The `.grad` of real tensors, into which a traced backward pass puts fakes."""
+        self._gradients: list[tuple[Tensor, Tensor | None, Any]] = []
+        """The `.grad` of real tensors, into which a traced backward pass puts fakes, and handles of hooks on them."""
+        self.trained: list[Tensor] = []
+        """Real tensors into whose `.grad` a traced backward pass has put a fake."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for tensor, gradient in self._gradients:
+        for tensor, gradient, hook in self._gradients:
             tensor.grad = gradient
+            hook.remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,14 +81,25 @@ class Constants(TorchDispatchMode):
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = tensor, fake
             if tensor.requires_grad and tensor.is_leaf:
-                self._gradients.append((tensor, tensor.grad))
+                with torch._C.DisableTorchFunction():  # it is no hook of the user's
+                    hook = cast("Any", tensor.register_post_accumulate_grad_hook(self.trained.append))
+                    self._gradients.append((tensor, tensor.grad, hook))
         return self._known[id(tensor)][1]
 
 
 def traced(tensor: Tensor) -> Tensor:
     """Exchange a tensor that comes in from outside for its fake, if a trace is under way; others pass."""
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Constants)]
+    modes = _under_way()
     return modes[-1].traced(tensor) if modes else tensor
+
+
+def trained_outside() -> list[Tensor]:
+    """List the tensors from outside into whose `.grad` the trace under way has put a gradient."""
+    return [tensor for mode in _under_way() for tensor in mode.trained]
+
+
+def _under_way() -> list[Constants]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Constants)]
 
 
 def _is_torchs_own(func: Any) -> bool:

@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,17 +64,26 @@ def compiled_functions_eager() -> Generator[None]:
         yield
 
 
+def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
+    """Run backward() with function modes around the Python that it calls; torch's own takes the mode off."""
+    _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def nodes_of(loss: torch.Tensor) -> list[Any]:
+    """List the nodes of a loss's backward graph, in an order that follows from the graph."""
+    left: list[Any] = [loss.grad_fn]
+    found = dict[Any, None]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            left += [each for each, _ in node.next_functions]
+    return list(found)
+
+
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """List the tensors into whose `.grad` a backward pass would add."""
-    nodes, seen, found = [loss.grad_fn], set[Any](), list[torch.Tensor]()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [each for each, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                found.append(node.variable)
-    return found
+    return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
 
 
 def compile_training(

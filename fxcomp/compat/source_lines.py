@@ -91,10 +91,11 @@ def is_called_by_user() -> bool:
 
 
 def is_users_call() -> bool:
-    """Ask if a line of the user's own code calls the caller of this."""
-    name = sys._getframe(2).f_code.co_filename
+    """Ask if a line of the user's own code calls the caller of this, or a dict that hashes a tensor does."""
+    code = sys._getframe(2).f_code
+    name = code.co_filename
     is_pythons = name.startswith(_OF_PYTHON) and not any(part in name for part in _INSTALLED)
-    return not (is_pythons or name.startswith(_KNOW_SYMBOLS))
+    return code is torch.Tensor.__hash__.__code__ or not (is_pythons or name.startswith(_KNOW_SYMBOLS))
 
 
 def users_code_tells_kinds() -> bool:

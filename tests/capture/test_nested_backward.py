@@ -275,14 +275,61 @@ def test_a_sparse_embedding_inside_of_a_reentrant_checkpoint_is_trained():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_refused_step_leaves_gradients_outside_of_the_model_alone():
+def through(model: Any, x: Tensor, outside: nn.Module) -> Tensor:
+    return again(lambda y: outside(model.blocks[0](y)), x)
+
+
+def through_two(model: Any, x: Tensor, outside: nn.Module) -> Tensor:
+    return again(lambda y: again(outside, model.blocks[1](y)), x)
+
+
+def by_a_function(model: Any, x: Tensor, outside: nn.Module) -> Tensor:
+    return model.blocks[1](LocalLoss.apply(model.blocks[0](x), outside))
+
+
+def by_a_hook_on_a_tensor(model: Any, x: Tensor, outside: nn.Module) -> Tensor:
+    h = model.blocks[0](x)
+
+    def train(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            outside(gradient.detach()).square().sum().backward()
+
+    h.register_hook(train)
+    return h
+
+
+OUTSIDE = [through, through_two, by_a_function, by_a_hook_on_a_tensor]
+
+
+@pytest.mark.parametrize("rule", OUTSIDE)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_modules_outside_of_the_model_that_a_nested_pass_trains_are_refused(rule: Callable[..., Tensor]):
     outside = nn.Linear(8, 8)
     outside.weight.grad = kept = torch.ones(8, 8)
-    with pytest.raises(errors.CaptureFailed, match="from outside the model"):
-        compiled(Blocks(lambda model, x: again(lambda y: outside(model.blocks[0](y)), x)))
+    with pytest.raises(errors.CaptureFailed, match="is not the model's, so that a compiled step would not train it"):
+        compiled(Blocks(lambda model, x: rule(model, x, outside)))
     assert outside.weight.grad is kept
     assert bool((kept == 1).all())
     assert outside.bias.grad is None
+    assert not vars(outside.weight)
+    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in outside.parameters())
+
+
+@pytest.mark.parametrize("rule", OUTSIDE)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:fxcomp. the loss does not depend")
+def test_modules_outside_are_trained_or_frozen_as_the_refusal_advises(rule: Callable[..., Tensor]):
+    outside = nn.Linear(8, 8)
+    both = nn.ModuleList([Blocks(one_by_one), outside])
+
+    def loss(pair: Any, x: Tensor) -> Tensor:
+        model, outside = pair
+        return model.head(rule(model, model.embed(x).requires_grad_(), outside)).square().mean()
+
+    trains_as_eager(both, loss, batches())
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    if rule in (through, through_two):  # the others call backward() on a loss of the outside module alone
+        trains_as_eager(Blocks(lambda model, x: rule(model, x, frozen)), square, batches())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -316,6 +363,35 @@ def test_a_gradient_that_a_function_writes_by_hand_is_refused():
         errors.CaptureFailed, match=r"puts a gradient into .grad of 'blocks.1.up.bias'.*\n.*\n.*returns"
     ):
         compiled(Blocks(lambda model, x: Writes.apply(x, model.blocks[1])))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_on_a_node_that_calls_backward_is_refused_and_registered_on_the_tensor_as_advised(register: str):
+    def on_a_node(model: Any, x: Tensor) -> Tensor:
+        h = model.blocks[0](x)
+
+        def train(*_: Any) -> None:
+            with torch.enable_grad():
+                model.blocks[1](x.detach()).square().mean().backward()
+
+        getattr(h.grad_fn, register)(train)
+        return h + model.blocks[2](x)
+
+    def on_the_tensor(model: Any, x: Tensor) -> Tensor:
+        h = model.blocks[0](x)
+
+        def train(_: Tensor) -> None:
+            with torch.enable_grad():
+                model.blocks[1](x.detach()).square().mean().backward()
+
+        h.register_hook(train)
+        return h + model.blocks[2](x)
+
+    with pytest.raises(
+        errors.CaptureFailed, match=r"puts a gradient into .grad of(?s:.*)tensor.register_hook, instead"
+    ):
+        compiled(Blocks(on_a_node))
+    trains_as_eager(Blocks(on_the_tensor), square, batches())
 
 
 def test_a_prediction_counts_the_layers_that_nested_backward_passes_train():

@@ -158,6 +158,11 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
     "dict of attributes": (lambda x, y: Attributes(x=x, y=y), attribute),
     "own mapping": (lambda x, y: Own({"x": x, "y": y}), item),
     "ChainMap": (lambda x, y: ChainMap({"x": x}, {"y": y}), item),
+    "mapping proxy": (lambda x, y: types.MappingProxyType({"x": x, "y": y}), item),
+    "mapping proxies": (
+        lambda x, y: types.MappingProxyType({"held": [types.MappingProxyType(OrderedDict(x=x, y=y))]}),
+        lambda b: item(b["held"][0]),
+    ),
     "OrderedDict": (lambda x, y: OrderedDict(x=x, y=y), item),
     "subclass of OrderedDict": (lambda x, y: Ordered(y=y, x=x), item),
     "defaultdict": (lambda x, y: defaultdict(int, x=x, y=y), item),
@@ -192,7 +197,7 @@ def test_what_is_taken_apart_is_put_together_as_it_was(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["dataclass", "frozen with slots", "nested", "BatchEncoding", "own mapping", "ChainMap"]
+    "name", ["dataclass", "frozen with slots", "nested", "BatchEncoding", "own mapping", "ChainMap", "mapping proxies"]
 )
 def test_steps_train_as_eager_with_batches_of_any_structure(name: str):
     build, read = CASES[name]
@@ -255,10 +260,32 @@ class Held:
     [
         (Held(torch.ones(3), object()), "object"),
         (UserDict(x=torch.ones(3), y=object()), "object"),
-        (types.MappingProxyType({"x": torch.ones(3)}), "mappingproxy"),
         (Held, "type"),
     ],
 )
 def test_what_cannot_be_followed_in_a_structure_is_refused_by_its_class(batch: Any, kind: str):
     with pytest.raises(errors.UnsupportedBatch, match=f"a batch holds a {kind}; it may hold tensors.*"):
         batch_type(batch)
+
+
+class Attributed:
+    """A class of attributes that is no dataclass."""
+
+    def __init__(self, **values: Any):
+        self.__dict__.update(values)
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, Attributed])
+def test_an_object_of_attributes_is_refused_and_taken_as_the_refusal_advises(kind: Any):
+    batches = [kind(x=rows(4)[0], y=rows(4)[1], held=[1.0]) for _ in range(2)]
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    for batch in (batches[0], [batches[0]], {"inner": batches[0]}):
+        with pytest.raises(
+            errors.UnsupportedBatch, match=rf"a batch holds a .*{kind.__name__}; .*\n.*pass vars\(\) of"
+        ):
+            batch_type(batch)
+    torch.manual_seed(0)
+    trains_as_eager(nn.Linear(20, 10), loss, [vars(batch) for batch in batches])

@@ -18,6 +18,7 @@ from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy, mlp
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import fxcomp
 from fxcomp import compat
@@ -201,7 +202,158 @@ def test_an_error_of_eager_pytorch_alone_is_a_difference():
         step(BATCH)
 
 
+class Two(nn.Module):
+    """Two layers, and a weight that was kept in a list and in a dict before compiling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(20, 20), nn.Linear(20, 10)
+        self.kept, self.factors = [self.one.weight], {self.one.weight: 3.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).tanh())
+
+
+def decay_of_kept(model: Two, batch: Any) -> Tensor:
+    decayed = [p for p in model.parameters() if any(p is q for q in model.kept)]
+    return cross_entropy(model, batch) + sum(p.square().sum() for p in decayed)
+
+
+def freezes_kept(model: Two, batch: Any) -> Tensor:
+    """Ask for identity where it changes gradients alone."""
+    weight = model.one.weight
+    weight = weight.detach() if weight is model.kept[0] else weight
+    hidden = nn.functional.linear(batch[0], weight, model.one.bias)
+    return nn.functional.cross_entropy(model.two(hidden), batch[1])
+
+
+def scales_kept_gradients(model: Two, batch: Any) -> Tensor:
+    weight = model.one.weight
+    weight = weight * 2 - weight.detach() if weight is model.kept[0] else weight
+    return nn.functional.cross_entropy(model.two(nn.functional.linear(batch[0], weight, model.one.bias)), batch[1])
+
+
+def exact_type(model: Two, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * (2.0 if type(model.one.weight) is nn.Parameter else 1.0)
+
+
+def named_type(model: Two, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * len(type(model.one.weight).__name__)
+
+
+def kept_in_the_result(model: Two, batch: Any) -> Any:
+    return cross_entropy(model, batch), {"is kept": model.one.weight is model.kept[0]}
+
+
+@pytest.mark.parametrize(
+    "loss", [decay_of_kept, freezes_kept, scales_kept_gradients, exact_type, named_type, kept_in_the_result]
+)
+def test_steps_that_tell_stand_ins_from_parameters_are_found(loss: Any):
+    model = Two()
+    step = compiled(model, loss)
+    with pytest.raises(VerificationFailed):
+        step(BATCH)
+    assert all(p.grad is None for p in model.parameters())
+
+
 # What is left alone
+
+
+def factor_of_kept(model: Two, batch: Any) -> Tensor:
+    return cross_entropy(model, batch) * model.factors[model.one.weight]
+
+
+def parameter_made_anew(model: Two, batch: Any) -> Tensor:
+    copied = nn.Parameter(model.two.weight)
+    hidden = model.one(batch[0])
+    return nn.functional.cross_entropy(nn.functional.linear(hidden, copied) + model.two(hidden), batch[1])
+
+
+def kept_in_a_set(model: Two, batch: Any) -> Tensor:
+    chosen = set(model.kept)
+    return cross_entropy(model, batch) + sum(p.square().sum() for p in model.parameters() if p in chosen)
+
+
+def looked_up_again(model: Two, batch: Any) -> Tensor:
+    """Look a parameter up in the backward pass."""
+
+    def inner(x: Tensor) -> Tensor:
+        return model.one(x).tanh() * model.factors[model.one.weight]
+
+    x = batch[0].clone().requires_grad_()
+    hidden = checkpoint(inner, checkpoint(lambda y: inner(y), x, use_reentrant=True), use_reentrant=False)
+    return nn.functional.cross_entropy(model.two(hidden), batch[1])
+
+
+def gradient_penalty(model: Two, batch: Any) -> Tensor:
+    loss = cross_entropy(model, batch)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(g.square().sum() for g in gradients)
+
+
+def copied_layer(model: Two, batch: Any) -> Tensor:
+    clone = copy.copy(model.two)
+    return nn.functional.cross_entropy(clone(model.one(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [factor_of_kept, parameter_made_anew, kept_in_a_set, looked_up_again, gradient_penalty, copied_layer],
+)
+def test_steps_that_find_parameters_by_what_is_followed_are_right(loss: Any):
+    torch.manual_seed(0)
+    model = Two()
+    reference = copy.deepcopy(model)
+    reference.kept, reference.factors = [reference.one.weight], {reference.one.weight: 3.0}
+    eager = OPTIMIZERS["sgd"](reference.parameters())
+    step = compiled(model, loss)
+    for _ in range(2):
+        step(BATCH)
+        eager.zero_grad()
+        loss(reference, BATCH).backward()
+        eager.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_that_require_gradients_get_none():
+    class Scaled(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(10).requires_grad_())
+            self.register_buffer("shift", nn.Buffer(torch.ones(10).requires_grad_()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale + self.shift
+
+    model, called = Scaled(), []
+    step = fxcomp.compile_step(
+        model,
+        cross_entropy,
+        torch.optim.SGD([*model.one.parameters(), *model.two.parameters()], lr=0.1),
+        BATCH,
+        checks=fxcomp.Checks(verify=1),
+    )
+    model.scale.grad = kept = torch.ones(10)
+    model.scale.register_hook(called.append)
+    step(BATCH)
+    assert model.scale.grad is kept
+    assert bool((kept == 1).all())
+    assert model.shift.grad is None
+    assert not called
+
+
+def test_hooks_that_a_step_registers_on_parameters_are_not_left_behind():
+    def loss(model: Two, batch: Any) -> Tensor:
+        model.two.weight.register_hook(lambda gradient: gradient * 2)
+        model.one.bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return cross_entropy(model, batch)
+
+    model = Two()
+    step = compiled(model, loss)
+    for _ in range(3):
+        step(BATCH)
+        assert not any(p._backward_hooks for p in model.parameters())
 
 
 class Drawing(nn.Module):

@@ -16,9 +16,10 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.capture.forward_backward import swapped
-from fxcomp.capture.stand_ins import StandIns
+from fxcomp.capture.stand_ins import EqualToReal, StandIns
 from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training, WeightedLoss
+from fxcomp.errors import CaptureFailed
 from fxcomp.graph.captured import Captured, written_parameters
 
 
@@ -39,57 +40,64 @@ class EagerResult:
     """As the forward pass left them."""
 
 
-class _Alias(nn.Parameter):
-    """A parameter's memory with a `.grad` of its own, and without hooks; a dict finds it by the parameter."""
-
-    stands_for: nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Alias:
-        """Make one of a trained parameter."""
-        alias = cls(parameter.detach())
-        alias.stands_for = parameter
-        return alias
-
-    def __eq__(self, other: Any) -> Any:
-        is_same = self.stands_for is getattr(other, "stands_for", other)
-        return is_same or super().__eq__(other)  # pyright: ignore[reportUnknownVariableType]  # untyped
-
-    def __hash__(self) -> int:
-        return id(self.stands_for)
-
-
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function and `backward()`; nothing of the user's changes, and no hook of a parameter runs.
+    """Run the loss function on the user's own tensors, and again, with `backward()`, on aliases that have no hooks.
 
-    The backward pass begins with `seed`, with 1 if there is none.
+    Nothing of the user's changes. The backward pass begins with `seed`, with 1 if there is none. Raises CaptureFailed
+    if the aliases lead to another backward graph: the step asks which tensor a parameter is, as capture cannot.
     """
-    parameters = dict(training.model.named_parameters())
+    with _undisturbed(training, captured, {}), _same_hooks(training.model):
+        loss, weighted, aux = _forward(training, captured, batch)
+        way = _way(loss)
+        value, count = (weighted.mean, weighted.counted) if weighted else (loss.detach(), None)
+        leaves, aux_spec = flatten(aux)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        del loss, weighted, aux
+    gradients, unexpected, buffers = _gradients(training, captured, batch, seed, way)
+    return EagerResult(value, count, leaves, aux_spec, gradients, unexpected, buffers)
+
+
+def _forward(training: Training, captured: Captured, batch: Any) -> tuple[Tensor, WeightedLoss | None, Any]:
+    result = training.loss_fn(training.model, _copied(batch))
+    returned, aux = result if captured.has_aux else (result, ())
+    return (returned.sum, returned, aux) if isinstance(returned, WeightedLoss) else (returned, None, aux)
+
+
+def _way(loss: Tensor) -> list[str]:
+    """Name the nodes of a loss's backward graph."""
+    return [node.name() for node in compat.nodes_of(loss)]
+
+
+def _gradients(
+    training: Training, captured: Captured, batch: Any, seed: Tensor | None, way: list[str] | None = None
+) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, Tensor]]:
+    """Run `backward()` on aliases; give gradients, unexpected ones' names, and buffers, as EagerResult has them."""
+    tensors = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}
     buffers: dict[str, Tensor] = {}
     with _undisturbed(training, captured, buffers):
-        aliases = {name: _Alias.of(p) for name, p in parameters.items() if p.requires_grad}
-        stand_ins = StandIns({name: (parameters[name], alias) for name, alias in aliases.items()})
-        with swapped(training.model, stand_ins.by_id), stand_ins.taken_for_real():
-            result = training.loss_fn(training.model, _copied(batch))
-            returned, aux = result if captured.has_aux else (result, ())
-            weighted = returned if isinstance(returned, WeightedLoss) else None
-            loss: Any = weighted.sum if weighted else returned
+        aliases = {name: _alias(tensor) for name, tensor in tensors.items() if tensor.requires_grad and tensor.is_leaf}
+        stand_ins = StandIns({name: (tensors[name], alias) for name, alias in aliases.items()})
+        with swapped(training.model, stand_ins.by_id), stand_ins.taken_for_real(), EqualToReal(stand_ins):
+            loss, *_ = _forward(training, captured, batch)
+            if way is not None and _way(loss) != way:
+                raise CaptureFailed(
+                    "with stand-ins for parameters, loss_fn leads to another backward graph, as where it asks if a"
+                    " parameter is a tensor that was kept (`p is q`).\n  Keep names, a set of parameters, or id(p)"
+                )
             with compat.without_autocast():
-                torch.autograd.backward([loss], None if seed is None else [seed.to(loss.dtype)])
-    leaves, aux_spec = flatten(aux)
+                compat.backward(loss, torch.ones_like(loss) if seed is None else seed.to(loss.dtype))
     found = {owner.name: aliases[owner.name].grad for owner in training.owned if owner.name in aliases}
     gradients = {name: None if g is None else _written_into(g) for name, g in found.items()}
     expected = {name: gradients.pop(name, None) for name in captured.gradient_names}
-    others = [*parameters.values(), *training.model.buffers()]
-    return EagerResult(
-        weighted.mean if weighted else loss.detach(),
-        weighted.counted if weighted else None,
-        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        aux_spec,
-        _apart({name: torch.zeros_like(parameters[name]) if g is None else g for name, g in expected.items()}, others),
-        tuple(name for name, gradient in gradients.items() if gradient is not None),
-        buffers,
-    )
+    made = {name: torch.zeros_like(tensors[name]) if g is None else g for name, g in expected.items()}
+    unexpected = tuple(name for name, gradient in gradients.items() if gradient is not None)
+    return _apart(made, list(tensors.values())), unexpected, buffers
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Make a tensor of the same memory with a `.grad` of its own, and without hooks."""
+    alias = tensor.detach()
+    return nn.Parameter(alias) if isinstance(tensor, nn.Parameter) else alias.requires_grad_()
 
 
 FACTORS = (0.7, 1.3, 0.9)
@@ -103,10 +111,10 @@ def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor
     seed, but for rounding.
     """
     one = torch.ones((), device=training.device) if seed is None else seed
-    first = run_eagerly(training, captured, batch, one).gradients
+    first, *_ = _gradients(training, captured, batch, one)
     moved = dict.fromkeys(first, 0.0)
     for factor in FACTORS:
-        again = run_eagerly(training, captured, batch, one * factor).gradients
+        again, *_ = _gradients(training, captured, batch, one * factor)
         for name, value in first.items():
             moved[name] = max(moved[name], largest(again[name] / factor - value))
     scale = max(map(largest, first.values()), default=0.0)
@@ -126,6 +134,18 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
         _same_constants(captured.graph),
     ):
         yield
+
+
+@contextmanager
+def _same_hooks(model: nn.Module) -> Generator[None]:
+    """Take off the hooks that the step registers on parameters; any that were there are refused, or fxcomp's own."""
+    places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    empty = [place for place in places if not getattr(*place)]
+    try:
+        yield
+    finally:
+        for hooks in filter(None, (getattr(*place) for place in empty)):
+            hooks.clear()
 
 
 def _written_into(gradient: Tensor) -> Tensor:
