@@ -165,7 +165,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             loss, aux, has_aux = split(result)
             weighted = loss if isinstance(loss, WeightedLoss) else None
             loss = _checked(weighted.sum if weighted else loss)
-            _check_are_all_trained(compat.leaves_of(loss), stand_ins)
+            _check_is_all_trained(compat.leaves_of(loss), stand_ins)
             counts = [weighted.counted] if weighted else []
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
@@ -177,7 +177,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
                 whole = seen.has_hooks or _calls_out(loss)
                 gradients = list(map(_accumulated, wanted, _gradients(loss, seed, wanted, whole=whole)))
             if whole:
-                _check_are_all_trained(compat.trained_outside(), stand_ins)
+                _check_is_all_trained(compat.trained_outside(), stand_ins)
             else:
                 _check_no_backward(by_name)
         leaves, aux_spec = flatten(aux)
@@ -254,7 +254,7 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _check_are_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
+def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
     """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
     for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
