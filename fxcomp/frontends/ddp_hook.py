@@ -171,7 +171,9 @@ def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     named = [(name, each) for name, each in averaged if each.requires_grad]
     for name, each in named:
         check_is_trainable(name, each.dtype.to_real())
-    shapes = {name: _shape(each) for name, each in named if not _is_sparse(model, name)}
+    looked_up = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(each.weight) for each in looked_up if each.sparse}
+    shapes = {name: _shape(each) for name, each in named if id(each) not in sparse}
     return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))
 
 
@@ -179,8 +181,3 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of a gradient in a bucket, where a complex number is a pair of reals."""
     shape = tuple(parameter.shape) or (1,) * parameter.is_complex()
     return (*shape[:-1], 2 * shape[-1]) if parameter.is_complex() else shape
-
-
-def _is_sparse(model: nn.Module, name: str) -> bool:
-    module = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

@@ -108,6 +108,7 @@ def _is_ours(raised: ast.expr) -> bool:
 
 AVERAGED = "frontends/test_average_replicas.py::test_what_cannot_be_averaged_is_refused_with_what_to_do"
 SCATTERED = "frontends/test_compress_reduce_scatter.py::test_what_cannot_be_scattered_is_refused_with_what_to_do"
+WATCHED = "frontends/test_compile_model.py::test_a_gradient_that_no_rank_averages_raises_on_every_rank"
 BACKEND = "frontends/test_torch_compile_refusals.py::test_every_rank_says_what_is_wrong"
 COLLECTIVES = "capture/test_user_collectives.py::test_what_cannot_be_repeated_is_refused_by_name_on_all_ranks"
 LIGHTNING = "recipes/test_lightning.py::test_mistakes_and_a_checkpoint_after_training"
@@ -132,7 +133,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "capture/test_buffers.py"
         "::test_a_forward_pass_that_writes_parameters_is_refused_on_several_ranks_which_would_drift_apart"
     ),
-    ("capture/step_capture.py::_refuse_gradient.refuse", "never reaches a collective"): BACKEND,
     ("capture/training.py::_check_weights", "computes a weight and stores it"): (
         "frontends/test_advised.py::test_a_weight_that_a_hook_computes_is_refused_and_its_parametrization_trains"
     ),
@@ -147,7 +147,16 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "frontends/test_average_replicas.py"
         "::test_a_compressed_outer_average_sends_shards_once_and_keeps_replicas_the_same"
     ),
-    ("frontends/compiled_model.py::CompiledModel._compare", "differs between ranks"): BACKEND,
+    ("capture/training.py::_check_is_bare", "of torch.jit"): (
+        "capture/test_set_up_by_first_forward.py::test_a_module_of_torch_jit_is_refused_by_name"
+    ),
+    ("frontends/compiled_model.py::CompiledModel._check_equal", "differs between ranks"): WATCHED,
+    ("frontends/ddp_hook.py::DdpHook._started", "python_reducer"): (
+        "frontends/test_ddp_hook_copies.py::test_single_gradients_of_torchs_python_reducer_are_refused_by_name"
+    ),
+    ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of one with scaler="): (
+        "frontends/test_ddp_hook_copies.py::test_a_copy_of_a_hook_with_a_scaler_is_refused_and_its_state_is_not"
+    ),
     ("frontends/hook_program.py::Wrapped.bucket", "serves another model already"): (
         "frontends/test_ddp_hook.py::test_a_hook_serves_one_model"
     ),
@@ -167,10 +176,24 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/sharded_modules.py::checked_modules", "has found nothing that is sharded"): AVERAGED,
     ("frontends/sharded_modules.py::_check", "over a mesh of two dimensions"): AVERAGED,
     ("frontends/sharded_modules.py::_check", "has no values yet"): AVERAGED,
+    ("frontends/sharded_modules.py::_check", "has no elements"): (
+        "frontends/test_unusual_parameters.py"
+        "::test_an_empty_parameter_under_fully_shard_is_refused_by_name_and_trains_once_it_is_frozen"
+    ),
+    ("frontends/torch_compile.py::compile_model", "compile_model takes a torch.nn.Module"): (
+        "frontends/test_compile_model.py::test_wrong_arguments_are_refused_at_the_call"
+    ),
+    ("frontends/torch_compile.py::_refuse_scripts", "of torch.jit"): (
+        "frontends/test_compile_model.py::test_modules_of_torch_jit_are_refused_at_the_call"
+    ),
+    ("frontends/torch_compile.py::_refuse_suppressed_errors", "suppress_errors is on"): (
+        "frontends/test_compile_model.py::test_suppressed_errors_are_refused_at_the_call"
+    ),
+    ("frontends/torch_compile.py::_check_same_options", "with other options before"): WATCHED,
     ("frontends/torch_compile.py::_refuse_ddp", "is wrapped in DistributedDataParallel"): BACKEND,
     ("frontends/torch_compile.py::compiled_model", "has no compiled backward pass yet"): BACKEND,
     ("frontends/torch_compile.py::_refuse_behind_break", "never reaches a collective"): BACKEND,
-    ("frontends/torch_compile.py::_check_same_parameters", "a second graph has other trainable"): BACKEND,
+    ("frontends/torch_compile.py::_check_thawed", "a second graph has other trainable"): BACKEND,
     ("frontends/torch_compile.py::_check_same_start", "starts with other values"): BACKEND,
     ("capture/faithful.py::explaining", "is given a PackedSequence"): (
         "frontends/test_advised.py::test_packed_sequences_are_refused_and_padded_ones_train_alike"
@@ -185,7 +208,7 @@ OPEN: tuple[tuple[str, str], ...] = (
     ("capture/updates.py::check_update", "that its trace does not"),
     ("capture/whole_step.py::_capture", "it is captured for each size alone"),
     ("capture/whole_step.py::_check_symbols", "treats sizes that are symbols"),
-    ("frontends/hook_job.py::HookJob._take", "came where bucket"),
+    ("frontends/hook_job.py::HookJob._take", "came again where bucket"),
     ("frontends/hook_job.py::HookJob._feed", "has changed its buckets"),
     ("frontends/scattered_modules.py::_check", "is cut along another dimension"),
     ("frontends/shard_feed.py::ShardFeed._check", "reduced its gradients twice"),

@@ -102,7 +102,7 @@ OPTIONS_ROWS = {
     "no Python": Row(f"{JOB}::_run_file", "not a Python file", loads("train.txt", "job"), trained),
     "a mode": Row(
         f"{OPTIONS}::read_options",
-        'Write torch.compile(model, backend="fxcomp"',
+        "Write fxcomp.compile_model(model",
         lambda: read_options({}, {"mode": "max-autotune"}),
         options(compress="balanced", model=model()),
     ),
