@@ -229,8 +229,8 @@ class CompiledModel:
     def _compare(self) -> None:
         """Raise on every rank if the gradients that arrived, or the parameters that they are for, differ between ranks.
 
-        A use of a parameter outside the compiled call adds to its averaged gradient: one that is the same on all ranks,
-        as a penalty on weights is, stays.
+        A use of a parameter outside the compiled call adds to its averaged gradient. A penalty on weights adds the same
+        on all ranks, and is accepted.
         """
         try:
             self._check_equal(*self._digests())

@@ -5,8 +5,8 @@ torch.compile falls back to eager code without an error, and then a gradient rea
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, where neither was noted
 
-An Arrivals is itself the hook that `Tensor.register_hook` takes: one a parameter, for all models that hold it. A copy
-of a parameter has no hooks, so it has no Arrivals.
+Each parameter has one Arrivals, shared by all models that hold it, which is the hook given to `Tensor.register_hook`.
+A copy of a parameter has no hooks, so it has no Arrivals.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
     "subclass of a namedtuple": (NamedToo, attribute),
     "ModelOutput": (Output, attribute),
     "dataclass in a mapping": (lambda x, y: UserDict(held=[Plain(x, y)]), lambda b: attribute(b["held"][0])),
-    "mapping in a dataclass": (lambda x, y: Frozen(x, UserDict(y=y)), lambda b: (b.x, b.y["y"])),  # type: ignore[arg-type]
+    "mapping in a dataclass": (lambda x, y: Frozen(x, UserDict(y=y)), lambda b: (b.x, b.y["y"])),
 }
 
 
@@ -241,7 +241,7 @@ def test_a_values_change_in_a_dataclass_is_captured_again():
 
 
 def test_encodings_of_a_tokenizer_are_left_out_of_the_step():
-    encoded = BatchEncoding({"x": rows(3)[0]}, encoding=[object()], n_sequences=1)  # type: ignore[list-item]
+    encoded = BatchEncoding({"x": rows(3)[0]}, encoding=[object()], n_sequences=1)
     leaves, structure = flatten(encoded)
     again = pytree.tree_unflatten(leaves, structure)
     assert torch.equal(again["x"], encoded["x"])

@@ -67,7 +67,7 @@ class Chooses(Trainer):
 
     folder: str
 
-    def train(self) -> Any:  # type: ignore[override]
+    def train(self) -> Any:
         return super().train(resume_from_checkpoint=self.folder)
 
 

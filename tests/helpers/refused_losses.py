@@ -125,7 +125,7 @@ def unhooked() -> None:
     model = hooked()
     hook = model[0].weight.register_hook(lambda gradient: gradient)
     hook.remove()
-    model[0].weight._backward_hooks.clear()  # type: ignore[union-attr]
+    model[0].weight._backward_hooks.clear()
     assert_trains(model, small())
 
 
@@ -255,7 +255,7 @@ MODELS = {
     "no model": Row(
         "capture/training.py::_check_is_bare",
         "which is no torch.nn.Module",
-        lambda: fxcomp.compile_step(small, cross_entropy, torch.optim.SGD(small().parameters()), rows()),  # type: ignore[arg-type]
+        lambda: fxcomp.compile_step(small, cross_entropy, torch.optim.SGD(small().parameters()), rows()),
         lambda: assert_trains(small()),
     ),
     "fp16 parameters with a scaler": Row(

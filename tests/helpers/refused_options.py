@@ -135,10 +135,10 @@ OPTIONS_ROWS = {
     "no module in no_sync": Row(
         "frontends/no_sync.py::no_sync",
         "takes the model that was compiled",
-        lambda: fxcomp.no_sync(small).__enter__(),  # type: ignore[arg-type]
+        lambda: fxcomp.no_sync(small).__enter__(),
         lambda: fxcomp.no_sync(small()).__enter__(),
     ),
-    "a path that is none": Row(f"{FOLDER}::read_checkpoint", "takes the path of a folder", lambda: read_checkpoint(3)),  # type: ignore[arg-type]
+    "a path that is none": Row(f"{FOLDER}::read_checkpoint", "takes the path of a folder", lambda: read_checkpoint(3)),
     "half a checkpoint": Row(f"{FOLDER}::read_checkpoint", "Load an earlier one", lambda: read_checkpoint(Path.cwd())),
     "micro-batches": Row(
         "frontends/what_if.py::WhatIf.check", "1 or more", WhatIf(accumulate=0).check, WhatIf(accumulate=1).check

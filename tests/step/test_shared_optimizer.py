@@ -76,7 +76,7 @@ class BeginsAsWeights(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -90,7 +90,7 @@ class BeginsAsWeights(torch.optim.Optimizer):
 class EqualByClass(torch.optim.SGD):
     """Optimizers that cannot be keys of a table."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -332,7 +332,7 @@ def test_two_optimizers_have_records_of_their_own():
         first = run.optimizer
         second = torch.optim.SGD(run.model["b"].parameters(), 0.1, momentum=0.9)
         if run.is_compiled:
-            run.optimizer = [first, second]  # type: ignore[assignment]
+            run.optimizer = [first, second]
             run.compile("a", "b")
         for task in ("a", "b", "b", "a", "b"):
             if run.is_compiled:
