@@ -171,10 +171,16 @@ def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     named = [(name, each) for name, each in averaged if each.requires_grad]
     for name, each in named:
         check_is_trainable(name, each.dtype.to_real())
-    looked_up = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {id(each.weight) for each in looked_up if each.sparse}
-    shapes = {name: _shape(each) for name, each in named if id(each) not in sparse}
+    holders: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for each in module.parameters(recurse=False):
+            holders.setdefault(id(each), module)  # of a shared parameter DistributedDataParallel asks the first, too
+    shapes = {name: _shape(each) for name, each in named if not _is_sparse(holders[id(each)])}
     return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:
