@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""Values that nobody changes in place."""
+"""Types of immutable values."""
 
 
 def is_plain(value: object) -> bool:

@@ -163,7 +163,7 @@ class GraphBuilder:
         return name
 
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
-        """Label the node that makes a gradient; one that has other users, or is an input, gets an alias.
+        """Label the node that makes a gradient, or an alias of it where it has other users or is an input.
 
         `is_shared` is for a node that is several results, as the gradient of two parameters that are added.
         """

@@ -156,7 +156,7 @@ def _as_it_is(bucket: compat.GradBucket) -> Future:
 
 
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
-    """Look at the model in a wrapper. Its sparse gradients are those that DistributedDataParallel expects.
+    """Read the model in a wrapper: names and shapes of its parameters, without those of sparse gradients.
 
     Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
     """

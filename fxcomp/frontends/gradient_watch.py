@@ -1,4 +1,4 @@
-"""Watch the gradients of a model that torch.compile compiles: one that no rank averages raises before it is stored.
+"""Raise an error for a gradient of a compiled model that was not averaged, before it is added to `.grad`.
 
 torch runs a model eagerly, without an error, where it makes no graph of it: a hook that it does not trace, an operator
 without a fake, the recompile limit, a setting that turns compilation off, a call past the compiled one. Each rank would

@@ -136,7 +136,7 @@ class _HeldContent:
     def _clean_table(self, name: str, table: dict[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
         kept_in = self._search.kept_in
         changed = [(key, value) for key, value in items(table) if before.get(key, MISSING) is not value]
-        if any(kept_in(key) for key, _ in changed):  # found by no other hash than the one that it had while tracing
+        if any(kept_in(key) for key, _ in changed):  # a stand-in's hash differs outside of the trace
             rest = [(key, value) for key, value in items(table) if not kept_in(key)]
             table.clear()
             table.update(rest)
