@@ -197,7 +197,7 @@ def _methods_refused() -> Generator[None]:
         if scaler.is_enabled():
             raise CaptureFailed(
                 "the loss function scales the loss by a GradScaler, and a compiled step would update by gradients that"
-                f" the step never divides by the scale.\n{_at()}  Return the loss as it is, and give compile_step the scaler:"
+                f" are never unscaled.\n{_at()}  Return the loss as it is, and give compile_step the scaler:"
                 " scaler=scaler. Leave unscale_ and step out of the loop; scaler.update() stays."
             )
         return outputs

@@ -1,4 +1,4 @@
-"""Raise an error for a gradient of a compiled model that was not averaged, before it is added to `.grad`.
+"""Raise for a gradient of a compiled model that no collective averaged, before autograd adds it to `.grad`.
 
 torch runs a model eagerly, without an error, where it makes no graph of it: a hook that it does not trace, an operator
 without a fake, the recompile limit, a setting that turns compilation off, a call past the compiled one. Each rank would
