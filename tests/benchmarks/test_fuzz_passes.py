@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
-from fuzzing.passes import Speaker, Verdict, draw, fresh, frontends, judge, parse, rows
+from fuzzing.passes import Net, Speaker, Verdict, draw, fresh, frontends, judge, parse, rows
 from helpers.ranks import run_ranks
 
 SENTENCES = {
@@ -28,8 +30,8 @@ SENTENCES = {
 def said() -> dict[str, list[Verdict]]:
     """End all sentences: the backend, the hook, and a model that nobody reduces."""
     speakers = frontends()
-    alone = speakers["backend"].model
-    nobody = Speaker(alone, lambda x: alone(x), speakers["backend"].quiet)
+    alone = Net()
+    nobody = Speaker(alone, lambda x: alone(x), contextlib.nullcontext)
     everyone = {"backend": speakers["backend"], "hook": speakers["hook"], "nobody": nobody}
     return {
         name: [judge(parse(text), speakers["ddp"], speaker) for text in SENTENCES] for name, speaker in everyone.items()
