@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fxcomp import compat
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
@@ -51,7 +52,17 @@ class Preset:
     """Peak of the device's memory."""
     host_gb_per_s: float
     """Peak between host and device, one way."""
+    capability: tuple[int, int]
+    """CUDA's compute capability."""
+    memory_gb: float
+    """Size of the device's memory, 10^9 bytes."""
+    multiprocessors: int
     source: str
+
+    @property
+    def facts(self) -> compat.DeviceFacts:
+        """Return the properties that torch.cuda would report."""
+        return compat.DeviceFacts(self.title, self.capability, int(1e9 * self.memory_gb), self.multiprocessors)
 
     @property
     def description(self) -> str:
@@ -118,28 +129,28 @@ def _us(roofline: Roofline, size: float) -> float:
 _PRESETS = (
     # "NVIDIA A100 Tensor Core GPU" data sheet, 2022: SXM, 80 GB HBM2e, PCIe 4.
     Preset("a100", "NVIDIA A100 SXM 80 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
-           2039.0, 32.0, "NVIDIA's A100 data sheet"),
+           2039.0, 32.0, (8, 0), 80.0, 108, "NVIDIA's A100 data sheet"),
     # The same with 40 GB of HBM2.
     Preset("a100-40gb", "NVIDIA A100 SXM 40 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
-           1555.0, 32.0, "NVIDIA's A100 data sheet"),
+           1555.0, 32.0, (8, 0), 40.0, 108, "NVIDIA's A100 data sheet"),
     # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM5; it prints products of sparse matrices, halved here. PCIe 5.
     Preset("h100", "NVIDIA H100 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
-           3350.0, 64.0, "NVIDIA's H100 data sheet"),
+           3350.0, 64.0, (9, 0), 80.0, 132, "NVIDIA's H100 data sheet"),
     # "NVIDIA H200 Tensor Core GPU" data sheet, 2023: the H100's processor, 141 GB of HBM3e; halved likewise.
     Preset("h200", "NVIDIA H200 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
-           4800.0, 64.0, "NVIDIA's H200 data sheet"),
+           4800.0, 64.0, (9, 0), 141.0, 132, "NVIDIA's H200 data sheet"),
     # "NVIDIA L40S" data sheet, 2023: 48 GB GDDR6, PCIe 4.
     Preset("l40s", "NVIDIA L40S", {"f32": 91.6, "tf32": 183.0, "bf16": 362.05, "f16": 362.05, "f64": 1.4},
-           864.0, 32.0, "NVIDIA's L40S data sheet"),
+           864.0, 32.0, (8, 9), 48.0, 142, "NVIDIA's L40S data sheet"),
     # "NVIDIA L4" data sheet, 2023: 24 GB GDDR6, PCIe 4; halved likewise.
     Preset("l4", "NVIDIA L4", {"f32": 30.3, "tf32": 60.0, "bf16": 121.0, "f16": 121.0, "f64": 0.5},
-           300.0, 32.0, "NVIDIA's L4 data sheet"),
+           300.0, 32.0, (8, 9), 24.0, 58, "NVIDIA's L4 data sheet"),
     # "NVIDIA A10" data sheet, 2021: 24 GB GDDR6, PCIe 4.
     Preset("a10", "NVIDIA A10", {"f32": 31.2, "tf32": 62.5, "bf16": 125.0, "f16": 125.0, "f64": 1.0},
-           600.0, 32.0, "NVIDIA's A10 data sheet"),
+           600.0, 32.0, (8, 6), 24.0, 72, "NVIDIA's A10 data sheet"),
     # "NVIDIA V100" data sheet, 2020: SXM2; neither TF32 nor bfloat16 in its tensor cores. PCIe 3.
     Preset("v100", "NVIDIA V100 SXM2", {"f32": 15.7, "f16": 125.0, "f64": 7.8},
-           900.0, 16.0, "NVIDIA's V100 data sheet"),
+           900.0, 16.0, (7, 0), 32.0, 80, "NVIDIA's V100 data sheet"),
 )  # fmt: skip
 
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
