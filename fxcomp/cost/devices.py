@@ -25,6 +25,10 @@ PRODUCT_SHARE = 0.7
 MEMORY_SHARE = 0.85
 """Of the peak bandwidth that a stream of reads and writes reaches (assumed: 0.8 to 0.93 is usual)."""
 
+ATTENTION_SHARE, ATTENTION_SHARE_ON_HOPPER = 0.7, 0.34
+"""Of the peak in 16 bits that fused attention reaches: 230 of 312 TFLOP/s on an A100, 335 of 989 on an H100, whose new
+instructions torch's kernels do not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5)."""
+
 LAUNCH_US = 5.0
 """One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than
 this can run (assumed)."""
@@ -74,6 +78,8 @@ class Preset:
     def roofline(self) -> Roofline:
         """The performance that its operators are assumed to reach."""
         reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
+        share = ATTENTION_SHARE_ON_HOPPER if self.capability >= (9, 0) else ATTENTION_SHARE
+        reached |= {f"{name} attention": 1e3 * share * self.tflops[name] for name in ("bf16", "f16") if name in self.tflops}
         return Roofline(
             gflops=reached["f32"],
             gb_per_s=MEMORY_SHARE * self.gb_per_s,

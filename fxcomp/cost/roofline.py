@@ -57,14 +57,15 @@ class Roofline:
     launch_us: float = 5.0  # assumed: torch's dispatch of one op
     source: str = ASSUMED
     others: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GFLOP/s of products in other types of numbers: `{"bf16": 312_000.0}`. What is missing here is as float32."""
+    """GFLOP/s of products in other types of numbers, and of attention in them: `{"bf16": 312_000.0, "bf16 attention":
+    230_000.0}`. Attention that is missing here is as other products, another type as float32."""
 
     def us(self, flops: float, size: float, math_type: str = "f32") -> float:
         """Time an operation of so many floating-point operations that touches so many bytes.
 
         The largest of three: starting it, its arithmetic, and moving its bytes (Williams and others, "Roofline", 2009).
         """
-        gflops = self.others.get(math_type, self.gflops)
+        gflops = self.others.get(math_type) or self.others.get(math_type.split()[0], self.gflops)
         return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))
 
     def __str__(self) -> str:

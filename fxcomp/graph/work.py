@@ -82,7 +82,7 @@ def basis(node: Node) -> Basis:
     known = _basis_of(node.target)
     if known is not Basis.BYTES:
         return known
-    values = [tensor for value in _read_and_made(node) for tensor in _tensors(value)]
+    values = [tensor for value in _read_and_made(node) for tensor in tensors(value)]
     return Basis.BYTES if values else Basis.NONE
 
 
@@ -102,11 +102,18 @@ def _basis_of(target: Any) -> Basis:
         return Basis.NOTHING_TO_DO
     if not _is_torchs(target):
         return Basis.BYTES
-    if _name(target) in _ALLOCATIONS or not compat.moves_tensors(target):
+    if name_of(target) in _ALLOCATIONS or not compat.moves_tensors(target):
         return Basis.NOTHING_TO_DO
-    if compat.is_bound_by_memory(target) or _name(target) in _BOUND_BY_MEMORY or _is_list_operator(target):
+    if is_bound_by_memory(target) or _is_list_operator(target):
         return Basis.WORK
     return Basis.WORK if compat.has_flop_formula(target) or _is_attention(target) else Basis.BYTES
+
+
+@cache
+def is_bound_by_memory(target: Any) -> bool:
+    """Return whether the arithmetic of one of torch's operators is a few operations a value."""
+    known = compat.is_operator(target) and _is_torchs(target)
+    return known and (compat.is_bound_by_memory(target) or name_of(target) in _BOUND_BY_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +153,12 @@ def flops(node: Node) -> float:
         counted = _attention_flops(node)
     else:
         counted = compat.flops(target, [_values(a) for a in node.args], _kept(node.kwargs), made)
-    return counted / 2 if counted and _argument(node, "is_causal") is True else counted
+    return counted / 2 if counted and argument(node, "is_causal") is True else counted
 
 
 def math_type(node: Node) -> str:
     """Name the number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it."""
-    types = [t.dtype for n in node.all_input_nodes for t in _tensors(n.meta.get("val")) if t.is_floating_point()]
+    types = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:
         return "f32"
     if types[0] is torch.float32 and compat.multiplies_in_tf32(is_convolution="conv" in operator_text(node.target)):
@@ -160,30 +167,35 @@ def math_type(node: Node) -> str:
 
 
 def touched_bytes(node: Node) -> float:
-    """Count the bytes that the operator must read and write: arguments and results, but for what it can leave alone.
+    """Count the bytes that the operator must read and write."""
+    return sum(size for _, size in reads(node)) + _made_bytes(node)
+
+
+def reads(node: Node) -> Iterator[tuple[Node, float]]:
+    """List the arguments that an operator must read, and the bytes of each.
 
     A lookup reads the rows that it returns, a fill reads nothing, a copy overwrites its first argument, batch norm
     reads its input once for the statistics and once more to apply them.
     """
-    target = node.target
-    if not compat.is_operator(target):
-        return float(sum(_bytes(t) for value in _read_and_made(node) for t in _tensors(value)))
-    name = _name(target)
-    made = sum(_bytes(t) for t in _tensors(node.meta.get("val")))
-    if not compat.has_results(target):  # in place, on lists: the optimizer's foreach and fused operators
-        made = sum(_bytes(t) for value in _written(node) for t in _tensors(value))
-    inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    if name in _FILLS:
-        return float(made)
-    if name == "copy":
-        inputs = inputs[1:]
-    read = sum(_bytes(t) for value in inputs for t in _tensors(value))
-    if name in _LOOKUPS or (name in _SCATTERS and compat.is_in_place(target)):
-        rest = sum(_bytes(t) for value in inputs[1:] for t in _tensors(value))
-        part = made if name in _LOOKUPS else rest  # of the table: what is returned, or what is added
-        return float(rest + 2 * part)
-    again = _READ_TWICE.get(name, 0)
-    return float(read + made + sum(_bytes(t) for value in inputs[:again] for t in _tensors(value)))
+    name = name_of(node.target) if compat.is_operator(node.target) else ""
+    sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
+    made, again = sum(map(tensor_bytes, tensors(node.meta.get("val")))), _READ_TWICE.get(name, 0)
+    for place, (source, size) in enumerate(zip(node.all_input_nodes, sizes, strict=True)):
+        if place == 0 and name in _PART_READ:
+            size = max(made, sizes[1]) if name == "nll_loss_forward" else made
+        if place == 0 and name in _SCATTERS and compat.is_in_place(node.target):
+            size = sum(sizes[1:])  # of the table: what is added to
+        if name not in _FILLS and place != _UNREAD.get(name):
+            yield source, float(size * (2 if place < again else 1))
+
+
+def _made_bytes(node: Node) -> float:
+    """Count the bytes that an operator writes: its results, or what it changes in place."""
+    if compat.is_operator(node.target) and not compat.has_results(node.target):  # optimizers' operators on lists
+        return float(sum(tensor_bytes(t) for value in _written(node) for t in tensors(value)))
+    if compat.is_operator(node.target) and name_of(node.target) in _SCATTERS and compat.is_in_place(node.target):
+        return float(sum(tensor_bytes(t) for n in node.all_input_nodes[1:] for t in tensors(n.meta.get("val"))))
+    return float(sum(map(tensor_bytes, tensors(node.meta.get("val")))))
 
 
 _ALLOCATIONS = frozenset(
@@ -199,6 +211,12 @@ _FILLS = frozenset(
 
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "_unsafe_index", "take", "take_along_dim"})
 
+_PART_READ = _LOOKUPS | {"nll_loss_forward"}
+"""Operators that read a part of their first argument: what they return, or a value for each target."""
+
+_UNREAD = {"copy": 0, "nll_loss_backward": 1}
+"""The argument whose values are not read."""
+
 _SCATTERS = frozenset({"index_put", "_unsafe_index_put", "scatter", "scatter_add", "scatter_reduce", "index_add",
                        "index_copy", "index_fill", "masked_scatter"})  # fmt: skip
 
@@ -208,6 +226,7 @@ _READ_TWICE = {
     "_batch_norm_with_update_functional": 1, "_native_batch_norm_legit_no_stats": 1,
     "native_batch_norm_backward": 2, "cudnn_batch_norm_backward": 2, "miopen_batch_norm_backward": 2,
     "batch_norm_backward": 2, "embedding_dense_backward": 1, "native_group_norm": 1,
+    "native_layer_norm_backward": 2,
 }  # fmt: skip
 """The number of first arguments that are read a second time."""
 
@@ -243,26 +262,26 @@ def _is_ours(target: Any) -> bool:
 
 
 @cache
-def _name(target: Any) -> str:
+def name_of(target: Any) -> str:
     """An operator's bare name; one that works in place has the name of the other."""
     name = str(target).split(".")[1]
     return name.rstrip("_") if not name.endswith("__") else name
 
 
 def _is_list_operator(target: Any) -> bool:
-    return _name(target).startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"))
+    return name_of(target).startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"))
 
 
 @cache
 def _is_attention(target: Any) -> bool:
-    return _name(target) in (_ATTENTION, _ATTENTION_BACKWARD)
+    return name_of(target) in (_ATTENTION, _ATTENTION_BACKWARD)
 
 
 def _attention_flops(node: Node) -> float:
     """Two products of q·kᵀ's size forward, five backward, as torch counts attention on GPUs."""
-    is_backward = _name(node.target) == _ATTENTION_BACKWARD
+    is_backward = name_of(node.target) == _ATTENTION_BACKWARD
     names = ("query", "key", "value")
-    shapes = [_values(_argument(node, name)) for name in names]
+    shapes = [_values(argument(node, name)) for name in names]
     if not all(isinstance(shape, Tensor) for shape in shapes):
         return 0.0
     (*batch, rows, width), (*_, columns, _), (*_, out_width) = (
@@ -273,7 +292,7 @@ def _attention_flops(node: Node) -> float:
     return 2.0 * math.prod(batch) * rows * columns * sum(products)
 
 
-def _argument(node: Node, name: str) -> Any:
+def argument(node: Node, name: str) -> Any:
     """Find an argument by name; None if the operator has none, or it was left out."""
     if name in node.kwargs:
         return node.kwargs[name]
@@ -283,7 +302,7 @@ def _argument(node: Node, name: str) -> Any:
 
 def _written(node: Node) -> list[Any]:
     """List what an operator without results writes."""
-    return [_values(_argument(node, name)) for name in compat.written_arguments(node.target)]
+    return [_values(argument(node, name)) for name in compat.written_arguments(node.target)]
 
 
 def _read_and_made(node: Node) -> list[Any]:
@@ -302,15 +321,15 @@ def _values(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif is_sequence(value):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """A symbolic size counts with the size that it was traced with, an expanded dimension as the one value it is."""
     sizes = [compat.size_hint(size) for size in tensor.shape]
     steps = [compat.size_hint(step) for step in compat.strides(tensor)]

@@ -9,7 +9,8 @@
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
 bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. Operators of updates that run
 over lists are started once for all parameters of a rule (`graph/update_kinds.py`). The rest is priced by bytes and
-links. A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
+links. On a device that nobody measured, forward and backward are priced by the kernels that Inductor makes of their
+operators (`graph/kernels.py`). A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
 all ranks.
 """
 
@@ -29,9 +30,10 @@ from fxcomp.cost.collectives import Library
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import collective_kind, level_of, nodes_on_host, sent_bytes, value_bytes
 from fxcomp.graph.info import Role, has_info, info, update_info
+from fxcomp.graph.kernels import kernels
 from fxcomp.graph.lines import EXCHANGE, LAUNCH, line_of
 from fxcomp.graph.ops import EXCHANGE as EXCHANGE_OPERATOR
-from fxcomp.graph.regions import PLAIN
+from fxcomp.graph.regions import BODY, PLAIN
 from fxcomp.graph.update_kinds import LISTED_ON_CPU, shared_starts, update_lists
 from fxcomp.graph.work import Basis, OperatorWork, basis, work, work_key
 from fxcomp.plan.kinds import CollectiveKind
@@ -40,7 +42,7 @@ from fxcomp.plan.strategy import Device
 
 def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
     on_host = nodes_on_host(gm)
-    listed = _in_lists(gm, costs)
+    listed = _in_lists(gm, costs) | (_in_kernels(gm, costs) if costs.estimate else {})
     for node in gm.graph.nodes:
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
@@ -113,6 +115,14 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
     listed = {node: works[node] for row in rows for node in row}
     us = {node: free.us(known.flops, known.touched_bytes, known.math_type) for node, known in listed.items()}
     return shared_starts(rows, us, costs.roofline.launch_us)
+
+
+def _in_kernels(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
+    """Estimate forward and backward as the kernels of a GPU; each kernel's time stands at its first operator."""
+    found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
+    for kernel in kernels(gm):
+        found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)
+    return found
 
 
 def _joins_parts(node: Node) -> bool:

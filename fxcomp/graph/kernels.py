@@ -1,0 +1,285 @@
+"""List the kernels that a GPU runs for forward and backward, in order.
+
+    %view  compute  bf16[8,16]  aten.view(%addmm)
+    %gelu  compute  bf16[8,16]  aten.gelu(%view)             computed by each kernel that reads it
+    %mul   compute  bf16[8,16]  aten.mul.Tensor(%gelu, %x)   a kernel of Inductor: reads %addmm and %x, writes %mul
+    %mm    compute  bf16[8,4]   aten.mm(%mul, %w)            a library's kernel
+
+In eager mode every operator is a kernel. Inductor joins elementwise operators and reductions (torch/_inductor/graph.py,
+ir.py and scheduler.py, torch 2.13); matrix products, attention, scattered writes and other libraries' operators stay
+alone:
+
+1. An elementwise value is computed by its readers. It is written to memory if a library's kernel or a line reads it,
+   and if it takes many reads.
+2. A normalisation leaves its statistics in memory; its result is an elementwise value of these.
+3. What is written joins the latest kernel that makes one of its arguments, or reads one, if both run over as many
+   values, or over fewer that belong to them row by row, and nothing between waits for that kernel. A sum over rows
+   joins none: it goes through memory in another order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.info import has_info, info
+from fxcomp.graph.regions import BODY
+from fxcomp.graph.work import argument, flops, is_bound_by_memory, is_free, math_type, name_of, reads, tensor_bytes, tensors, touched_bytes
+
+MOST_READS_OF_A_SHARED_VALUE, MOST_READS, MOST_NODES = 4, 8, 64
+"""Inductor's limits (torch._inductor.config, torch 2.13: realize_reads_threshold, realize_acc_reads_threshold,
+max_fusion_size)."""
+
+
+class Order(Enum):
+    """The order in which an operator goes through memory."""
+
+    POINTS = "elementwise"
+    ROWS = "reduces the last dimensions"
+    COLUMNS = "reduces other dimensions"
+    ALONE = "a library's"
+
+
+@dataclass(eq=False, slots=True)
+class Kernel:
+    """Operators that run as one kernel, and its work."""
+
+    place: int
+    order: Order
+    size: int
+    """The number of values that it goes through."""
+    nodes: list[Node] = field(default_factory=list[Node])
+    before: int = 0
+    """The kernels that it waits for, one bit for the place of each."""
+    reads: dict[Node, float] = field(default_factory=dict[Node, float])
+    """Bytes of each value in memory that it reads."""
+    writes: dict[Node, float] = field(default_factory=dict[Node, float])
+    """Bytes of each value that it leaves in memory."""
+    touched_bytes: float = 0.0
+    """Bytes of device memory that it reads and writes."""
+
+    @property
+    def flops(self) -> float:
+        """Return its floating-point operations where they are products; others cost less than their bytes."""
+        return flops(self.nodes[0]) if self.order is Order.ALONE else 0.0
+
+    @property
+    def math_type(self) -> str:
+        """Return the number type that it multiplies in, and if it is attention."""
+        attention = " attention" if "attention" in _name(self.nodes[0]) else ""
+        return math_type(self.nodes[0]) + attention
+
+
+def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:
+    """List the kernels of forward and backward: as Inductor joins operators, or each operator alone."""
+    body = [n for n in gm.graph.nodes if n.op == "call_function" and has_info(n) and info(n).role in BODY]
+    return _Listing(body, joins).finished()
+
+
+def memory_of(node: Node) -> Node:
+    """Find the value in whose memory a view lies."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node's value lies in the memory of its first argument."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return isinstance(source := node.args[0], Node) and is_view(source)
+    return compat.is_operator(target) and (compat.is_view(target) or target in _VIEWS or _is_reshaped_view(node))
+
+
+_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default)  # pyright: ignore[reportPrivateUsage]
+_RESHAPE = torch.ops.aten.reshape.default
+
+
+def _is_reshaped_view(node: Node) -> bool:
+    """A reshape copies only what lies in another order."""
+    if node.target is not _RESHAPE:
+        return False
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    sizes = [[compat.size_hint(size) for size in each] for each in (source.shape, source.stride(), value.shape)]
+    try:
+        torch.empty_strided(sizes[0], sizes[1], device="meta").view(sizes[2])
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Listing:
+    """The kernels of some operators."""
+
+    def __init__(self, body: list[Node], joins: bool) -> None:
+        self._kernels: list[Kernel] = []
+        self._joins, self._body = joins, set(body)
+        self._maker: dict[Node, Kernel] = {}
+        """The kernel that leaves a value in memory."""
+        self._reader: dict[Node, Kernel] = {}
+        """The last kernel that reads a value."""
+        self._orders: dict[Node, tuple[Order, int]] = {}
+        self._computed: dict[Node, dict[Node, float]] = {}
+        """The bytes in memory that readers of a value read in its place, because they compute it."""
+        for node in body:
+            if not is_view(node) and node.target is not operator.getitem and not is_free(node):
+                self._add(node)
+
+    def _add(self, node: Node) -> None:
+        """Let an operator join a kernel, or begin one, unless its readers compute its result."""
+        order, size = self._order(node)
+        sources = dict(self._sources(node))
+        results = [user for user in node.users if user.target is operator.getitem] or [node]
+        first = next((each for each in results if each is node or each.args[1] == 0), node)
+        if order is Order.POINTS and not self._is_written(node, sources):
+            self._computed[node] = sources
+            return
+        kernel = self._join(node, order, size, sources)
+        self._maker.update(dict.fromkeys((node, *results), kernel))
+        if order is Order.ALONE:
+            kernel.touched_bytes = touched_bytes(node)
+        if _name(node) not in NORMALISATIONS or order is Order.ALONE:
+            return
+        if not self._is_written(first, sources):
+            self._computed[first] = {**sources, node: _statistics_bytes(node)}
+        sums = [each for each in results if each.args[1] in (1, 2) and "backward" in _name(node)]
+        if order is Order.ROWS and sums:  # weights' gradients
+            below = self._join(sums[0], Order.COLUMNS, size, {**sources, node: _statistics_bytes(node)})
+            self._maker.update(dict.fromkeys(sums, below))
+
+    def _order(self, node: Node) -> tuple[Order, int]:
+        if node not in self._orders:
+            self._orders[node] = _order_of(node) if self._joins else (Order.ALONE, 0)
+        return self._orders[node]
+
+    def _sources(self, node: Node) -> Iterator[tuple[Node, float]]:
+        """List the values in memory that an operator reads, through values that it computes again."""
+        for source, size in reads(node):
+            value = memory_of(source)
+            for each, most in self._computed.get(value, {value: math.inf}).items():
+                yield each, min(size, most)
+
+    def _is_written(self, value: Node, sources: dict[Node, float]) -> bool:
+        readers = list(_readers_of(value))
+        if len(sources) > MOST_READS or (len(readers) > 1 and len(sources) > MOST_READS_OF_A_SHARED_VALUE):
+            return True
+        return any(reader not in self._body or self._order(reader)[0] is Order.ALONE for reader in readers)
+
+    def _join(self, node: Node, order: Order, size: int, sources: dict[Node, float]) -> Kernel:
+        makers = {self._maker[each] for each in sources if each in self._maker}
+        near = {*makers, *(self._reader[each] for each in sources if each in self._reader)}
+        latest = sorted(near, key=lambda kernel: -kernel.place)
+        kernel = next((each for each in latest if _takes(each, order, size, makers)), None)
+        if kernel is None:
+            kernel = Kernel(len(self._kernels), order, size)
+            self._kernels.append(kernel)
+        kernel.nodes.append(node)
+        kernel.order = order if kernel.order is Order.POINTS else kernel.order
+        kernel.size = max(kernel.size, size)
+        before = kernel.before
+        for maker in makers - {kernel}:
+            before |= maker.before | 1 << maker.place
+        for other in self._kernels if before != kernel.before else ():
+            if other is kernel or other.before >> kernel.place & 1:
+                other.before |= before
+        for source, read in sources.items():
+            if self._maker.get(source) is not kernel:
+                kernel.reads[source] = max(kernel.reads.get(source, 0.0), read)
+                self._reader[source] = kernel
+        return kernel
+
+    def finished(self) -> list[Kernel]:
+        """Return the kernels, with what they write."""
+        read = {value for kernel in self._kernels for value in kernel.reads}
+        for value, kernel in self._maker.items():
+            is_result = value.target is operator.getitem or not isinstance(value.meta.get("val"), tuple | list)
+            goes_out = any(reader not in self._body for reader in _readers_of(value)) and is_result
+            if value in read or goes_out:
+                is_statistics = not is_result or value in self._computed
+                size = sum(map(tensor_bytes, tensors(value.meta.get("val"))))
+                kernel.writes[value] = _statistics_bytes(value) if is_statistics else size
+        for kernel in self._kernels:
+            kernel.touched_bytes = kernel.touched_bytes or sum(kernel.reads.values()) + sum(kernel.writes.values())
+        return self._kernels
+
+
+def _takes(kernel: Kernel, order: Order, size: int, makers: set[Kernel]) -> bool:
+    """Return whether an operator that reads values of some kernels can join one."""
+    if Order.ALONE in (kernel.order, order) or (kernel.order is Order.COLUMNS) is not (order is Order.COLUMNS):
+        return False
+    if len(kernel.nodes) >= MOST_NODES or any(each.before >> kernel.place & 1 for each in makers):
+        return False
+    if kernel not in makers:
+        return kernel.size == size
+    if order is Order.COLUMNS:
+        return False
+    return kernel.size >= size if kernel.order is Order.ROWS else kernel.size <= size
+
+
+NORMALISATIONS = {
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+         "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
+         "native_group_norm", "native_group_norm_backward"), Order.ROWS),
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+         "native_batch_norm_backward"), Order.COLUMNS),
+}  # fmt: skip
+"""Operators whose first result is elementwise once their statistics are known, by the order of these."""
+
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all",
+                         "linalg_vector_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp"})  # fmt: skip
+
+_STAY_ALONE = frozenset({"embedding_dense_backward", "index_put", "_unsafe_index_put", "_index_put_impl", "scatter",
+                         "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill", "masked_scatter",
+                         "cumsum", "masked_select", "nonzero", "bincount", "bucketize", "searchsorted", "mv", "dot",
+                         "addmv", "ger", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",
+                         "upsample_nearest2d_backward", "upsample_bilinear2d_backward"})  # fmt: skip
+
+
+def _name(node: Node) -> str:
+    return name_of(node.target) if compat.is_operator(node.target) else ""
+
+
+def _readers_of(value: Node) -> Iterator[Node]:
+    """List the nodes that read a value, through its views."""
+    for user in value.users:
+        if is_view(user):
+            yield from _readers_of(user)
+        else:
+            yield user
+
+
+def _statistics_bytes(node: Node) -> float:
+    """Count two numbers a row."""
+    value = next(tensors(node.all_input_nodes[0].meta["val"]))
+    return 8.0 * math.prod(compat.size_hint(size) for size in value.shape[:-1])
+
+
+def _order_of(node: Node) -> tuple[Order, int]:
+    """Return the order in which an operator's kernel goes through memory, and over how many values."""
+    name, target = _name(node), node.target
+    if not is_bound_by_memory(target) or name in _STAY_ALONE or compat.is_in_place(target):
+        return Order.ALONE, 0
+    made, read = (
+        [[compat.size_hint(size) for size in each.shape] for each in tensors(value)]
+        for value in (node.meta.get("val"), [source.meta.get("val") for source in node.all_input_nodes])
+    )
+    over = math.prod(read[0]) if read else 0
+    if name in NORMALISATIONS:
+        return NORMALISATIONS[name], over
+    if name not in _REDUCTIONS or not read:
+        return Order.POINTS, sum(map(math.prod, made))
+    dims, rank = argument(node, "dim"), len(read[0])
+    dims = [] if dims is None else [dims] if isinstance(dims, int) else dims
+    last = sorted(dim % rank for dim in dims)
+    is_by_rows = 0 < len(last) < rank and last == list(range(rank - len(last), rank))
+    return (Order.ROWS if is_by_rows else Order.COLUMNS), over
