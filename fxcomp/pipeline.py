@@ -183,6 +183,12 @@ class Compiler:
         """Rewrite a copy of a captured graph until it follows a plan."""
         return run(graph, self.passes(plan, costs))
 
+    def eager(self, graph: GraphModule, costs: CostTable, *, is_fused: bool) -> GraphModule:
+        """Price a copy of a captured graph as eager PyTorch runs it, its optimizer with `fused=True` or over lists."""
+        updates = (partial(clip_in_lists), *((partial(fuse_updates),) if is_fused else ()))
+        priced = partial(annotate_costs, costs=costs, cluster=self.cluster, joins=False)
+        return run(graph, ((partial(label_gradients),), (*updates, priced)))
+
     def retune(self, program: Program, plan: Plan, costs: CostTable) -> Program:
         """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
         return finished(self.retune_in_turns(program, plan, costs))

@@ -79,7 +79,9 @@ class Preset:
         """The performance that its operators are assumed to reach."""
         reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
         share = ATTENTION_SHARE_ON_HOPPER if self.capability >= (9, 0) else ATTENTION_SHARE
-        reached |= {f"{name} attention": 1e3 * share * self.tflops[name] for name in ("bf16", "f16") if name in self.tflops}
+        reached |= {
+            f"{name} attention": 1e3 * share * self.tflops[name] for name in ("bf16", "f16") if name in self.tflops
+        }
         return Roofline(
             gflops=reached["f32"],
             gb_per_s=MEMORY_SHARE * self.gb_per_s,

@@ -44,6 +44,7 @@ from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, co
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.count_launches import count_launches
 from fxcomp.planning.decide import foreign_note, plan_as_given
+from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
 from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
@@ -166,6 +167,14 @@ def what_if(
     if compress.plan is not None and wanted.moves_exchange and cluster.world_size > 1:
         chooser.options.check_moves(wanted, kinds)
         workload = with_momenta(wanted.moved)
+    program = None if preset is None else compiler.emit(captured, wanted, costs)
+    use = None
+    if preset is not None and program is not None:
+        programs = {"the plan": program}
+        if wanted != choice.dense:
+            programs["dense"] = compiler.emit(captured, choice.dense, costs)
+        is_fused = all(owned.options.get("fused") for owned in training.owned)
+        use = device_use(compiler, programs, costs, preset, is_fused=is_fused)
     return Explanation(
         plan=wanted,
         choice=choice,
@@ -183,7 +192,8 @@ def what_if(
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
-        launches=None if preset is None else count_launches(compiler.emit(captured, wanted, costs)),
+        launches=None if program is None else count_launches(program),
+        device=use,
         stages=compress.warmup_for(wanted).stages(wanted) if wanted.moves_exchange else {},
         steps=compress.steps,
         micro_batches=question.accumulate,

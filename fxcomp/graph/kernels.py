@@ -32,7 +32,18 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.graph.info import has_info, info
 from fxcomp.graph.regions import BODY
-from fxcomp.graph.work import argument, flops, is_bound_by_memory, is_free, math_type, name_of, reads, tensor_bytes, tensors, touched_bytes
+from fxcomp.graph.work import (
+    argument,
+    flops,
+    is_bound_by_memory,
+    is_free,
+    math_type,
+    name_of,
+    reads,
+    tensor_bytes,
+    tensors,
+    touched_bytes,
+)
 
 MOST_READS_OF_A_SHARED_VALUE, MOST_READS, MOST_NODES = 4, 8, 64
 """Inductor's limits (torch._inductor.config, torch 2.13: realize_reads_threshold, realize_acc_reads_threshold,
@@ -67,6 +78,16 @@ class Kernel:
     """Bytes of device memory that it reads and writes."""
 
     @property
+    def name(self) -> str:
+        """Return the name of its first operator."""
+        return _name(self.nodes[0])
+
+    @property
+    def is_attention(self) -> bool:
+        """Return whether it is a library's fused attention, forward or backward."""
+        return self.name.startswith("_scaled_dot_product")
+
+    @property
     def flops(self) -> float:
         """Return its floating-point operations where they are products; others cost less than their bytes."""
         return flops(self.nodes[0]) if self.order is Order.ALONE else 0.0
@@ -74,7 +95,7 @@ class Kernel:
     @property
     def math_type(self) -> str:
         """Return the number type that it multiplies in, and if it is attention."""
-        attention = " attention" if "attention" in _name(self.nodes[0]) else ""
+        attention = " attention" if self.is_attention else ""
         return math_type(self.nodes[0]) + attention
 
 

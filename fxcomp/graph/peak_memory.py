@@ -31,11 +31,15 @@ _OF_INPUTS = {
 
 def peak_memory(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
     """Return the bytes of each part at the step's peak; the kernels are those of the graph."""
-    kept = dict.fromkeys(PARTS, 0.0)
+    kept: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     memories = Memories(gm, is_asynchronous=True)
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        is_own = isinstance(value, Tensor) and memories.of(node) == {node.name} and node.name not in memories.passing
+        is_own = (
+            isinstance(value, Tensor)
+            and memories.of(node) == frozenset([node.name])
+            and node.name not in memories.passing
+        )
         if is_own and node.op in ("placeholder", "call_function"):
             kept[_part_kept(node)] += tensor_bytes(value)
     turns = list(_turns(gm, listed))
@@ -93,4 +97,3 @@ def _part_kept(node: Node) -> str:
 
 def _part_made(value: Node) -> str:
     return "gradients" if any(info(user).role is Role.GRADIENT for user in (value, *value.users)) else "activations"
-

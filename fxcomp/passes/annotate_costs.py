@@ -7,11 +7,11 @@
     + %mm     gradient  f32[4,2]  2.0 us  aten.mm(%t_1, %x)                  fc.weight
 
 Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
-bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. Operators of updates that run
-over lists are started once for all parameters of a rule (`graph/update_kinds.py`). The rest is priced by bytes and
-links. On a device that nobody measured, forward and backward are priced by the kernels that Inductor makes of their
-operators (`graph/kernels.py`). A collective of the loss function's own takes compute's time, which stands still for it, as if it were over
-all ranks.
+bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. On a device that is not here
+forward and backward cost what their kernels do (`graph/kernels.py`): as Inductor joins operators, or, where `joins` is
+false, each operator alone, as in eager mode. Operators of updates that run over lists are started once for all
+parameters of a rule (`graph/update_kinds.py`). The rest is priced by bytes and links. A collective of the loss
+function's own takes compute's time, which stands still for it, as if it were over all ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 
 
-def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster) -> GraphModule:
+def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: bool = True) -> GraphModule:
     on_host = nodes_on_host(gm)
-    listed = _in_lists(gm, costs) | (_in_kernels(gm, costs) if costs.estimate else {})
+    listed = _in_lists(gm, costs) | (_in_kernels(gm, costs, joins) if costs.estimate else {})
     for node in gm.graph.nodes:
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
@@ -117,10 +117,10 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
     return shared_starts(rows, us, costs.roofline.launch_us)
 
 
-def _in_kernels(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
+def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, float]:
     """Estimate forward and backward as the kernels of a GPU; each kernel's time stands at its first operator."""
     found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
-    for kernel in kernels(gm):
+    for kernel in kernels(gm, joins=joins):
         found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)
     return found
 

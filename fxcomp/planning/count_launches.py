@@ -19,6 +19,7 @@ from fxcomp.codegen.program import Program
 from fxcomp.compressors.triton import launches_told
 from fxcomp.graph.edit import nodes_on_host
 from fxcomp.graph.info import InputKind, Role, arguments_of, info
+from fxcomp.graph.kernels import kernels
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free
 from fxcomp.report.launches import Launches, StepLaunches
@@ -65,7 +66,7 @@ def count_launches(program: Program) -> StepLaunches | None:
         if each.launches or each.reads or each.copies
     }
     body = [node for region in regions(program.graph) if not region.updates for node in region.nodes]
-    return StepLaunches(kinds, sum(not is_free(node) for node in body))
+    return StepLaunches(kinds, sum(not is_free(node) for node in body), len(kernels(program.graph)))
 
 
 def _run(program: Program, runtime: Runtime, counter: compat.LaunchCounter) -> None:

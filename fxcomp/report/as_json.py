@@ -79,6 +79,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "measured": measured_links(cluster, explanation.costs),
         },
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
+        "device": None if explanation.device is None else explanation.device.to_json(),
         "launches": None if explanation.launches is None else explanation.launches.to_json(),
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,

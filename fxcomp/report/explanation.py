@@ -26,6 +26,7 @@ from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Compress, Strategy
+from fxcomp.report.device import DeviceUse
 from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
 from fxcomp.report.launches import StepLaunches
 from fxcomp.report.links import links_in_sources
@@ -180,6 +181,8 @@ class Explanation:
     """The length of the job, if that is known."""
     launches: StepLaunches | None = None
     """The work that the emitted step hands to a named device; None if none was named, or nothing could be counted."""
+    device: DeviceUse | None = None
+    """Kernels and memory on a named device; None if none was named."""
     measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])
     """Steps as they ran, line by line, by the step's number; empty where none was profiled."""
     batch: str = ""

@@ -37,7 +37,9 @@ class StepLaunches:
 
     kinds: Mapping[str, Launches]
     operators: int
-    """Operators of forward and backward, which Inductor joins: nobody knows in how many kernels before it has run."""
+    """Operators of forward and backward."""
+    kernels: int
+    """Kernels that Inductor is expected to make of them."""
 
     def of(self, kind: str) -> Launches:
         return self.kinds.get(kind, Launches())
@@ -51,7 +53,7 @@ class StepLaunches:
 
     def lines(self) -> Iterator[str]:
         """Write the counts as plain lines."""
-        yield f"forward and backward: {self.operators} operators, before any is joined with another"
+        yield f"forward and backward: {self.kernels} kernels, of {self.operators} operators"
         for kind, each in (*self._known, ("in all", self.total)):
             yield (
                 f"{kind}: {each.launches} launches, {mb(each.touched_bytes)} MB of device memory,"
@@ -73,12 +75,12 @@ class StepLaunches:
         return [
             Table(columns, rows),
             f"Counted on the emitted step: its lines ran on tensors without memory. Forward and backward are"
-            f" {self.operators} operators, which Inductor joins. Not counted: what a collective or a library starts"
-            " inside, and whether kernels are hidden.",
+            f" {self.kernels} kernels of {self.operators} operators, as Inductor joins them. Not counted: what a"
+            " collective or a library starts inside, and whether kernels are hidden.",
         ]
 
     def to_json(self) -> dict[str, Any]:
         """Give the counts as data."""
         names = Launches.__slots__
         kinds = {kind: {name: getattr(each, name) for name in names} for kind, each in self._known}
-        return {"operators": self.operators, "kinds": kinds}
+        return {"operators": self.operators, "kernels": self.kernels, "kinds": kinds}

@@ -89,6 +89,8 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
         sections.append(Section("Collectives", _collectives(explanation)))
+    if explanation.device is not None:
+        sections.append(Section("On the device", explanation.device.blocks()))
     if explanation.launches is not None:
         sections.append(Section("Launches", explanation.launches.blocks()))
     sections.append(Section("Timeline", [_timelines(explanation)]))

@@ -1,0 +1,103 @@
+"""Estimate how a step uses a GPU that is not here, beside eager DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from fxcomp.codegen.program import Program
+from fxcomp.cost.devices import LAUNCH_US, Preset
+from fxcomp.cost.table import CostTable
+from fxcomp.graph.edit import gradients, value_bytes
+from fxcomp.graph.info import InputKind, Role, info
+from fxcomp.graph.kernels import Kernel, kernels
+from fxcomp.graph.peak_memory import peak_memory
+from fxcomp.pipeline import Compiler
+from fxcomp.planning.count_launches import count_launches
+from fxcomp.report.device import DeviceUse, StepOnDevice
+
+_ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
+"""Roles of nodes whose time is the network's."""
+
+WORTH_SAYING = 0.05
+"""Share of the kernels' time that advice must save."""
+
+
+def device_use(
+    compiler: Compiler, programs: Mapping[str, Program], costs: CostTable, preset: Preset, *, is_fused: bool
+) -> DeviceUse:
+    """Estimate programs of one step by name, eager DDP with or without a fused optimizer, and better settings."""
+    first = next(iter(programs.values()))
+    joined, counted = kernels(first.graph), count_launches(first)
+    eager = compiler.eager(first.captured.graph, costs, is_fused=is_fused)
+    alone, sent = kernels(eager, joins=False), gradients(eager).values()
+    dense_bytes = sum(map(value_bytes, sent))
+    memory = peak_memory(eager, alone)
+    memory["buckets"] += dense_bytes
+    others = [counted.of(kind).launches for kind in ("clip", "update")] if counted is not None else []
+    started = len(alone) + len(sent) + sum(others)  # DDP divides each gradient
+    device_us = _device_us(eager) + costs.pack_us(dense_bytes)
+    steps = [_compiled(name, program) for name, program in programs.items()]
+    steps.append(StepOnDevice("DDP, eager", started, device_us, started * LAUNCH_US, memory))
+    products, advice = _products(eager, joined), _advice(joined, preset)
+    return DeviceUse(preset.facts.memory_bytes, steps, products, _attention(joined), advice)
+
+
+def _compiled(name: str, program: Program) -> StepOnDevice:
+    joined, counted = kernels(program.graph), count_launches(program)
+    started = len(joined) + (counted.total.launches if counted is not None else 0)
+    return StepOnDevice(
+        name, started, _device_us(program.graph), started * LAUNCH_US, peak_memory(program.graph, joined)
+    )
+
+
+def _device_us(gm: GraphModule) -> float:
+    labels = [info(node) for node in gm.graph.nodes]
+    return sum(label.cost_us or 0.0 for label in labels if label.role not in _ELSEWHERE)
+
+
+def _products(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
+    """Share out the products' operations by number type."""
+    found = Counter[str]()
+    for kernel in listed:
+        found[kernel.math_type.split()[0]] += int(kernel.flops)
+    inputs = [(node, info(node).source) for node in gm.graph.find_nodes(op="placeholder")]
+    parameters = [node for node, source in inputs if source is not None and source.kind is InputKind.PARAMETER]
+    is_cast = all(node.meta["val"].dtype is torch.float32 for node in parameters)
+    total = sum(found.values())
+    named = {name: f"{name} under autocast" if is_cast and name in ("bf16", "f16") else name for name in found}
+    return {named[name]: flops / total for name, flops in found.most_common() if flops} if total else {}
+
+
+def _attention(listed: Sequence[Kernel]) -> dict[str, int]:
+    names = [kernel.name.removeprefix("_scaled_dot_product_") for kernel in listed if kernel.is_attention]
+    return dict(Counter(name for name in names if not name.endswith("backward")))
+
+
+def _advice(listed: Sequence[Kernel], preset: Preset) -> list[str]:
+    """List settings under which the same products are shorter, by the device's peaks."""
+    roofline = preset.roofline
+
+    def us(instead: Mapping[str, str]) -> float:
+        types = ((kernel, instead.get(kernel.math_type.split()[0], kernel.math_type)) for kernel in listed)
+        return sum(roofline.us(kernel.flops, kernel.touched_bytes, name) for kernel, name in types)
+
+    now_us, half = us({}), "bf16" if "bf16" in preset.tflops else "f16"
+    advice: list[str] = []
+    choices = [
+        ({"f32": "tf32"}, 'torch.set_float32_matmul_precision("high"), so TF32,'),
+        (
+            {"f32": half, "tf32": half, "bf16": half},
+            f'torch.autocast("cuda", torch.{"bfloat16" if half == "bf16" else "float16"})',
+        ),
+    ]
+    for instead, setting in choices:
+        if all(name in preset.tflops for name in instead.values()) and us(instead) < (1 - WORTH_SAYING) * now_us:
+            advice.append(
+                f"Under {setting} products would run in this device's tensor cores: forward and backward in"
+                f" {us(instead) / 1e3:.3g} ms, not {now_us / 1e3:.3g}."
+            )
+    return advice

@@ -1,0 +1,77 @@
+"""Show a step on a GPU that is not here: kernels, the host's time for starting them, memory, precision, and advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fxcomp.report.document import Block, Column, Table, decimals, mb, ms
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """One way to run the step."""
+
+    name: str
+    kernels: int
+    """Kernels that the host starts, without collectives' own."""
+    kernels_us: float
+    """Time of the device in kernels."""
+    host_us: float
+    """Time of the host for starting them."""
+    memory: Mapping[str, float]
+    """Bytes by part, at the step's peak."""
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """A step on a named device. Everything is an estimate."""
+
+    memory_bytes: int
+    """Size of the device's memory."""
+    steps: Sequence[StepOnDevice]
+    products: Mapping[str, float]
+    """Share of the products' floating-point operations, by number type."""
+    attention: Mapping[str, int]
+    """Calls of fused attention in forward, by kernel."""
+    advice: Sequence[str]
+    """Better uses of this device, with their gain."""
+
+    def blocks(self) -> list[Block]:
+        """Write it for a report."""
+        digits = decimals(max(step.kernels_us for step in self.steps))
+        rows = [
+            (step.name, str(step.kernels), ms(step.kernels_us, digits), ms(step.host_us, digits), mb(step.peak_bytes))
+            for step in self.steps
+        ]
+        names = ("kernels", "ms in kernels", "ms of the host", "peak MB")
+        parts = [part for part in self.steps[0].memory if any(step.memory[part] for step in self.steps)]
+        memory = [(part, *(mb(step.memory[part]) for step in self.steps)) for part in parts]
+        return [
+            *self._sentences(),
+            Table([Column("a step", is_text=True), *map(Column, names)], rows),
+            Table([Column("peak MB", is_text=True), *(Column(step.name) for step in self.steps)], memory),
+            "Not counted: CUDA's context, workspaces of libraries, what the allocator keeps, and in eager mode what an"
+            " optimizer without fused=True needs beside its state.",
+        ]
+
+    def _sentences(self) -> Iterator[str]:
+        if self.products:
+            shares = ", ".join(f"{name}: {share:.0%}" for name, share in self.products.items())
+            yield f"Products run in {shares} of their floating-point operations."
+        if self.attention:
+            kinds = ", ".join(f"{name} ({times})" for name, times in self.attention.items())
+            yield f"Attention runs in {kinds}."
+        for step in self.steps:
+            if step.peak_bytes > self.memory_bytes:
+                yield f"{step.name} does not fit: {mb(step.peak_bytes)} MB of {mb(self.memory_bytes)}."
+        yield from self.advice
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as data."""
+        return asdict(self)
