@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from counted_step import KINDS, count_launches
+from launch_counter import LaunchCounter, Tally
 from records import Records, options, table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,11 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.commands.demo.gpt import gpt_job, loss_fn
-from fxcomp.compat import LaunchCounter, Tally
 from fxcomp.frontends.what_if import rewritten
 from fxcomp.plan.compress import Compress
-from fxcomp.planning.count_launches import count_launches
-from fxcomp.report.launches import KINDS
 
 PLANS = ("dense", "int8", "powersgd(2)")
 WHERE = Cluster.parse("2x1", intra=Link.parse("100gbit"), inter=Link.parse("10gbit"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fxcomp.codegen.program import Program
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
+from fxcomp.graph.kernels import launches
 from fxcomp.pipeline import pass_names
-from fxcomp.planning.count_launches import count_launches
 from fxcomp.report.terminal import encodable
 
 NAME = "dump"
@@ -40,12 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     program = rewritten(job, cluster, asked_compress(arguments, job), arguments.device)
     text = program.source if arguments.source else dump(program.graph_after(arguments.after))
     if arguments.device and not arguments.after:
-        text = "\n".join([text, *(f"# {line}" for line in _counts(program))])
+        counts = (f"# {kind}: {number} kernels" for kind, number in launches(program.graph).items())
+        text = "\n".join([text, *counts])
     print(encodable(text, sys.stdout.encoding))
     return 0
-
-
-def _counts(program: Program) -> list[str]:
-    """List what one step hands to the device."""
-    counted = count_launches(program)
-    return ["not counted: something of the step cannot run without values"] if counted is None else [*counted.lines()]

@@ -4,7 +4,6 @@
 - operators: facts about ATen operators, and the collectives of a user's loss function.
 - optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
 - absent_device: a GPU that is not here.
-- launches: what operators hand to a device.
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
@@ -39,7 +38,6 @@ from fxcomp.compat.groups import (
     destroy_groups, group_name, group_timeout, groups_made, is_lost_connection, is_of_another_process, is_store_gone,
     new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
-from fxcomp.compat.launches import LaunchCounter, Tally, multi_tensor_launches
 from fxcomp.compat.machine import (
     OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, is_accelerator, machine_name, processor_name,
     processor_quota, processors, spare_bytes, synchronize, usable_processors, write_atomically,

@@ -42,7 +42,6 @@ from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.plan import Plan
-from fxcomp.planning.count_launches import count_launches
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
@@ -167,12 +166,10 @@ def what_if(
     if compress.plan is not None and wanted.moves_exchange and cluster.world_size > 1:
         chooser.options.check_moves(wanted, kinds)
         workload = with_momenta(wanted.moved)
-    program = None if preset is None else compiler.emit(captured, wanted, costs)
     use = None
-    if preset is not None and program is not None:
-        programs = {"the plan": program}
-        if wanted != choice.dense:
-            programs["dense"] = compiler.emit(captured, choice.dense, costs)
+    if preset is not None:
+        plans = {"the plan": wanted} if wanted == choice.dense else {"the plan": wanted, "dense": choice.dense}
+        programs = {name: compiler.emit(captured, plan, costs) for name, plan in plans.items()}
         is_fused = all(owned.options.get("fused") for owned in training.owned)
         use = device_use(compiler, programs, costs, preset, is_fused=is_fused)
     return Explanation(
@@ -192,7 +189,6 @@ def what_if(
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
         unknowns=unknowns(captured.graph),
-        launches=None if program is None else count_launches(program),
         device=use,
         stages=compress.warmup_for(wanted).stages(wanted) if wanted.moves_exchange else {},
         steps=compress.steps,

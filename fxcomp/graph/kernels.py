@@ -30,8 +30,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.graph.info import has_info, info
+from fxcomp.graph.info import Role, has_info, info
+from fxcomp.graph.lines import compressor_at, line_of
 from fxcomp.graph.regions import BODY
+from fxcomp.graph.update_kinds import update_lists
 from fxcomp.graph.work import (
     argument,
     flops,
@@ -304,3 +306,45 @@ def _order_of(node: Node) -> tuple[Order, int]:
     last = sorted(dim % rank for dim in dims)
     is_by_rows = 0 < len(last) < rank and last == list(range(rank - len(last), rank))
     return (Order.ROWS if is_by_rows else Order.COLUMNS), over
+
+
+# Kernels beside forward and backward
+
+_KINDS = {
+    **dict.fromkeys((Role.PACK, Role.VELOCITY, Role.COPY, Role.PART), "pack"),
+    **dict.fromkeys((Role.PROPOSE, Role.COMPRESS), "encode"),
+    **dict.fromkeys((Role.DECOMPRESS, Role.KEEP), "decode"),
+    Role.COMMIT: "check",
+    Role.CLIP: "clip",
+    Role.UPDATE: "update",
+}
+
+CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
+"""The values that a block takes, and the blocks and tensors in one kernel over lists (ATen/native/cuda/
+MultiTensorApply.cuh; of tensors for four lists)."""
+
+
+def launches(gm: GraphModule, joins: bool = True) -> dict[str, int]:
+    """Count the kernels that the host starts in a step, by kind, without collectives' own."""
+    found = {"forward and backward": len(kernels(gm, joins=joins))}
+    rows = update_lists(gm, math.inf)
+    listed = {node for row in rows for node in row}
+    alone = [[n] for n in gm.graph.nodes if n.op == "call_function" and n not in listed and info(n).role in _KINDS]
+    for row in (*alone, *rows):
+        line, role = line_of(row[0]), info(row[0]).role
+        if (line is None and (is_free(row[0]) or is_view(row[0]))) or (line is not None and line.cost is None):
+            continue
+        number = compressor_at(row[0]).facts.passes if role is Role.COMPRESS else _over_lists(row)
+        found[_KINDS[role]] = found.get(_KINDS[role], 0) + number
+    return found
+
+
+def _over_lists(row: list[Node]) -> int:
+    """Count the kernels of operators that run as one over lists, or of one that takes lists."""
+    is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
+    if not is_listed:
+        return 1
+    sources = [node.all_input_nodes[0] for node in row] if len(row) > 1 else row[0].all_input_nodes
+    sizes = [math.prod(map(compat.size_hint, t.shape)) for each in sources for t in tensors(each.meta.get("val"))]
+    chunks = sum(math.ceil(size / CHUNK) for size in sizes)
+    return max(1, math.ceil(chunks / MOST_CHUNKS), math.ceil(len(sizes) / MOST_TENSORS))

@@ -13,10 +13,9 @@ from fxcomp.cost.devices import LAUNCH_US, Preset
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import gradients, value_bytes
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.kernels import Kernel, kernels
+from fxcomp.graph.kernels import Kernel, kernels, launches
 from fxcomp.graph.peak_memory import peak_memory
 from fxcomp.pipeline import Compiler
-from fxcomp.planning.count_launches import count_launches
 from fxcomp.report.device import DeviceUse, StepOnDevice
 
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
@@ -30,28 +29,28 @@ def device_use(
     compiler: Compiler, programs: Mapping[str, Program], costs: CostTable, preset: Preset, *, is_fused: bool
 ) -> DeviceUse:
     """Estimate programs of one step by name, eager DDP with or without a fused optimizer, and better settings."""
-    first = next(iter(programs.values()))
-    joined, counted = kernels(first.graph), count_launches(first)
-    eager = compiler.eager(first.captured.graph, costs, is_fused=is_fused)
+    gm = next(iter(programs.values())).graph
+    joined = kernels(gm)
+    eager = compiler.eager(next(iter(programs.values())).captured.graph, costs, is_fused=is_fused)
     alone, sent = kernels(eager, joins=False), gradients(eager).values()
     dense_bytes = sum(map(value_bytes, sent))
     memory = peak_memory(eager, alone)
     memory["buckets"] += dense_bytes
-    others = [counted.of(kind).launches for kind in ("clip", "update")] if counted is not None else []
-    started = len(alone) + len(sent) + sum(others)  # DDP divides each gradient
+    started = {**launches(eager, joins=False), "pack": len(sent)}  # DDP divides each gradient
     device_us = _device_us(eager) + costs.pack_us(dense_bytes)
     steps = [_compiled(name, program) for name, program in programs.items()]
-    steps.append(StepOnDevice("DDP, eager", started, device_us, started * LAUNCH_US, memory))
-    products, advice = _products(eager, joined), _advice(joined, preset)
+    steps.append(_step("DDP, eager", started, device_us, memory))
+    products, advice = _products(gm, joined), _advice(joined, preset)
     return DeviceUse(preset.facts.memory_bytes, steps, products, _attention(joined), advice)
 
 
 def _compiled(name: str, program: Program) -> StepOnDevice:
-    joined, counted = kernels(program.graph), count_launches(program)
-    started = len(joined) + (counted.total.launches if counted is not None else 0)
-    return StepOnDevice(
-        name, started, _device_us(program.graph), started * LAUNCH_US, peak_memory(program.graph, joined)
-    )
+    gm = program.graph
+    return _step(name, launches(gm), _device_us(gm), peak_memory(gm, kernels(gm)))
+
+
+def _step(name: str, started: Mapping[str, int], device_us: float, memory: Mapping[str, float]) -> StepOnDevice:
+    return StepOnDevice(name, started, device_us, sum(started.values()) * LAUNCH_US, memory)
 
 
 def _device_us(gm: GraphModule) -> float:

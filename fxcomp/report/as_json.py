@@ -80,7 +80,6 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         },
         "collectives": dict(formula_lines(plan, explanation.costs, cluster, explanation.workload.shapes)),
         "device": None if explanation.device is None else explanation.device.to_json(),
-        "launches": None if explanation.launches is None else explanation.launches.to_json(),
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,
         "racing": explanation.is_racing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,14 +14,18 @@ class StepOnDevice:
     """One way to run the step."""
 
     name: str
-    kernels: int
-    """Kernels that the host starts, without collectives' own."""
+    launches: Mapping[str, int]
+    """Kernels that the host starts, by kind of work, without collectives' own."""
     kernels_us: float
     """Time of the device in kernels."""
     host_us: float
     """Time of the host for starting them."""
     memory: Mapping[str, float]
     """Bytes by part, at the step's peak."""
+
+    @property
+    def kernels(self) -> int:
+        return sum(self.launches.values())
 
     @property
     def peak_bytes(self) -> float:
@@ -46,19 +50,30 @@ class DeviceUse:
         """Write it for a report."""
         digits = decimals(max(step.kernels_us for step in self.steps))
         rows = [
-            (step.name, str(step.kernels), ms(step.kernels_us, digits), ms(step.host_us, digits), mb(step.peak_bytes))
+            (
+                step.name,
+                str(sum(step.launches.values())),
+                ms(step.kernels_us, digits),
+                ms(step.host_us, digits),
+                mb(step.peak_bytes),
+            )
             for step in self.steps
         ]
         names = ("kernels", "ms in kernels", "ms of the host", "peak MB")
-        parts = [part for part in self.steps[0].memory if any(step.memory[part] for step in self.steps)]
-        memory = [(part, *(mb(step.memory[part]) for step in self.steps)) for part in parts]
         return [
             *self._sentences(),
             Table([Column("a step", is_text=True), *map(Column, names)], rows),
-            Table([Column("peak MB", is_text=True), *(Column(step.name) for step in self.steps)], memory),
+            self._by_part("kernels", {step.name: step.launches for step in self.steps}, lambda number: f"{number:.0f}"),
+            self._by_part("peak MB", {step.name: step.memory for step in self.steps}, mb),
             "Not counted: CUDA's context, workspaces of libraries, what the allocator keeps, and in eager mode what an"
             " optimizer without fused=True needs beside its state.",
         ]
+
+    @staticmethod
+    def _by_part(title: str, steps: Mapping[str, Mapping[str, float]], text: Callable[[float], str]) -> Table:
+        parts = dict.fromkeys(part for step in steps.values() for part in step if step[part])
+        rows = [(part, *(text(step.get(part, 0)) for step in steps.values())) for part in parts]
+        return Table([Column(title, is_text=True), *map(Column, steps)], rows)
 
     def _sentences(self) -> Iterator[str]:
         if self.products:

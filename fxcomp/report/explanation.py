@@ -28,7 +28,6 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Compress, Strategy
 from fxcomp.report.device import DeviceUse
 from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
-from fxcomp.report.launches import StepLaunches
 from fxcomp.report.links import links_in_sources
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
@@ -179,8 +178,6 @@ class Explanation:
     """The plans of the job's warm-up and the one that stays, by the first step of each; empty if there is one plan."""
     steps: int | None = None
     """The length of the job, if that is known."""
-    launches: StepLaunches | None = None
-    """The work that the emitted step hands to a named device; None if none was named, or nothing could be counted."""
     device: DeviceUse | None = None
     """Kernels and memory on a named device; None if none was named."""
     measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])

@@ -91,8 +91,6 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Collectives", _collectives(explanation)))
     if explanation.device is not None:
         sections.append(Section("On the device", explanation.device.blocks()))
-    if explanation.launches is not None:
-        sections.append(Section("Launches", explanation.launches.blocks()))
     sections.append(Section("Timeline", [_timelines(explanation)]))
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if choice is not None and cluster.hosts > 1:

@@ -144,12 +144,12 @@ def inductor_compiles_only_where_it_is_told_to() -> None:
     Options.uses_inductor = lambda self, _: bool(self.inductor)
 
 
-@caught_by("tests/planning/test_count_launches.py::test_bucket_by_bucket_an_update_takes_two_launches")
+@caught_by("tests/planning/test_launches.py::test_bucket_by_bucket_an_update_takes_two_launches")
 def updates_stay_as_they_were_traced() -> None:
     exchange(fuse_updates, unchanged)
 
 
-@caught_by("tests/planning/test_count_launches.py::test_150_parameters_in_6_buckets_take_few_launches[fused]")
+@caught_by("tests/planning/test_launches.py::test_150_parameters_in_6_buckets_take_few_launches[fused]")
 def each_gradient_is_clipped_by_itself() -> None:
     exchange(clip_in_lists, unchanged)
 

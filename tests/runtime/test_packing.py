@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from launch_counter import LaunchCounter
 from torch import Tensor
 
-from fxcomp.compat import LaunchCounter
 from fxcomp.runtime.group import Group
 from fxcomp.runtime.packing import LARGE, copy_at_once, copy_scaled
 from fxcomp.runtime.transport import Groups

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from counted_step import StepLaunches, count_launches
+from launch_counter import LaunchCounter, multi_tensor_launches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +17,6 @@ from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.commands.demo.gpt import gpt_job
-from fxcomp.compat import LaunchCounter, multi_tensor_launches
 from fxcomp.cost.devices import preset_named
 from fxcomp.frontends import what_if
 from fxcomp.frontends.job import Job
@@ -25,8 +26,6 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.planning.count_launches import count_launches
-from fxcomp.report.launches import StepLaunches
 
 WHERE = Cluster.parse("2x1", intra=Link.parse("100gbit"), inter=Link.parse("10gbit"))
 PLANS = ("dense", "int8", "powersgd(2)")

@@ -10,9 +10,6 @@ device, or on the CPU, where all tensors do. An operator starts one kernel, an o
 rounds) start more.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -7,10 +7,12 @@ of forward and backward do not run: what they make is there when they are called
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from launch_counter import LaunchCounter
 from torch import Tensor
 
 from fxcomp import compat
@@ -19,10 +21,9 @@ from fxcomp.codegen.program import Program
 from fxcomp.compressors.triton import launches_told
 from fxcomp.graph.edit import nodes_on_host
 from fxcomp.graph.info import InputKind, Role, arguments_of, info
-from fxcomp.graph.kernels import kernels
 from fxcomp.graph.regions import Region, regions
 from fxcomp.graph.work import is_free
-from fxcomp.report.launches import Launches, StepLaunches
+from fxcomp.report.document import mb
 from fxcomp.runtime.group import Done, Work
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transfers import Transfer
@@ -42,6 +43,61 @@ _KIND = {
 """The kind of work of each line; of others it is `other`."""
 
 
+KINDS = ("pack", "encode", "collective", "decode", "check", "unpack", "clip", "update", "other")
+"""The kinds of work, in the order in which a step comes to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """The work of one kind in one step."""
+
+    launches: int = 0
+    """Kernels that are started; of collectives, collectives."""
+    touched_bytes: int = 0
+    """Bytes of device memory that these read and write."""
+    reads: int = 0
+    """Values that the host asks the device for, and waits."""
+    copies: int = 0
+    """Other copies between host and device that the host waits for."""
+
+    @property
+    def waits(self) -> int:
+        """The calls that do not return before the device has come so far."""
+        return self.reads + self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunches:
+    """The work of one step, by kind."""
+
+    kinds: Mapping[str, Launches]
+    operators: int
+    """Operators of forward and backward."""
+
+    def of(self, kind: str) -> Launches:
+        return self.kinds.get(kind, Launches())
+
+    @property
+    def total(self) -> Launches:
+        """All kinds together."""
+        found = self.kinds.values()
+        sums = (sum(getattr(each, name) for each in found) for name in Launches.__slots__)
+        return Launches(*sums)
+
+    def lines(self) -> Iterator[str]:
+        """Write the counts as plain lines."""
+        yield f"forward and backward: {self.operators} operators"
+        for kind, each in (*self._known, ("in all", self.total)):
+            yield (
+                f"{kind}: {each.launches} launches, {mb(each.touched_bytes)} MB of device memory,"
+                f" {each.reads} reads by the host, {each.waits} synchronising calls"
+            )
+
+    @property
+    def _known(self) -> list[tuple[str, Launches]]:
+        return [(kind, self.kinds[kind]) for kind in KINDS if kind in self.kinds]
+
+
 def count_launches(program: Program) -> StepLaunches | None:
     """Count one step of a program after its first; None where something in it cannot run without values.
 
@@ -50,7 +106,7 @@ def count_launches(program: Program) -> StepLaunches | None:
     if nodes_on_host(program.graph):
         return None
     runtime = Runtime(_NoNetwork(), DEVICE)
-    counter = compat.LaunchCounter(lambda tensor: tensor.is_meta)
+    counter = LaunchCounter(lambda tensor: tensor.is_meta)
     runtime.transport.counter = counter  # pyright: ignore[reportAttributeAccessIssue]
     try:
         for _ in range(2):  # the first makes buffers and tables, which stay
@@ -66,10 +122,10 @@ def count_launches(program: Program) -> StepLaunches | None:
         if each.launches or each.reads or each.copies
     }
     body = [node for region in regions(program.graph) if not region.updates for node in region.nodes]
-    return StepLaunches(kinds, sum(not is_free(node) for node in body), len(kernels(program.graph)))
+    return StepLaunches(kinds, sum(not is_free(node) for node in body))
 
 
-def _run(program: Program, runtime: Runtime, counter: compat.LaunchCounter) -> None:
+def _run(program: Program, runtime: Runtime, counter: LaunchCounter) -> None:
     by_name = {region.name: region for region in regions(program.graph)}
 
     def update(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +144,7 @@ def _run(program: Program, runtime: Runtime, counter: compat.LaunchCounter) -> N
         step(lines, *_arguments(program))
 
 
-def _counted(kind: str, run: Callable[..., Any], counter: compat.LaunchCounter) -> Callable[..., Any]:
+def _counted(kind: str, run: Callable[..., Any], counter: LaunchCounter) -> Callable[..., Any]:
     def counted(*arguments: Any, **options: Any) -> Any:
         with counter.counting(kind):
             return run(*arguments, **options)
@@ -122,7 +178,7 @@ def _arguments(program: Program) -> list[Any]:
 class _CountedLines:
     """A runtime whose lines are counted by their kinds."""
 
-    def __init__(self, runtime: Runtime, counter: compat.LaunchCounter) -> None:
+    def __init__(self, runtime: Runtime, counter: LaunchCounter) -> None:
         self._runtime, self._counter = runtime, counter
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +189,7 @@ class _CountedLines:
 class _NoNetwork:
     """Counts collectives, and sends nothing."""
 
-    counter: compat.LaunchCounter
+    counter: LaunchCounter
 
     def place(self, level: str) -> int:  # noqa: ARG002
         return 0
