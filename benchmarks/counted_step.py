@@ -86,7 +86,7 @@ class StepLaunches:
 
     def lines(self) -> Iterator[str]:
         """Write the counts as plain lines."""
-        yield f"forward and backward: {self.operators} operators"
+        yield f"forward and backward: {self.operators} operators, before any is joined with another"
         for kind, each in (*self._known, ("in all", self.total)):
             yield (
                 f"{kind}: {each.launches} launches, {mb(each.touched_bytes)} MB of device memory,"

@@ -119,24 +119,10 @@ def is_view(node: Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         return isinstance(source := node.args[0], Node) and is_view(source)
-    return compat.is_operator(target) and (compat.is_view(target) or target in _VIEWS or _is_reshaped_view(node))
+    return compat.is_operator(target) and (compat.is_view(target) or target in _VIEWS)
 
 
 _VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default)  # pyright: ignore[reportPrivateUsage]
-_RESHAPE = torch.ops.aten.reshape.default
-
-
-def _is_reshaped_view(node: Node) -> bool:
-    """A reshape copies only what lies in another order."""
-    if node.target is not _RESHAPE:
-        return False
-    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    sizes = [[compat.size_hint(size) for size in each] for each in (source.shape, source.stride(), value.shape)]
-    try:
-        torch.empty_strided(sizes[0], sizes[1], device="meta").view(sizes[2])
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Listing:
