@@ -317,8 +317,9 @@ def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | No
     if costs.estimate:
         compute = "compression" if step_ms is not None else "compute and compression"
         notes.append(
-            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost what its data sheet lets expect, forward"
-            " and backward as the kernels that Inductor makes; nothing is known of its host, so nothing is offloaded to it."
+            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost what its data sheet lets expect,"
+            " forward and backward as the kernels that Inductor makes; nothing is known of its host, so nothing is"
+            " offloaded to it."
         )
     if step_ms is not None:
         where = "" if costs.estimate else " Compression costs what it costs on this machine."

@@ -127,8 +127,8 @@ def test_dump_shows_the_step_of_a_device_and_what_it_is_handed(capsys: pytest.Ca
     assert main(["dump", EXAMPLE, "--source", "--device", "h100", "--compress", "dense"]) == 0
     source = capsys.readouterr().out
     assert "aten._fused_sgd_.default(parameters, gradients, momentum_buffers" in source
-    assert "# collective: 2 launches" in source
-    assert "# in all: " in source
+    assert "# pack: 2 kernels" in source
+    assert "# forward and backward: " in source
     assert main(["dump", EXAMPLE, "--device", "h10"]) != 0
     assert "did you mean 'h100'" in capsys.readouterr().err
 

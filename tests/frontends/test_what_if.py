@@ -185,9 +185,13 @@ def test_a_device_that_is_not_here_is_estimated_and_nothing_is_run(job: Job, mon
     assert data["estimate"] == answer.costs.estimate
     assert data["compute"]["source"].endswith(f"(estimate: {answer.costs.estimate})")
     assert data["error"] == answer.choice.error
-    assert answer.launches is not None
-    assert f"in all {answer.launches.total.launches}" in " ".join(shown.split())
-    assert data["launches"]["kinds"]["update"]["launches"] == answer.launches.of("update").launches > 0
+    assert answer.device is not None
+    plan, eager = answer.device.steps[0], answer.device.steps[-1]
+    assert (plan.name, eager.name) == ("the plan", "DDP, eager")
+    assert f"the plan {plan.kernels} " in " ".join(shown.split())
+    assert data["device"]["steps"][0]["launches"]["update"] == plan.launches["update"] > 0
+    assert data["device"]["steps"][0]["memory"]["parameters"] == sum(4 * p.numel() for p in job.model.parameters())
+    assert plan.kernels < eager.kernels
 
 
 def test_a_faster_device_has_a_shorter_step_and_a_told_one_the_step_that_was_told(job: Job):
