@@ -217,9 +217,8 @@ def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
 
 def multiplies_in_tf32(*, is_convolution: bool) -> bool:
     """Ask if torch's settings let a GPU round the factors of a float32 product to TF32."""
-    if is_convolution:
-        return torch._C._get_cudnn_allow_tf32()
-    return torch.get_float32_matmul_precision() != "highest"
+    backends: Any = torch.backends
+    return (backends.cudnn.conv if is_convolution else backends.cuda.matmul).fp32_precision == "tf32"
 
 
 @contextmanager
