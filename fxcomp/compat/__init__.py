@@ -3,7 +3,7 @@
 - tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
 - operators: facts about ATen operators, and the collectives of a user's loss function.
 - optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
-- absent_device: a GPU that is not here.
+- absent_device, cuda_autocast, cuda_attention: a GPU that is not here.
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
@@ -21,6 +21,8 @@ from fxcomp.compat.answers import (
     unknown_size,
 )
 from fxcomp.compat.constants import traced, trained_outside
+from fxcomp.compat.cuda_attention import cuda_attention
+from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward, backward_call, backward_node, before_backward, compile_training,
     compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places, graph_break, inside_ddp,

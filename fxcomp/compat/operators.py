@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -216,9 +217,24 @@ def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
 
 def multiplies_in_tf32(*, is_convolution: bool) -> bool:
     """Ask if torch's settings let a GPU round the factors of a float32 product to TF32."""
-    if is_convolution:
-        return torch._C._get_cudnn_allow_tf32()
-    return torch.get_float32_matmul_precision() != "highest"
+    backends: Any = torch.backends
+    return (backends.cudnn.conv if is_convolution else backends.cuda.matmul).fp32_precision == "tf32"
+
+
+@contextmanager
+def kernels_instead(
+    kernels: Mapping[str, Callable[..., Any]], key: str, *, with_keyset: bool = False
+) -> Generator[None]:
+    """Give operators of ATen other kernels for a dispatch key meanwhile."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that it overrides some
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, key, with_keyset=with_keyset)
+        yield
+    finally:
+        library._destroy()
 
 
 class _Direct:

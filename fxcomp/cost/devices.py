@@ -14,7 +14,7 @@ from fxcomp import compat
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.cost.roofline import Roofline
+from fxcomp.cost.roofline import ATTENTION, CUDNN_ATTENTION, Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
 from fxcomp.plan.strategy import Device
@@ -25,9 +25,10 @@ PRODUCT_SHARE = 0.7
 MEMORY_SHARE = 0.85
 """Of the peak bandwidth that a stream of reads and writes reaches (assumed: 0.8 to 0.93 is usual)."""
 
-ATTENTION_SHARE, ATTENTION_SHARE_ON_HOPPER = 0.7, 0.34
-"""Of the peak in 16 bits that fused attention reaches: 230 of 312 TFLOP/s on an A100, 335 of 989 on an H100, whose new
-instructions torch's kernels do not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5)."""
+FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 0.7, 0.34, 0.5
+"""Of the peak in 16 bits that fused attention reaches: flash attention 230 of 312 TFLOP/s on an A100, and 335 of 989 on
+an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5); cuDNN's
+400 to 650 of 989 (Shah and others, "FlashAttention-3", 2024, figures 5 and 6)."""
 
 LAUNCH_US = 5.0
 """One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than
@@ -78,10 +79,9 @@ class Preset:
     def roofline(self) -> Roofline:
         """The performance that its operators are assumed to reach."""
         reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
-        share = ATTENTION_SHARE_ON_HOPPER if self.capability >= (9, 0) else ATTENTION_SHARE
-        reached |= {
-            f"{name} attention": 1e3 * share * self.tflops[name] for name in ("bf16", "f16") if name in self.tflops
-        }
+        flash = FLASH_SHARE_ON_HOPPER if self.capability >= (9, 0) else FLASH_SHARE
+        for kernel, share in ((ATTENTION, flash), (CUDNN_ATTENTION, CUDNN_SHARE)):
+            reached |= {f"{n} {kernel}": 1e3 * share * self.tflops[n] for n in ("bf16", "f16") if n in self.tflops}
         return Roofline(
             gflops=reached["f32"],
             gb_per_s=MEMORY_SHARE * self.gb_per_s,

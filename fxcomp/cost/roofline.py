@@ -37,6 +37,9 @@ class MemoryPrices:
 
 ASSUMED = "assumed"
 
+ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
+"""Kernels with a peak of their own, named after the type of their numbers: `bf16 attention`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -69,7 +72,7 @@ class Roofline:
         return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))
 
     def __str__(self) -> str:
-        others = "".join(f", {name} {_flops(gflops)}" for name, gflops in self.others.items())
+        others = "".join(f", {name} {_flops(gflops)}" for name, gflops in self.others.items() if " " not in name)
         return f"{_flops(self.gflops)}{others} and {self.gb_per_s:.4g} GB/s"
 
 

@@ -9,6 +9,7 @@ names a device: then a preset's roofline prices them, nothing is run, and every 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,7 @@ def what_if(
     compress.pinned.check_fits(cluster)
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
-    training, captured = capture_job(job, imagined=preset is not None)
+    training, captured = capture_job(job, None if preset is None else preset.facts)
     compiler = Compiler(cluster, feedback=compress.feedback, micro_batches=question.accumulate)
     foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
@@ -236,7 +237,7 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, devi
         costs = preset_named(device).costs(WhatIf(compress=compress).compressors)
     compress.pinned.check_model(job.model)
     compress.pinned.check_fits(cluster)
-    _, captured = capture_job(job, imagined=device is not None)
+    _, captured = capture_job(job, None if device is None else preset_named(device).facts)
     compiler = Compiler(cluster, feedback=compress.feedback)
     workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
@@ -252,12 +253,16 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, devi
     return compiler.emit(captured, wanted, costs)
 
 
-def capture_job(job: Job, *, imagined: bool = False) -> tuple[Training, Captured]:
+def capture_job(job: Job, imagined: compat.DeviceFacts | None = None) -> tuple[Training, Captured]:
     """Capture a job's step as it is compiled for a real run, or as an accelerator elsewhere would be given it."""
     training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm, job.max_grad_value)
-    captured = capture(training, job.batch)
+    with ExitStack() as stack:
+        if imagined is not None:
+            stack.enter_context(compat.cuda_autocast())
+            stack.enter_context(compat.cuda_attention(imagined.capability))
+        captured = capture(training, job.batch)
     SharedBuffers.agree(captured.graph).mark(captured.graph)
-    if imagined:
+    if imagined is not None:
         on_host = [o.name for o in training.owned if not (o.options.get("fused") or o.options.get("capturable"))]
         captured = on_accelerator(captured, on_host)
     return training, captured

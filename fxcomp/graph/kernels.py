@@ -30,6 +30,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
+from fxcomp.cost.roofline import ATTENTION, CUDNN_ATTENTION
 from fxcomp.graph.info import Role, has_info, info
 from fxcomp.graph.lines import compressor_at, line_of
 from fxcomp.graph.regions import BODY
@@ -97,8 +98,10 @@ class Kernel:
     @property
     def math_type(self) -> str:
         """Return the number type that it multiplies in, and if it is attention."""
-        attention = " attention" if self.is_attention else ""
-        return math_type(self.nodes[0]) + attention
+        name = math_type(self.nodes[0])
+        if not self.is_attention:
+            return name
+        return f"{name} {CUDNN_ATTENTION if 'cudnn' in self.name else ATTENTION}"
 
 
 def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:

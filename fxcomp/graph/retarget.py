@@ -2,8 +2,8 @@
 
 Tracing with fake tensors of a device ends in an abort where torch was built without it, so a graph that is whole is
 changed: fakes lie on the device, and so does what operators make there. Operators that torch chooses by the device stay
-those of the CPU: attention without its fused kernel of the device, libraries' convolutions and batch norms, layouts
-that these prefer. Forward and backward are only counted, so they need not run.
+those of the CPU, but for attention: libraries' convolutions and batch norms, layouts that these prefer. Forward and
+backward are only counted, so they need not run.
 """
 
 from __future__ import annotations

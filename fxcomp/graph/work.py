@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -145,8 +146,8 @@ def unknowns(gm: GraphModule) -> Unknowns:
 def flops(node: Node) -> float:
     """Count floating-point operations; 0 where there is no formula (then bytes decide).
 
-    Torch's own counter, and its formula for attention on CPUs too, which it does not list. A causal mask halves
-    attention: kernels skip the blocks that it hides.
+    Torch's own counter, but for attention: its kernel on CPUs is not listed there. A causal mask halves attention:
+    kernels skip the blocks that it hides.
     """
     target, made = node.target, _values(node.meta.get("val"))
     if compat.is_operator(target) and _is_attention(target):
@@ -157,11 +158,19 @@ def flops(node: Node) -> float:
 
 
 def math_type(node: Node) -> str:
-    """Name the number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it."""
+    """Name the number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it.
+
+    Attention in float32 is computed in float32 whatever they ask for.
+    """
     types = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:
         return "f32"
-    if types[0] is torch.float32 and compat.multiplies_in_tf32(is_convolution="conv" in operator_text(node.target)):
+    name = operator_text(node.target)
+    if (
+        types[0] is torch.float32
+        and "attention" not in name
+        and compat.multiplies_in_tf32(is_convolution="conv" in name)
+    ):
         return "tf32"
     return _SHORT.get(types[0], "f32")
 
@@ -248,8 +257,7 @@ _BOUND_BY_MEMORY = frozenset(
 )  # fmt: skip
 """Of ATen's operators those without a tag that says so, whose arithmetic is a few operations a value."""
 
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_ATTENTION_BACKWARD = f"{_ATTENTION}_backward"
+_ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?(_backward)?")
 
 
 def _is_torchs(target: Any) -> bool:
@@ -274,12 +282,12 @@ def _is_list_operator(target: Any) -> bool:
 
 @cache
 def _is_attention(target: Any) -> bool:
-    return name_of(target) in (_ATTENTION, _ATTENTION_BACKWARD)
+    return _ATTENTION.fullmatch(name_of(target)) is not None
 
 
 def _attention_flops(node: Node) -> float:
-    """Two products of q·kᵀ's size forward, five backward, as torch counts attention on GPUs."""
-    is_backward = name_of(node.target) == _ATTENTION_BACKWARD
+    """Two products of q·kᵀ's size forward, five backward, as torch counts them; heads are those of the queries."""
+    is_backward = name_of(node.target).endswith("_backward")
     names = ("query", "key", "value")
     shapes = [_values(argument(node, name)) for name in names]
     if not all(isinstance(shape, Tensor) for shape in shapes):

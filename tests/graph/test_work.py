@@ -1,6 +1,9 @@
 """An operator's work follows from formulas and bytes, or is unknown where there are none."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,11 +189,41 @@ def test_symbolic_sizes_count_as_traced():
     annotate_costs(labelled(gm), CostTable(), TWO)
 
 
-def test_products_count_in_their_own_numbers(monkeypatch: pytest.MonkeyPatch):
+def test_products_count_in_their_own_numbers():
     product = only(torch.mm, torch.ones(4, 4), torch.ones(4, 4))
     assert math_type(product) == "f32"
     half = torch.ones(4, 4, dtype=torch.bfloat16)
     assert math_type(only(torch.mm, half, half)) == "bf16"
-    assert math_type(only(torch.conv2d, torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))) == "tf32"  # torch's default
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert math_type(product) == "tf32"
+
+
+TF32 = {
+    "": (False, True),  # torch's default
+    "torch.backends.cuda.matmul.allow_tf32 = True": (True, True),
+    "torch.set_float32_matmul_precision('high')": (True, True),
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": (True, True),
+    "torch.backends.cudnn.allow_tf32 = False": (False, False),
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'": (False, False),
+    "torch.backends.fp32_precision = 'tf32'": (True, True),
+    "torch.backends.fp32_precision = 'ieee'": (False, False),
+}
+"""Lines of a script, and if products and convolutions of float32 are in TF32 after them."""
+
+
+@pytest.mark.parametrize("line", TF32)
+def test_float32_is_multiplied_in_tf32_where_the_script_allows_it(line: str):
+    code = (
+        f"import torch; {line}\nfrom fxcomp import compat\n"
+        "print([compat.multiplies_in_tf32(is_convolution=each) for each in (False, True)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(list(TF32[line]))
+
+
+def test_attention_in_float32_is_not_in_tf32(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends, "cuda", SimpleNamespace(matmul=SimpleNamespace(fp32_precision="tf32")))
+    inputs = [torch.ones(1, 2, 4, 8) for _ in range(3)]
+    assert (
+        math_type(only(lambda q, k, v: aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0], *inputs))
+        == "f32"
+    )
+    assert math_type(only(torch.mm, torch.ones(4, 4), torch.ones(4, 4))) == "tf32"
