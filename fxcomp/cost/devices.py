@@ -14,9 +14,10 @@ from fxcomp import compat
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.cost.roofline import ATTENTION, CUDNN_ATTENTION, Roofline
+from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption
+from fxcomp.plan.kinds import ATTENTION, CUDNN_ATTENTION
 from fxcomp.plan.strategy import Device
 
 PRODUCT_SHARE = 0.7

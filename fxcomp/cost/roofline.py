@@ -37,9 +37,6 @@ class MemoryPrices:
 
 ASSUMED = "assumed"
 
-ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with a peak of their own, named after the type of their numbers: `bf16 attention`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:

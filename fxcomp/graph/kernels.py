@@ -30,7 +30,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
-from fxcomp.cost.roofline import ATTENTION, CUDNN_ATTENTION
 from fxcomp.graph.info import Role, has_info, info
 from fxcomp.graph.lines import compressor_at, line_of
 from fxcomp.graph.regions import BODY
@@ -47,6 +46,7 @@ from fxcomp.graph.work import (
     tensors,
     touched_bytes,
 )
+from fxcomp.plan.kinds import ATTENTION, CUDNN_ATTENTION
 
 MOST_READS_OF_A_SHARED_VALUE, MOST_READS, MOST_NODES = 4, 8, 64
 """Inductor's limits (torch._inductor.config, torch 2.13: realize_reads_threshold, realize_acc_reads_threshold,
@@ -176,8 +176,9 @@ class _Listing:
         """List the values in memory that an operator reads, through values that it computes again."""
         for source, size in reads(node):
             value = memory_of(source)
-            for each, most in self._computed.get(value, {value: math.inf}).items():
-                yield each, min(size, most)
+            if size or not self._joins:  # autograd keeps what it was given
+                for each, most in self._computed.get(value, {value: math.inf}).items():
+                    yield each, min(size, most)
 
     def _is_written(self, value: Node, sources: dict[Node, float]) -> bool:
         readers = list(_readers_of(value))

@@ -194,8 +194,9 @@ def reads(node: Node) -> Iterator[tuple[Node, float]]:
             size = max(made, sizes[1]) if name == "nll_loss_forward" else made
         if place == 0 and name in _SCATTERS and compat.is_in_place(node.target):
             size = sum(sizes[1:])  # of the table: what is added to
-        if name not in _FILLS and place != _UNREAD.get(name):
-            yield source, float(size * (2 if place < again else 1))
+        times = 0 if place == _UNREAD.get(name) else 2 if place < again else 1
+        if name not in _FILLS:
+            yield source, float(size * times)
 
 
 def _made_bytes(node: Node) -> float:

@@ -147,3 +147,7 @@ _JOINED_BY = {
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
 """The collectives that most plans are made of: every backend must have them. They are measured while compiling, an
 all_to_all only where no gather tells its time."""
+
+
+ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
+"""Kernels with a peak of their own, named after the type of their numbers: `bf16 attention`."""
