@@ -3,7 +3,7 @@
 - tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
 - operators: facts about ATen operators, and the collectives of a user's loss function.
 - optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
-- absent_device: a GPU that is not here.
+- absent_device, absent_cuda: a GPU that is not here.
 - launches: what operators hand to a device.
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
@@ -16,7 +16,8 @@
 # ruff: noqa: F401, I001
 # pyright: reportUnusedImport=false
 # fmt: off
-from fxcomp.compat.absent_device import DeviceFacts
+from fxcomp.compat.absent_cuda import DeviceFacts
+from fxcomp.compat.absent_device import as_if_on, imagined_device, unwrapped
 from fxcomp.compat.answers import (
     AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, gradient_of, node_of, symbols_of,
     unknown_size,

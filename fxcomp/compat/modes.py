@@ -37,8 +37,8 @@ _METHODS = (
 @contextmanager
 def calls_of_generators(instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Generator[None]:
     """While open, `instead` is called with a generator, a method's name and arguments wherever this code is traced."""
-    table = vars(torch.Generator)
-    with methods_instead(torch.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
+    table = vars(torch._C.Generator)
+    with methods_instead(torch._C.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
         yield
 
 
@@ -108,7 +108,7 @@ def generators_in(graph: GraphModule) -> list[torch.Generator]:
 
 def is_as_made(generator: torch.Generator) -> bool:
     """Ask if a generator was never seeded nor drawn from."""
-    return torch.equal(generator.get_state(), torch.Generator(generator.device).get_state())
+    return torch.equal(generator.get_state(), torch._C.Generator(generator.device).get_state())
 
 
 _C: Any = torch._C
