@@ -47,7 +47,7 @@ from fxcomp.compat.machine import (
 )
 from fxcomp.compat.modes import (
     attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
-    float32_precision, function_mode, function_mode_in_backward, generators_in, has_saved_tensor_hooks, is_as_made,
+    float32_precision, function_mode_in_backward, function_modes, generators_in, has_saved_tensor_hooks, is_as_made,
     is_inside_transform, is_profiling, is_same_generator, methods_instead, subclass_dispatch,
 )
 from fxcomp.compat.operators import (

@@ -98,9 +98,9 @@ class Stream(Event):
 # fmt: off
 _NONE = (
     "init", "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "set_device", "set_device_index",
-    "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction", "reset_accumulated_memory_stats",
-    "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "range_end", "mark", "start",
-    "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "stop",
+    "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+    "range_end", "mark", "start", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "stop",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",

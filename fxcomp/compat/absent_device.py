@@ -31,7 +31,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
 
 from fxcomp.compat.absent_cuda import CUDA, DeviceFacts, Refusal, check_index, cuda_instead, names_cuda
@@ -187,7 +187,8 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         return parse(*(torch.device("cuda", each) if type(each) is int else each for each in args), **kwargs)
 
     def default_device() -> torch.device:
-        is_cuda = _device.CURRENT_DEVICE is not None and _device.CURRENT_DEVICE.type == "cuda"
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
+        is_cuda = any(mode.device.type == "cuda" for mode in modes[-1:])
         return CUDA if is_cuda and is_scripts(sys._getframe(1)) else default()
 
     def compile(model: Any = None, **_: Any) -> Any:

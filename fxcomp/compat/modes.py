@@ -125,13 +125,10 @@ def default_device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-def function_mode() -> str | None:
-    """Name a TorchFunctionMode around this thread; None if there is none, but for the one of a default device."""
-    for place in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(place)
-        if not isinstance(mode, DeviceContext):
-            return type(mode).__name__
-    return None
+def function_modes() -> list[str]:
+    """Name the TorchFunctionModes around this thread, but for the one of a default device."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager
@@ -140,7 +137,7 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if function_mode() == type(mode).__name__ else mode:
+        with nullcontext() if type(mode).__name__ in function_modes() else mode:
             return run(*args, **kwargs)
 
     with attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}}):
