@@ -99,8 +99,9 @@ class Stream(Event):
 _NONE = (
     "init", "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "set_device", "set_device_index",
     "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
-    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
-    "range_end", "mark", "start", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "stop",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",
@@ -109,7 +110,7 @@ _ZERO = (
     "range_start",
 )
 _TEXT = ("memory_summary", "list_gpu_processes", "get_gencode_flags")
-_TRUE = ("is_available", "is_initialized", "is_built", "is_nccl_available")
+_TRUE = ("is_available", "is_initialized", "is_built")
 _FALSE = ("is_current_stream_capturing", "can_device_access_peer")
 _COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats", "host_memory_stats_as_nested_dict")
 _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
@@ -162,17 +163,14 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     made: dict[Any, dict[str, Any]] = {torch.cuda: here}
     for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
         made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
-    parts = (nvtx, profiler, nccl, torch.backends.cudnn, torch.backends.cuda)
-    for part in (*parts, torch.accelerator, torch.distributed):
+    for part in (nvtx, profiler, nccl, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
         names = [name for name in answers if hasattr(part, name)]
         made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
     for part, version in VERSIONS.items():
         made[part]["version"] = answering("version", part.version, lambda value=version: value)
-    modules = torch.get_device_module
-    module = answering(
-        "get_device_module", modules, lambda device=None: torch.cuda if device is None else modules(device)
-    )
-    return {**made, torch: {"get_device_module": module}}
+    find = torch.get_device_module
+    found = answering("get_device_module", find, lambda device=None: torch.cuda if device is None else find(device))
+    return {**made, torch: {"get_device_module": found}}
 
 
 def _acts(value: Any) -> bool:

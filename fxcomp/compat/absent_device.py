@@ -253,6 +253,7 @@ def _group_of_one() -> Generator[None]:
     instead: dict[str, Any] = {
         "init_process_group": lambda *_, **__: begin("gloo", store=HashStore(), rank=0, world_size=1),
         "barrier": lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
+        "is_nccl_available": lambda: True,
         "new_group": lambda ranks=None, *_, **__: new(ranks),
         "get_backend": lambda group=None: "nccl" if is_scripts(sys._getframe(1)) else backend(group),
     }

@@ -40,6 +40,9 @@ _KIND = {
 }
 """The kind of work of each line; of others it is `other`."""
 
+_RANDOM = ("rng_state", "set_rng_state", "seed_rng")
+"""Lines about the random generator of a device that is not here; they hand the device nothing."""
+
 
 def count_launches(program: Program) -> StepLaunches | None:
     """Count one step of a program after its first; None where something in it cannot run without values.
@@ -125,7 +128,7 @@ class _CountedLines:
         self._runtime, self._counter = runtime, counter
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._runtime, name)
+        found = (lambda *_: None) if name in _RANDOM else getattr(self._runtime, name)
         return _counted(_KIND.get(name, "other"), found, self._counter) if callable(found) else found
 
 
