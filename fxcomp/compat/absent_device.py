@@ -44,6 +44,9 @@ from fxcomp.compat.tracing import is_traced_here
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
+_WITHOUT_MEMORY = torch.device("cuda", 0)
+"""The object that scripts get for the device of a tensor without memory: what is made there has none either."""
+
 _BASE: Any = torch._C.TensorBase
 """The class in C that has tensors' methods and attributes."""
 
@@ -89,7 +92,8 @@ def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
     """Exchange CUDA for the place where tensors like `like` are here; in a trace that is the CPU for all."""
     if names_cuda(given):
         check_index(given, refusal)
-        return _META if isinstance(like, Tensor) and like.is_meta and not isinstance(like, FakeTensor) else _CPU
+        is_meta = given is _WITHOUT_MEMORY or (isinstance(like, Tensor) and like.is_meta)
+        return _META if is_meta and not is_traced_here() else _CPU
     return _CPU if is_traced_here() and given in ("meta", _META) else given
 
 
@@ -138,7 +142,8 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         return found
 
     described: Any = MetaTensorDescriber.describe_tensor
-    known = {"device": CUDA, "is_cuda": True, "is_cpu": False}
+    known: dict[str, Any] = {"is_cuda": lambda _: True, "is_cpu": lambda _: False}
+    known["device"] = lambda tensor: _WITHOUT_MEMORY if tensor.is_meta else CUDA
     getters = {name: _getter(getattr(_BASE, name).__get__, answer) for name, answer in known.items()}
     methods: dict[str, Any] = {
         "get_device": lambda tensor: 0 if is_scripts(sys._getframe(1)) else _BASE.get_device(tensor),
@@ -148,13 +153,13 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     fakes: Any = vars(FakeTensor)["device"]
     return {
         Tensor: {**getters, **methods, "to": to, "cuda": cuda},
-        FakeTensor: {"device": _getter(fakes.fget, CUDA).setter(fakes.fset)},
+        FakeTensor: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
     }
 
 
 def _getter(real: Any, answer: Any) -> property:
-    return property(lambda tensor: answer if is_scripts(sys._getframe(1)) else real(tensor))
+    return property(lambda tensor: (answer if is_scripts(sys._getframe(1)) else real)(tensor))
 
 
 def _moves(tensor: Tensor) -> bool:
