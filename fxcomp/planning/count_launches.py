@@ -128,8 +128,14 @@ class _CountedLines:
         self._runtime, self._counter = runtime, counter
 
     def __getattr__(self, name: str) -> Any:
-        found = (lambda *_: None) if name in _RANDOM else getattr(self._runtime, name)
+        if name in _RANDOM:
+            return _nothing
+        found = getattr(self._runtime, name)
         return _counted(_KIND.get(name, "other"), found, self._counter) if callable(found) else found
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a line of the random generator."""
 
 
 class _NoNetwork:

@@ -1,6 +1,6 @@
 """Checks of a GPU that is not here, run in a process of their own: they patch torch widely.
 
-    python -m tests.helpers.imagined      prints what each check raised, as JSON by its name
+python -m tests.helpers.imagined      prints what each check raised, as JSON by its name
 """
 
 from __future__ import annotations
@@ -64,12 +64,18 @@ def job_file(function: Callable[[], None]) -> Callable[[], None]:
 @job_file
 def a_script_sees_cuda_and_torch_and_fxcomp_the_real_device() -> None:
     for x in (torch.zeros(()), torch.zeros((), device="cuda"), nn.Parameter(torch.zeros(()))):
-        assert x.device == CUDA and x.device.type == "cuda" and x.is_cuda and not x.is_cpu and x.get_device() == 0
+        assert x.device == CUDA
+        assert x.device.type == "cuda"
+        assert x.is_cuda
+        assert not x.is_cpu
+        assert x.get_device() == 0
         assert is_cpu_scalar_tensor(x)  # a file of torch's
     kind, _ = batch_type(torch.zeros(2))  # a file of fxcomp's
     assert kind.leaves[0].device == "cpu"
     on_meta = torch.zeros(2, device="meta")
-    assert on_meta.device == CUDA and on_meta.is_meta and batch_type(on_meta)[0].leaves[0].device == "meta"
+    assert on_meta.device == CUDA
+    assert on_meta.is_meta
+    assert batch_type(on_meta)[0].leaves[0].device == "meta"
 
 
 @job_file
@@ -86,11 +92,15 @@ def every_form_of_a_device_is_taken() -> None:
             *(nn.Linear(3, 3, device=device).weight, x.pin_memory().to(device, non_blocking=True)),
         )
         assert all(each.device == CUDA for each in made)
-    assert torch.empty(2, pin_memory=True).shape == (2,) and x.cuda().cuda(non_blocking=True).shape == (2, 3)
-    assert x.to(torch.half).dtype is torch.half and x.to(torch.ones(1).double()).dtype is torch.double
-    assert x.type("torch.cuda.DoubleTensor").dtype is torch.double and isinstance(x, torch.cuda.FloatTensor)
+    assert torch.empty(2, pin_memory=True).shape == (2,)
+    assert x.cuda().cuda(non_blocking=True).shape == (2, 3)
+    assert x.to(torch.half).dtype is torch.half
+    assert x.to(torch.ones(1).double()).dtype is torch.double
+    assert x.type("torch.cuda.DoubleTensor").dtype is torch.double
+    assert isinstance(x, torch.cuda.FloatTensor)
     packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 3)])
-    assert packed.to("cuda").data.is_cuda and packed.cuda().data.is_cuda
+    assert packed.to("cuda").data.is_cuda
+    assert packed.cuda().data.is_cuda
 
 
 @job_file
@@ -111,29 +121,39 @@ def the_index_of_a_gpu_that_is_not_there_is_refused() -> None:
 @job_file
 def a_move_copies_the_hosts_tensors_and_leaves_parameters() -> None:
     x = torch.arange(12.0).reshape(3, 4)
-    assert x.cuda().data_ptr() != x.data_ptr() and x[:, :-1].cuda().is_contiguous()
+    assert x.cuda().data_ptr() != x.data_ptr()
+    assert x[:, :-1].cuda().is_contiguous()
     parameter = nn.Parameter(x)
-    assert parameter.cuda() is parameter and parameter.to("cuda") is parameter
+    assert parameter.cuda() is parameter
+    assert parameter.to("cuda") is parameter
 
 
 @job_file
 def a_tensor_without_memory_stays_without() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    assert model.cuda().weight.is_meta and model.to("cuda").weight.is_meta and model.weight.device == CUDA
-    assert torch.zeros_like(model.weight, device="cuda").is_meta and not torch.zeros(3, device="cuda").is_meta
+    assert model.cuda().weight.is_meta
+    assert model.to("cuda").weight.is_meta
+    assert model.weight.device == CUDA
+    assert torch.zeros_like(model.weight, device="cuda").is_meta
+    assert not torch.zeros(3, device="cuda").is_meta
     assert model.to_empty(device="cuda").weight.is_meta
-    assert (model.weight * torch.ones(3, 3, device=model.weight.device)).is_meta and model(model.weight).is_meta
+    assert (model.weight * torch.ones(3, 3, device=model.weight.device)).is_meta
+    assert model(model.weight).is_meta
 
 
 @job_file
 def default_devices_work() -> None:
     with torch.device("cuda"):
-        assert torch.zeros(3).is_cuda and nn.Linear(2, 2).weight.is_cuda and torch.get_default_device() == CUDA
+        assert torch.zeros(3).is_cuda
+        assert nn.Linear(2, 2).weight.is_cuda
+        assert torch.get_default_device() == CUDA
         with torch.device("cpu"):
             assert torch.get_default_device() == torch.device("cpu")
     torch.set_default_device("cuda")
-    assert torch.zeros(3).is_cuda and torch.tensor([1]).is_cuda and torch.get_default_device() == CUDA
+    assert torch.zeros(3).is_cuda
+    assert torch.tensor([1]).is_cuda
+    assert torch.get_default_device() == CUDA
     with torch.device("meta"):
         assert torch.zeros(3).is_meta
 
@@ -141,7 +161,8 @@ def default_devices_work() -> None:
 @job_file
 def generators_and_files_of_cuda_work() -> None:
     generator = torch.Generator(device="cuda").manual_seed(3)
-    assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+    assert isinstance(generator, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
     assert torch.randn(3, generator=generator, device="cuda").is_cuda
     torch.cuda.manual_seed(3)
     before = torch.cuda.get_rng_state()
@@ -254,10 +275,13 @@ def contexts_of_torch_cuda_do_nothing() -> None:
 
 @job_file
 def names_that_are_imported_answer_too() -> None:
-    from torch.cuda import device_count, is_available, manual_seed  # noqa: PLC0415
-    from torch.cuda.memory import max_memory_allocated  # noqa: PLC0415
+    from torch.cuda import device_count, is_available, manual_seed
+    from torch.cuda.memory import max_memory_allocated
 
-    assert device_count() == 1 and is_available() and manual_seed(2) is None and max_memory_allocated() == 0
+    assert device_count() == 1
+    assert is_available()
+    assert manual_seed(2) is None
+    assert max_memory_allocated() == 0
 
 
 REFUSED = ("cudart", "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "caching_allocator_alloc")
@@ -328,7 +352,9 @@ def a_process_group_is_a_group_of_one() -> None:
     dist.all_gather_object(gathered, 3)
     group = dist.new_group([0], backend="nccl")
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "nccl")
-    assert x.tolist() == [1, 1] and gathered == [3] and dist.get_world_size(group) == 1
+    assert x.tolist() == [1, 1]
+    assert gathered == [3]
+    assert dist.get_world_size(group) == 1
 
 
 @job_file
@@ -337,12 +363,16 @@ def wrapped_and_compiled_models_call_what_they_wrap() -> None:
     wrapped = DDP(model, device_ids=[0], output_device=0, find_unused_parameters=True, gradient_as_bucket_view=True)
     compiled = torch.compile(wrapped, mode="max-autotune", fullgraph=True)
     with wrapped.no_sync(), wrapped.join():
-        assert torch.equal(wrapped(x), model(x)) and torch.equal(compiled(x), model(x))
-    assert wrapped.module is model and wrapped.train().training and list(wrapped.state_dict()) == [
+        assert torch.equal(wrapped(x), model(x))
+        assert torch.equal(compiled(x), model(x))
+    assert wrapped.module is model
+    assert wrapped.train().training
+    assert list(wrapped.state_dict()) == [
         "module.weight",
         "module.bias",
     ]
-    assert torch.compile(dynamic=True)(len)([1]) == 1 and torch.equal(nn.DataParallel(model).cuda()(x), model(x))
+    assert torch.compile(dynamic=True)(len)([1]) == 1
+    assert torch.equal(nn.DataParallel(model).cuda()(x), model(x))
     model.compile()
     assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
 
@@ -363,13 +393,14 @@ class Doubled(torch.autograd.Function):
     """Makes a tensor on the device in its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         assert x.device == CUDA
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        assert gradients[0].is_cuda and torch.cuda.is_available()
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        assert gradients[0].is_cuda
+        assert torch.cuda.is_available()
         return gradients[0] * torch.full((), 2.0, device=gradients[0].device)
 
 
@@ -390,18 +421,26 @@ def seen_in(place: str) -> None:
         x, y = batch[0][:, :-1].to("cuda", non_blocking=True), batch[1][:, 1:].cuda()
         first = next(model.parameters())
         assert isinstance(x, FakeTensor)
-        assert x.device == first.device == CUDA and x.is_cuda and first.device.type == "cuda" and x.get_device() == 0
+        assert x.device == first.device == CUDA
+        assert x.is_cuda
+        assert first.device.type == "cuda"
+        assert x.get_device() == 0
         assert y.view(-1).shape == (32,), "a copy from the host has no gaps"
         mask = torch.ones(x.shape, device=x.device) + torch.zeros(8, device="cuda") + x.new_zeros(8, device=CUDA)
         mask = mask + torch.arange(8, device=torch.device("cuda", torch.cuda.current_device())) * 0 + outside
-        assert mask.device == CUDA and torch.tensor([1.0], device=0).is_cuda and outside.is_cuda
+        assert mask.device == CUDA
+        assert torch.tensor([1.0], device=0).is_cuda
+        assert outside.is_cuda
         hidden = torch.utils.checkpoint.checkpoint(model, x * mask, use_reentrant=False)
-        assert hidden.device == CUDA and hidden.requires_grad and hidden.detach().is_cuda
+        assert hidden.device == CUDA
+        assert hidden.requires_grad
+        assert hidden.detach().is_cuda
         hidden.register_hook(lambda gradient: gradient * torch.ones(8, device=gradient.device))
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("loss"), torch.device("cuda"):
             scale = torch.ones(8)
-        assert torch.cuda.get_device_capability() == (9, 0) and not torch.are_deterministic_algorithms_enabled()
+        assert torch.cuda.get_device_capability() == (9, 0)
+        assert not torch.are_deterministic_algorithms_enabled()
         calls.append(place)
         return Doubled.apply(hidden * scale).square().mean()
 
@@ -447,14 +486,17 @@ def a_loss_may_use_the_wrapper_the_group_and_the_default_device() -> None:
     calls: list[int] = []
 
     def loss(given: Any, batch: torch.Tensor) -> torch.Tensor:
-        assert torch.get_default_device() == CUDA and torch.zeros(2).is_cuda
-        assert given.module.weight.is_cuda and dist.get_rank() == 0
+        assert torch.get_default_device() == CUDA
+        assert torch.zeros(2).is_cuda
+        assert given.module.weight.is_cuda
+        assert dist.get_rank() == 0
         calls.append(1)
         return (wrapped(batch) + given(batch)).square().mean() / dist.get_world_size()
 
     job = fxcomp.Job(wrapped, loss, optimizer, torch.ones(2, 8))
     assert what_if(job, WHERE, WhatIf(device="h100")).workload.sizes.keys() == {"weight", "bias"}
-    assert rewritten(job, WHERE, None, "h100").source and len(calls) == 2
+    assert rewritten(job, WHERE, None, "h100").source
+    assert len(calls) == 2
 
 
 @job_file
@@ -487,6 +529,15 @@ def a_job_with_a_scaler_is_predicted_with_the_step_that_checks_gradients() -> No
         assert "all_finite" in rewritten(job, WHERE, None, "h100").source
         assert "all_finite" not in rewritten(plain, WHERE, None, "h100").source
         assert what_if(job, WHERE, WhatIf(device="h100")).workload.commits
+
+
+@check
+def a_job_with_a_scaler_is_measured_where_it_is() -> None:
+    model, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = fxcomp.Job(model, lambda m, b: m(b).square().mean(), optimizer, torch.ones(4, 8), scaler=scaler)
+    assert what_if(job, WHERE).workload.commits
+    assert "all_finite" in rewritten(job, WHERE).source
 
 
 # Afterwards
@@ -536,7 +587,7 @@ def everything_is_as_before_afterwards() -> None:
 def a_job_that_raises_in_its_loss_leaves_torch_as_it_was() -> None:
     before = settings()
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(*_: Any) -> torch.Tensor:
         raise KeyError("in the loss")
 
     with pytest.raises(KeyError):
