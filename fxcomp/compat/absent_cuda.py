@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -185,8 +185,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        asker = sys._getframe(1)
+    def respond(asker: FrameType, args: Any, kwargs: Any) -> Any:
         if is_scripts(asker) and answer is None:
             raise refusal(
                 f"torch.cuda.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
@@ -202,4 +201,6 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
                 raise
             return answer(*args, **kwargs)
 
-    return call
+    if isinstance(original, type):  # annotations name it
+        return type(name, (), {"__new__": lambda _, *args, **kwargs: respond(sys._getframe(1), args, kwargs)})
+    return lambda *args, **kwargs: respond(sys._getframe(1), args, kwargs)

@@ -295,6 +295,13 @@ def other_names_of_torch_cuda_are_refused_by_name() -> None:
 
 
 @job_file
+def classes_of_torch_cuda_stay_classes() -> None:
+    for name in ("CUDAGraph", "Stream", "Event", "device", "StreamContext", "graph", "MemPool"):
+        assert isinstance(getattr(torch.cuda, name), type)
+        assert not isinstance(3, getattr(torch.cuda, name) | None)
+
+
+@job_file
 def every_public_call_of_torch_cuda_is_answered_or_refused() -> None:
     foreign: list[str] = []
     for name in torch.cuda.__all__:
@@ -514,7 +521,9 @@ def optimizers_of_every_kind_are_captured() -> None:
             job = job_of(place, loss)
             optimizer = kind(job.model.parameters(), lr=0.1, **options)
             program = rewritten(fxcomp.Job(job.model, loss, optimizer, job.batch), WHERE, None, "h100")
-            assert not any(node.target is torch.ops.aten.item.default for node in program.graph.graph.nodes)
+            reads = [node for node in program.graph.graph.nodes if "_local_scalar_dense" in str(node.target)]
+            # Adagrad has no capturable variant: its counter is read.
+            assert not reads or kind is torch.optim.Adagrad, f"{kind.__name__} of {place}, {options}: {reads}"
 
 
 @job_file
