@@ -513,6 +513,7 @@ def optimizers_of_every_kind_are_captured() -> None:
 
     kinds: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.optim.AdamW, {"fused": True}), (torch.optim.Adam, {"capturable": True}),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
         (torch.optim.SGD, {"fused": True, "momentum": 0.9}), (torch.optim.Adagrad, {"fused": True}),
         (torch.optim.RMSprop, {"capturable": True, "foreach": True}),
     )  # fmt: skip
