@@ -42,6 +42,9 @@ _KIND = {
 }
 """The kind of work of each line; of others it is `other`."""
 
+_RANDOM = ("rng_state", "set_rng_state", "seed_rng")
+"""Lines about the random generator of a device that is not here; they hand the device nothing."""
+
 
 KINDS = ("pack", "encode", "collective", "decode", "check", "unpack", "clip", "update", "other")
 """The kinds of work, in the order in which a step comes to them."""
@@ -182,8 +185,14 @@ class _CountedLines:
         self._runtime, self._counter = runtime, counter
 
     def __getattr__(self, name: str) -> Any:
+        if name in _RANDOM:
+            return _nothing
         found = getattr(self._runtime, name)
         return _counted(_KIND.get(name, "other"), found, self._counter) if callable(found) else found
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a line of the random generator."""
 
 
 class _NoNetwork:

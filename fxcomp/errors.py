@@ -61,6 +61,10 @@ class UnsupportedMode(FxcompError):
     """A mode of torch is on around a step, and would not take part in it."""
 
 
+class AbsentDevice(FxcompError, RuntimeError):
+    """A job asks for more of the GPU that --device names than is imitated on a machine without it."""
+
+
 class UnsupportedResult(FxcompError):
     """The loss function returns no single number, or beside it what a compiled step could not return again."""
 

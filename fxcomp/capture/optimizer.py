@@ -131,7 +131,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise errors.UnsupportedOptimizer("differentiable=True is not captured: build the optimizer without it")
-        if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+        on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"]) and not compat.imagined_device()
+        if group.get("capturable") and on_cpu:
             raise errors.UnsupportedOptimizer(
                 "capturable=True is for parameters on an accelerator, and these are on the CPU, where PyTorch refuses"
                 " it too.\n  Build the optimizer without it."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxcomp.capture.optimizer import FreshState, Owned, fresh_states, is_kept, refused
 from fxcomp.capture.probe import Habits, copied, first_step, same
-from fxcomp.capture.shadow import shadow_of, unseen
+from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 
 
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
@@ -66,7 +66,9 @@ def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[di
             likeness = (owner.group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if likeness not in of_likeness or known.follows_parameter:
                 value = parameter if known.follows_parameter else torch.zeros_like(parameter)
-                step = first_step(shadows[id(owner.optimizer)], owner.options, value, torch.zeros_like(parameter))
+                # torch has no kernels of all fused updates for tensors without memory; the state begins alike.
+                options = plain_options(owner.options) if parameter.is_meta else owner.options
+                step = first_step(shadows[id(owner.optimizer)], options, value, torch.zeros_like(parameter))
                 of_likeness[likeness] = known.beginning(step)
             made.append(of_likeness[likeness])
     return made

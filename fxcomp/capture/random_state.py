@@ -115,6 +115,8 @@ def _set_cuda(new_state: Tensor, device: int | str | torch.device = "cuda") -> N
 
 
 def _cuda(device: int | str | torch.device) -> torch.device:
+    if compat.imagined_device():
+        return torch.device("cpu")
     if device in ("cuda", torch.device("cuda")):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -162,8 +162,8 @@ READ: dict[str, Callable[[], Hashable]] = {
 
 def surroundings() -> tuple[Hashable, ...]:
     """Read the settings that tracing bakes in. Raises UnsupportedMode."""
-    if mode := compat.function_mode():
-        _refuse(f"the TorchFunctionMode {mode} is", "Enter it inside loss_fn, where it is traced with the rest.")
+    if modes := compat.function_modes():
+        _refuse(f"the TorchFunctionMode {modes[0]} is", "Enter it inside loss_fn, where it is traced with the rest.")
     if mode := compat.dispatch_mode():
         _refuse(f"the TorchDispatchMode {mode} is", "Enter it inside loss_fn, or leave it while the step runs.")
     if compat.has_saved_tensor_hooks():

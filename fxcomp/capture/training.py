@@ -290,7 +290,7 @@ def _check_devices(model: nn.Module) -> None:
     devices: dict[str, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         devices.setdefault(str(tensor.device), name)
-    if len(devices) > 1:
+    if len(devices) > 1 and not compat.imagined_device():
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise errors.UnsupportedModel(
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."

@@ -155,6 +155,8 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
     given = state_tensors(state)
 
     counts_on_device = any(value.dim() == 0 and value.device.type != "cpu" for value in given.values())
+    if compat.imagined_device():
+        counts_on_device = bool(owner.options.get("fused") or owner.options.get("capturable"))
     plain = {"capturable": True} if "capturable" in owner.options and counts_on_device else {}
 
     shadow = shadow_of(owner.optimizer)

@@ -7,7 +7,7 @@ import sys
 
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import rewritten
+from fxcomp.frontends.what_if import imagining, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
 from fxcomp.graph.kernels import launches
@@ -35,8 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the graph or the emitted step."""
     cluster, _ = chosen_cluster(arguments)
-    job = load_job(arguments.job)
-    program = rewritten(job, cluster, asked_compress(arguments, job), arguments.device)
+    with imagining(arguments.device):
+        job = load_job(arguments.job)
+        program = rewritten(job, cluster, asked_compress(arguments, job), arguments.device)
     text = program.source if arguments.source else dump(program.graph_after(arguments.after))
     if arguments.device and not arguments.after:
         counts = (f"# {kind}: {number} kernels" for kind, number in launches(program.graph).items())

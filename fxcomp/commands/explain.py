@@ -14,7 +14,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.what_if import WhatIf, what_if
+from fxcomp.frontends.what_if import WhatIf, imagining, what_if
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.compress import Compress
 from fxcomp.report.step_report import StepReport
@@ -70,16 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         assumed = (*assumed, "Collectives are priced by the named links, not by the table's measurements.")
     errors = ErrorTable.load(arguments.errors) if arguments.errors else ASSUMED
     _tell("loading the job")
-    job = load_job(arguments.job)
-    question = WhatIf(
-        compress=_by_errors(asked_compress(arguments, job), errors),
-        errors=errors,
-        step_ms=arguments.step_ms,
-        device=arguments.device,
-        costs=costs,
-        accumulate=arguments.accumulate,
-    )
-    found = what_if(job, cluster, question, _tell)
+    with imagining(arguments.device):
+        job = load_job(arguments.job)
+        question = WhatIf(
+            compress=_by_errors(asked_compress(arguments, job), errors),
+            errors=errors,
+            step_ms=arguments.step_ms,
+            device=arguments.device,
+            costs=costs,
+            accumulate=arguments.accumulate,
+        )
+        found = what_if(job, cluster, question, _tell)
     status_line.clear()
     if arguments.save_plan:
         _save(found.plan.to_json(), arguments.save_plan)

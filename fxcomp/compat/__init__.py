@@ -3,7 +3,7 @@
 - tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
 - operators: facts about ATen operators, and the collectives of a user's loss function.
 - optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
-- absent_device, cuda_autocast, cuda_attention: a GPU that is not here.
+- absent_device, absent_cuda, cuda_autocast, cuda_attention: a GPU that is not here.
 - modes: what is around a thread, and every call of a random generator's methods.
 - dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
 - groups: process groups.
@@ -15,14 +15,13 @@
 # ruff: noqa: F401, I001
 # pyright: reportUnusedImport=false
 # fmt: off
-from fxcomp.compat.absent_device import DeviceFacts
+from fxcomp.compat.absent_cuda import DeviceFacts
+from fxcomp.compat.absent_device import as_if_on, imagined_device, unwrapped
 from fxcomp.compat.answers import (
     AskingShapes, Expression, as_symbol, can_fail, current_tracer, evaluator, gradient_of, node_of, symbols_of,
     unknown_size,
 )
 from fxcomp.compat.constants import traced, trained_outside
-from fxcomp.compat.cuda_attention import cuda_attention
-from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward, backward_call, backward_node, before_backward, compile_training,
     compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places, graph_break, inside_ddp,
@@ -46,7 +45,7 @@ from fxcomp.compat.machine import (
 )
 from fxcomp.compat.modes import (
     attention_order, calls_of_generators, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
-    float32_precision, function_mode, function_mode_in_backward, generators_in, has_saved_tensor_hooks, is_as_made,
+    float32_precision, function_mode_in_backward, function_modes, generators_in, has_saved_tensor_hooks, is_as_made,
     is_inside_transform, is_profiling, is_same_generator, methods_instead, subclass_dispatch,
 )
 from fxcomp.compat.operators import (

@@ -1,15 +1,274 @@
-"""Let a training script for a GPU run where there is none."""
+"""Let a training script for a GPU run where there is none: its job and the trace of its step.
+
+    device arguments         cuda is where the tensor is: the CPU, meta for a tensor without memory
+    x.device, x.is_cuda      cuda:0 to files of the user's and of libraries, the real device to torch's and ours
+    in a trace               everything is a fake of the CPU, tensors without memory too
+    torch.cuda               absent_cuda.py
+    processes and wrappers   a group of one; DistributedDataParallel and torch.compile call what they wrap
+
+torch's build without CUDA aborts the process where fakes of CUDA differentiate, so no tensor's device is ever cuda.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
+# What stands in for a function takes its arguments.
+# ruff: noqa: ARG005
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.optim.optimizer as optimizers
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _device
+
+from fxcomp.compat.absent_cuda import CUDA, DeviceFacts, Refusal, check_index, cuda_instead, names_cuda
+from fxcomp.compat.cuda_attention import cuda_attention
+from fxcomp.compat.cuda_autocast import cuda_autocast
+from fxcomp.compat.dynamo import compiled_functions_eager, uncompiled
+from fxcomp.compat.modes import function_mode_in_backward
+from fxcomp.compat.optimizers import GradScaler
+from fxcomp.compat.source_lines import is_scripts
+from fxcomp.compat.symbols import attributes_instead
+from fxcomp.compat.tracing import is_traced_here
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+_WITHOUT_MEMORY = torch.device("cuda", 0)
+"""The object that scripts get for the device of a tensor without memory: what is made there has none either."""
+
+_BASE: Any = torch._C.TensorBase
+"""The class in C that has tensors' methods and attributes."""
+
+_scopes: list[DeviceFacts] = []
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """Properties of a GPU that torch.cuda reports."""
+def imagined_device() -> DeviceFacts | None:
+    """Return the facts of the device that scripts see; None outside of a scope."""
+    return _scopes[-1] if _scopes else None
 
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    multiprocessors: int
+
+@contextmanager
+def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
+    """Run scripts and traces as if a device were here. `refusal` makes errors; inner scopes change nothing."""
+    if _scopes:
+        yield
+        return
+    mode, default = _Placing(refusal), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    instead: dict[Any, Mapping[str, Any]] = {
+        **_tensors_instead(refusal),
+        **_optimizers_instead(),
+        DistributedDataParallel: _WRAPPER,
+    }
+    _scopes.append(facts)
+    try:
+        with (
+            attributes_instead(cuda_instead(facts, refusal)),
+            attributes_instead(_functions_instead(refusal)),
+            attributes_instead(instead),
+            cuda_autocast(),
+            cuda_attention(facts.capability),
+            compiled_functions_eager(),
+            _group_of_one(),
+            mode,
+            function_mode_in_backward(mode),
+        ):
+            yield
+    finally:
+        _scopes.pop()
+        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not default:
+            torch.set_default_device(None if default is None else default.device)
+
+
+def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
+    """Exchange CUDA for the place where tensors like `like` are here; in a trace that is the CPU for all."""
+    if names_cuda(given):
+        check_index(given, refusal)
+        is_meta = given is _WITHOUT_MEMORY or (isinstance(like, Tensor) and like.is_meta)
+        return _META if is_meta and not is_traced_here() else _CPU
+    return _CPU if is_traced_here() and given in ("meta", _META) else given
+
+
+class _Placing(TorchFunctionMode):
+    """Exchanges the device that a function of torch is given, or takes by default."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__()
+        self._refusal = refusal
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if given.get("pin_memory"):
+            del given["pin_memory"]  # torch's build for the CPU has no such memory
+        device = given.get("device")
+        if device is None and func in _device._device_constructors():
+            device = _device.CURRENT_DEVICE  # the mode of a default device runs after this one
+        if device is not None:
+            given["device"] = _real(device, self._refusal, args[0] if args else None)
+        if func is Tensor.type and args[1:] and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."))
+        return func(*args, **given)
+
+
+def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
+    """Make attributes of tensors and of fakes; fakes of tensors without memory are fakes of the CPU."""
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        named = kwargs.pop("device", args[0] if args else None)
+        if not isinstance(named, torch.device | str | int):
+            return _BASE.to(tensor, *args, **kwargs)
+        place = _real(named, refusal, tensor)
+        if place is not named and len(args) < 4 and _moves(tensor):  # the fourth is `copy`
+            kwargs.setdefault("copy", True)
+        return _BASE.to(tensor, place, *args[1:], **kwargs)
+
+    def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        return to(tensor, CUDA if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def describe_tensor(describer: Any, tensor: Tensor, **kwargs: Any) -> Any:
+        found = described(describer, tensor, **kwargs)
+        if found.device == _META:
+            object.__setattr__(found, "device", _CPU)
+        return found
+
+    described: Any = MetaTensorDescriber.describe_tensor
+    known: dict[str, Any] = {"is_cuda": lambda _: True, "is_cpu": lambda _: False}
+    known["device"] = lambda tensor: _WITHOUT_MEMORY if tensor.is_meta else CUDA
+    getters = {name: _getter(getattr(_BASE, name).__get__, answer) for name, answer in known.items()}
+    methods: dict[str, Any] = {
+        "get_device": lambda tensor: 0 if is_scripts(sys._getframe(1)) else _BASE.get_device(tensor),
+        "pin_memory": lambda tensor, device=None: tensor,
+        "record_stream": lambda tensor, stream: None,
+    }
+    fakes: Any = vars(FakeTensor)["device"]
+    return {
+        Tensor: {**getters, **methods, "to": to, "cuda": cuda},
+        FakeTensor: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
+        MetaTensorDescriber: {"describe_tensor": describe_tensor},
+    }
+
+
+def _getter(real: Any, answer: Any) -> property:
+    return property(lambda tensor: (answer if is_scripts(sys._getframe(1)) else real)(tensor))
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Return whether a move to the GPU copies, as from the host's memory, which closes gaps of a view.
+
+    Parameters stay where they are. In a trace, where all may be on the GPU already, only what has gaps is copied.
+    """
+    if tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    return not is_traced_here() or not is_non_overlapping_and_dense_or_false(tensor)
+
+
+def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
+    """Make functions that take or return a device and that no mode sees, and torch.compile, which does nothing."""
+    made, nn_of_c = cast("Any", torch._C.Generator), cast("Any", torch._C)._nn
+    load, parse, default = torch.load, nn_of_c._parse_to, torch.get_default_device
+
+    class Kind(type(made)):  # pyright: ignore[reportUntypedBaseClass]
+        def __call__(self, device: Any = _CPU) -> torch.Generator:
+            return made(_real(device, refusal))
+
+        def __instancecheck__(self, value: object) -> bool:
+            return isinstance(value, made)
+
+    def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_cuda = map_location is None or isinstance(map_location, dict) or names_cuda(map_location)
+        return load(f, _CPU if is_cuda else map_location, *args, **kwargs)
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        return parse(*(torch.device("cuda", each) if type(each) is int else each for each in args), **kwargs)
+
+    def default_device() -> torch.device:
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
+        is_cuda = any(mode.device.type == "cuda" for mode in modes[-1:])
+        return CUDA if is_cuda and is_scripts(sys._getframe(1)) else default()
+
+    def compile(model: Any = None, **_: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    functions = {"load": load_here, "get_default_device": default_device, "compile": compile}
+    return {
+        torch: {**functions, "Generator": Kind("Generator", (made,), {})},
+        nn_of_c: {"_parse_to": parse_to},
+        torch.UntypedStorage: {"cuda": lambda storage, device=None, non_blocking=False: storage},
+    }
+
+
+def _optimizers_instead() -> dict[Any, dict[str, Any]]:
+    """Let fused and capturable optimizers take tensors that play the GPU's, and let a GradScaler be enabled."""
+
+    def here_too(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        return lambda *args, **kwargs: [*supported(*args, **kwargs), "cpu", "meta"]
+
+    is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
+    names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
+    instead = {name: here_too(getattr(optimizers, name)) for name in names}
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
+    found = {each: {name: new for name, new in instead.items() if name in vars(each)} for each in modules}
+    scaler = {"amp_definitely_not_available": lambda: sys._getframe(1).f_code is not begins and is_off()}
+    return {**found, torch.cuda.amp.common: scaler}
+
+
+def _wrap(wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
+    nn.Module.__init__(wrapper)
+    wrapper.module = module
+
+
+_WRAPPER: Mapping[str, Any] = {
+    "__init__": _wrap,
+    "forward": lambda self, *args, **kwargs: self.module(*args, **kwargs),
+    **dict.fromkeys(("no_sync", "join"), lambda self, *_, **__: nullcontext()),
+    **dict.fromkeys(("register_comm_hook", "_set_static_graph"), lambda self, *_, **__: None),
+}
+"""Methods of a DistributedDataParallel that calls its module and communicates nothing."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside of torch's data-parallel wrappers and of what torch.compile makes."""
+    inner: Any = uncompiled(model)
+    while isinstance(inner, DistributedDataParallel | DataParallel):
+        inner = uncompiled(inner.module)
+    return inner
+
+
+_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+"""The environment of a rank that is alone, as torchrun makes it."""
+
+
+@contextmanager
+def _group_of_one() -> Generator[None]:
+    """Make the process groups that a script begins groups of one, on the CPU, and destroy them at the end."""
+    begin, barrier, new, backend = (
+        getattr(distributed, name) for name in ("init_process_group", "barrier", "new_group", "get_backend")
+    )
+    was_begun, environment = distributed.is_initialized(), {**_TORCHRUN, **os.environ}
+    instead: dict[str, Any] = {
+        "init_process_group": lambda *_, **__: begin("gloo", store=HashStore(), rank=0, world_size=1),
+        "barrier": lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
+        "is_nccl_available": lambda: True,
+        "new_group": lambda ranks=None, *_, **__: new(ranks),
+        "get_backend": lambda group=None: "nccl" if is_scripts(sys._getframe(1)) else backend(group),
+    }
+    with attributes_instead({distributed: instead}), mock.patch.dict(os.environ, environment):
+        try:
+            yield
+        finally:
+            if distributed.is_initialized() and not was_begun:
+                distributed.destroy_process_group()

@@ -37,8 +37,8 @@ _METHODS = (
 @contextmanager
 def calls_of_generators(instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Generator[None]:
     """While open, `instead` is called with a generator, a method's name and arguments wherever this code is traced."""
-    table = vars(torch.Generator)
-    with methods_instead(torch.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
+    table = vars(torch._C.Generator)
+    with methods_instead(torch._C.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
         yield
 
 
@@ -108,7 +108,7 @@ def generators_in(graph: GraphModule) -> list[torch.Generator]:
 
 def is_as_made(generator: torch.Generator) -> bool:
     """Ask if a generator was never seeded nor drawn from."""
-    return torch.equal(generator.get_state(), torch.Generator(generator.device).get_state())
+    return torch.equal(generator.get_state(), torch._C.Generator(generator.device).get_state())
 
 
 _C: Any = torch._C
@@ -125,13 +125,10 @@ def default_device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-def function_mode() -> str | None:
-    """Name a TorchFunctionMode around this thread; None if there is none, but for the one of a default device."""
-    for place in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(place)
-        if not isinstance(mode, DeviceContext):
-            return type(mode).__name__
-    return None
+def function_modes() -> list[str]:
+    """Name the TorchFunctionModes around this thread, but for the one of a default device."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager
@@ -140,7 +137,7 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if function_mode() == type(mode).__name__ else mode:
+        with nullcontext() if type(mode).__name__ in function_modes() else mode:
             return run(*args, **kwargs)
 
     with attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}}):

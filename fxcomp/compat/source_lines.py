@@ -129,6 +129,21 @@ def _users_place(error: BaseException | None) -> tuple[str, int] | None:
     return next(((name, line) for name, line in lines if not name.startswith(_NOT_THE_USERS)), None)
 
 
+def is_ours(frame: FrameType) -> bool:
+    """Return whether fxcomp's code runs in a frame."""
+    return frame.f_code.co_filename.startswith(_OURS + os.sep)
+
+
+def is_scripts(frame: FrameType) -> bool:
+    """Return whether code of the user or of a library runs in a frame, and not torch's or ours."""
+    return _is_scripts(frame.f_code.co_filename)
+
+
+@cache
+def _is_scripts(name: str) -> bool:
+    return not name.startswith((_TORCH + os.sep, _OURS + os.sep, "<eval_with_key"))
+
+
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Go from a frame to those that called it."""
     while frame is not None:

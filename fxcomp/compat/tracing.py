@@ -139,14 +139,14 @@ def _generators_as_attributes() -> Generator[None]:
         return tracer.create_node("get_attr", name, (), {})
 
     handlers: dict[Any, Any] = _create_arg_bypass
-    if torch.Generator in handlers:
+    if torch._C.Generator in handlers:
         yield
         return
-    handlers[torch.Generator] = as_attribute
+    handlers[torch._C.Generator] = as_attribute
     try:
         yield
     finally:
-        del handlers[torch.Generator]
+        del handlers[torch._C.Generator]
 
 
 def trace_functional(

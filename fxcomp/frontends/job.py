@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcomp import compat
 from fxcomp.capture.optimizer import GivenOptimizers
 from fxcomp.errors import BadJob
 from fxcomp.plan.compress import GivenCompress
@@ -22,10 +23,10 @@ from fxcomp.plan.compress import GivenCompress
 class Job:
     """One rank's training job, on one example batch.
 
-    `model`, `loss_fn`, `optimizer`, `batch`, `max_grad_norm` and `max_grad_value` are what `compile_step` takes of
-    these names, `batch` being its example. `compress` is what `fxcomp explain` and `fxcomp dump` ask about where their
-    `--compress` is left out. `next_batch(step, rank)` draws the batches of a real run; without it, tools that train
-    repeat `batch`.
+    `model`, `loss_fn`, `optimizer`, `batch`, `max_grad_norm`, `max_grad_value` and `scaler` are what `compile_step`
+    takes of these names, `batch` being its example. `compress` is what `fxcomp explain` and `fxcomp dump` ask about
+    where their `--compress` is left out. `next_batch(step, rank)` draws the batches of a real run; without it, tools
+    that train repeat `batch`.
     """
 
     model: nn.Module
@@ -36,6 +37,17 @@ class Job:
     max_grad_value: float | None = None
     next_batch: Callable[[int, int], Any] | None = None
     compress: GivenCompress = "balanced"
+    scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def bare(self) -> Job:
+        """The same job without data-parallel wrappers and torch.compile around its model; its loss is given those."""
+
+        def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
+            return self.loss_fn(self.model, batch)
+
+        model = compat.unwrapped(self.model)
+        return self if model is self.model else replace(self, model=model, loss_fn=loss_fn)
 
     def batch_at(self, step: int, rank: int) -> Any:
         """Return the batch of a `step` on a `rank`."""

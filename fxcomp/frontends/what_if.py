@@ -9,7 +9,7 @@ names a device: then a preset's roofline prices them, nothing is run, and every 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import BadOption
+from fxcomp.errors import AbsentDevice, BadOption
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.retarget import on_accelerator
@@ -124,14 +124,26 @@ def what_if(
     BadOption, and as compile_step does where the optimizer's momenta cannot be exchanged.
     """
     question.check()
+    with imagining(question.device):
+        return _what_if(job if question.device is None else job.bare, cluster, question, tell)
+
+
+def imagining(device: str | None) -> AbstractContextManager[None]:
+    """Let jobs and traces run as on a preset's device; without a name, they run as here. Raises BadOption."""
+    return nullcontext() if device is None else compat.as_if_on(preset_named(device).facts, AbsentDevice)
+
+
+def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str], None]) -> Explanation:
     compress = _with_plan_read(question.compress)
     question = replace(question, compress=compress)
     compress.pinned.check_model(job.model)
     compress.pinned.check_fits(cluster)
     preset = preset_named(question.device) if question.device is not None else None
     tell("capturing the step")
-    training, captured = capture_job(job, None if preset is None else preset.facts)
-    compiler = Compiler(cluster, feedback=compress.feedback, micro_batches=question.accumulate)
+    training, captured = capture_job(job, question.device)
+    options = options_of(job, compress)
+    skips = options.skip_nonfinite
+    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate)
     foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
@@ -156,7 +168,7 @@ def what_if(
         return scaled(compiler.analyze(captured.graph, costs, moved), factor)
 
     at_gradients = choose(workload, costs, cluster, terms)
-    chooser = PointChooser(options_of(job, compress), kinds, costs, cluster, terms)
+    chooser = PointChooser(options, kinds, costs, cluster, terms)
     choice, workload, said = chooser.choose(at_gradients, workload, with_momenta)
     wanted = (
         choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster, compress.point)
@@ -200,7 +212,9 @@ def what_if(
 
 def options_of(job: Job, compress: Compress) -> StepOptions:
     """Return the options that a job is compiled with, as far as it says them. Raises BadOption."""
-    return StepOptions(compress=compress, max_grad_norm=job.max_grad_norm, max_grad_value=job.max_grad_value)
+    return StepOptions(
+        compress=compress, max_grad_norm=job.max_grad_norm, max_grad_value=job.max_grad_value, scaler=job.scaler
+    )
 
 
 def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
@@ -232,37 +246,41 @@ def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, devi
 
     With a device, it is the step that a preset's would be given, by its data sheet.
     """
+    with imagining(device):
+        return _rewritten(job if device is None else job.bare, cluster, compress, device)
+
+
+def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: str | None) -> Program:
     compress, costs = _with_plan_read(compress or Compress.of(job.compress)), CostTable()
     if device is not None:
         costs = preset_named(device).costs(WhatIf(compress=compress).compressors)
     compress.pinned.check_model(job.model)
     compress.pinned.check_fits(cluster)
-    _, captured = capture_job(job, None if device is None else preset_named(device).facts)
-    compiler = Compiler(cluster, feedback=compress.feedback)
+    _, captured = capture_job(job, device)
+    options = options_of(job, compress)
+    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=options.skip_nonfinite)
     workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
         wanted = Plan(())
     elif compress.plan is not None:
         wanted = plan_as_given(compress.plan, workload, costs, cluster, compress.point)
-        options_of(job, compress).check_moves(wanted, update_kinds(captured.graph))
+        options.check_moves(wanted, update_kinds(captured.graph))
     else:
         terms = Terms.of(compress)
-        chooser = PointChooser(options_of(job, compress), update_kinds(captured.graph), costs, cluster, terms)
+        chooser = PointChooser(options, update_kinds(captured.graph), costs, cluster, terms)
         at_gradients = choose(workload, costs, cluster, terms)
         wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
     return compiler.emit(captured, wanted, costs)
 
 
-def capture_job(job: Job, imagined: compat.DeviceFacts | None = None) -> tuple[Training, Captured]:
+def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
     """Capture a job's step as it is compiled for a real run, or as an accelerator elsewhere would be given it."""
-    training = Training.of(job.model, job.loss_fn, job.optimizer, job.max_grad_norm, job.max_grad_value)
-    with ExitStack() as stack:
-        if imagined is not None:
-            stack.enter_context(compat.cuda_autocast())
-            stack.enter_context(compat.cuda_attention(imagined.capability))
+    clipped, scaler = (job.max_grad_norm, job.max_grad_value), options_of(job, BALANCED).scaler
+    training = Training.of(job.model, job.loss_fn, job.optimizer, *clipped, scaler=scaler)
+    with imagining(device):
         captured = capture(training, job.batch)
     SharedBuffers.agree(captured.graph).mark(captured.graph)
-    if imagined is not None:
+    if device is not None:
         on_host = [o.name for o in training.owned if not (o.options.get("fused") or o.options.get("capturable"))]
         captured = on_accelerator(captured, on_host)
     return training, captured

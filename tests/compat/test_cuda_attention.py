@@ -313,7 +313,7 @@ def operators_of(device: str, dtype: torch.dtype, *, dropout: float = 0.0, run: 
             return F.cross_entropy(scores.view(-1, 100), tokens.view(-1))
 
     job = fxcomp.Job(model, loss, torch.optim.AdamW(model.parameters()), torch.zeros(2, 16, dtype=torch.long))
-    _, captured = capture_job(job, preset_named(device).facts)
+    _, captured = capture_job(job, device)
     found: Counter[str] = Counter()
     for node in captured.graph.graph.nodes:
         value: Any = node.meta.get("val")

@@ -76,7 +76,7 @@ def test_what_a_step_hands_to_the_device(
     name: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ):
     job = JOBS[name]()
-    captured = capture_job(job, preset_named("h100").facts)
+    captured = capture_job(job, "h100")
 
     def once_for_all_plans(_: Job, imagined: compat.DeviceFacts | None) -> object:
         assert imagined is not None
@@ -92,7 +92,7 @@ def test_what_a_step_hands_to_the_device(
 
 def in_buckets(job: Job, buckets: int) -> tuple[StepLaunches, int]:
     """Count the dense step of a job whose gradients leave in so many buckets; returns its collectives, too."""
-    _, captured = capture_job(job, preset_named("h100").facts)
+    _, captured = capture_job(job, "h100")
     costs = preset_named("h100").costs(())
     sizes = Compiler(WHERE).analyze(captured.graph, costs).sizes
     names = list(sizes)

@@ -125,6 +125,7 @@ class Trainings:
             costs=CostTable(),
             max_grad_norm=job.max_grad_norm,
             max_grad_value=job.max_grad_value,
+            scaler=job.scaler,
             checks=UNCHECKED,
         )
         _seed(seed * self._world_size + rank)
@@ -136,6 +137,8 @@ class Trainings:
                 if number in (0, request.steps - 1):
                     batches += [_digest(flatten(batch)[0])]
                 losses += [_loss(step(batch))]
+                if job.scaler is not None:
+                    job.scaler.update()
         self._check_same("batches", seed, batches)
         last = losses[-max(1, request.steps // _END) :]
         loss = self._sum(sum(last) / len(last)) / self._world_size

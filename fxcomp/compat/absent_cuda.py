@@ -1,0 +1,206 @@
+"""Answers of torch.cuda, torch.accelerator and their neighbours for a GPU that is not here.
+
+The file that calls decides:
+
+    the user's, a library's     the table's answer; a public name of torch.cuda that it lacks is refused
+    torch's                     torch's own answer; the table's where torch raises without CUDA
+    fxcomp's                    torch's own answer
+
+Streams and events do nothing, memory figures are 0, and CUDA's random generator is the CPU's.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
+# Answers take arguments that they do not use.
+# ruff: noqa: ARG002, ARG005
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.cuda import nccl, nvtx, profiler
+
+from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
+
+CUDA = torch.device("cuda", 0)
+"""The device that scripts see."""
+
+VERSIONS = {torch.backends.cudnn: 91002, nccl: (2, 28, 9)}
+"""Versions that torch's builds for CUDA report."""
+
+Refusal = Callable[[str], Exception]
+"""Makes the error for a call that has no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Properties of a GPU that torch.cuda reports."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    multiprocessors: int
+
+
+def names_cuda(given: Any) -> bool:
+    """Return whether an argument is a CUDA device: an object, a text or an index."""
+    if isinstance(given, str):
+        return given.partition(":")[0] == "cuda"
+    return given.type == "cuda" if isinstance(given, torch.device) else type(given) is int
+
+
+def check_index(given: Any, refusal: Refusal) -> None:
+    """Refuse every CUDA device but the first, as CUDA does where there is one."""
+    index = torch.device(given).index if isinstance(given, str) and names_cuda(given) else given
+    index = given.index if isinstance(given, torch.device) else index
+    if isinstance(index, int) and index > 0:
+        raise refusal(
+            f"CUDA error: invalid device ordinal. {users_line()} uses the GPU with index {index}, but each rank has one"
+            " GPU.\n  Use cuda:0 or the rank's LOCAL_RANK, which is 0."
+        )
+
+
+class Event:
+    """An event, or a stream, on which nothing runs."""
+
+    cuda_stream, device = 0, CUDA
+
+    def __init__(self, *_: Any, **__: Any): ...
+
+    def __enter__(self) -> Event:
+        return self
+
+    def __exit__(self, *_: Any, **__: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return 0.0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    record = wait = wait_event = wait_stream = synchronize = __exit__
+
+
+class Stream(Event):
+    """A stream on which nothing runs."""
+
+
+# fmt: off
+_NONE = (
+    "init", "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "set_device", "set_device_index",
+    "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
+)
+_ZERO = (
+    "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",
+    "max_memory_cached", "memory_allocated", "memory_reserved", "memory_cached", "memory_usage", "device_memory_used",
+    "utilization", "temperature", "power_draw", "clock_rate", "get_sync_debug_mode", "range_push", "range_pop",
+    "range_start",
+)
+_TEXT = ("memory_summary", "list_gpu_processes", "get_gencode_flags")
+_TRUE = ("is_available", "is_initialized", "is_built")
+_FALSE = ("is_current_stream_capturing", "can_device_access_peer")
+_COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats", "host_memory_stats_as_nested_dict")
+_CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
+# fmt: on
+
+
+def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
+    """Make the answers, by the name of the function."""
+    generator, (major, minor) = torch.default_generator, facts.capability
+    properties = SimpleNamespace(
+        name=facts.name, major=major, minor=minor, total_memory=facts.memory_bytes, warp_size=32,
+        multi_processor_count=facts.multiprocessors, max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536, is_integrated=0, is_multi_gpu_board=0,
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        **dict.fromkeys(_NONE), **dict.fromkeys(_ZERO, 0), **dict.fromkeys(_TEXT, ""),
+        **dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False),
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), (facts.memory_bytes, facts.memory_bytes)),
+        "device_count": 1, "current_accelerator": torch.device("cuda"), "get_device_name": facts.name,
+        "get_device_capability": facts.capability, "get_device_properties": properties, "memory_snapshot": [],
+        "get_arch_list": [f"sm_{major}{minor}"], "is_tf32_supported": major >= 8, "get_allocator_backend": "native",
+        "get_per_process_memory_fraction": 1.0,
+    }  # fmt: skip
+    return {
+        **{name: lambda *_, value=value, **__: value for name, value in constants.items()},
+        **dict.fromkeys(_COUNTS, lambda device=None: defaultdict(int)),
+        **dict.fromkeys(_CONTEXTS, lambda *_, **__: nullcontext()),
+        **dict.fromkeys(("current_stream", "default_stream"), Stream),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(seed) and None),
+        **dict.fromkeys(("seed", "seed_all"), lambda: generator.seed() and None),
+        "initial_seed": lambda: generator.initial_seed(),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda new_state, device=None: generator.set_state(new_state) and None,
+        "set_rng_state_all": lambda new_states: generator.set_state(new_states[0]) and None,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
+    }
+
+
+def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, Any]]:
+    """Make the attributes of torch's modules that answer for a device, by module."""
+    cuda, answers, public = vars(torch.cuda), _answers(facts), torch.cuda.__all__
+
+    def answering(name: str, original: Any, answer: Any) -> Callable[..., Any]:
+        return _answering(name, original, answer, refusal)
+
+    here = {name: answering(name, cuda[name], answers.get(name)) for name in public if _acts(cuda[name])}
+    here |= {name: getattr(torch, name) for name in public if name.endswith("Tensor")}
+    here |= {"Stream": Stream, "Event": Event, "default_generators": (torch.default_generator,)}
+    made: dict[Any, dict[str, Any]] = {torch.cuda: here}
+    for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
+        made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
+    for part in (nvtx, profiler, nccl, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
+        names = [name for name in answers if hasattr(part, name)]
+        made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
+    for part, version in VERSIONS.items():
+        made[part]["version"] = answering("version", part.version, lambda value=version: value)
+    find = torch.get_device_module
+    found = answering("get_device_module", find, lambda device=None: torch.cuda if device is None else find(device))
+    return {**made, torch: {"get_device_module": found}}
+
+
+def _acts(value: Any) -> bool:
+    """Return whether an attribute of torch.cuda needs the GPU: neither an error's class nor a tensor's."""
+    return callable(value) and not (
+        isinstance(value, type) and issubclass(value, (Exception, torch.storage._LegacyStorage))
+    )
+
+
+def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Callable[..., Any]:
+    """Answer by the file of the calling frame."""
+    code = getattr(original, "__code__", None)
+    takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
+
+    def respond(asker: FrameType, args: Any, kwargs: Any) -> Any:
+        if is_scripts(asker) and answer is None:
+            raise refusal(
+                f"torch.cuda.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
+                " here.\n  Leave it out of what job() and the loss run: it has no part in the captured step."
+            )
+        if is_scripts(asker):
+            check_index(kwargs.get("device", args[0] if args and takes_device else None), refusal)
+            return answer(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except (AssertionError, RuntimeError):
+            if answer is None or is_ours(asker):
+                raise
+            return answer(*args, **kwargs)
+
+    if isinstance(original, type):  # annotations name it
+        return type(name, (), {"__new__": lambda _, *args, **kwargs: respond(sys._getframe(1), args, kwargs)})
+    return lambda *args, **kwargs: respond(sys._getframe(1), args, kwargs)
