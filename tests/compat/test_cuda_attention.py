@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxcomp
 from fxcomp import errors
-from fxcomp.compat import cuda_attention, cuda_autocast
-from fxcomp.cost.devices import preset_named
+from fxcomp.compat.cuda_attention import cuda_attention
+from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.frontends.what_if import capture_job
 from fxcomp.graph.work import Basis, basis, flops, math_type, operator_text, touched_bytes
 
