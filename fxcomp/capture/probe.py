@@ -285,11 +285,15 @@ def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Own
 
 
 class Draws:
-    """Values like a parameter's, from a generator of its own; on the CPU where the parameter has no memory."""
+    """Values like a parameter's, from a generator of its own.
+
+    Of a parameter without memory they are on the CPU, at most 256 in each dimension: it may be too large for this host.
+    """
 
     def __init__(self, like: Tensor, seed: int = 0):
         like = like.detach()
-        self._like = torch.empty_like(like, device="cpu") if like.is_meta else like
+        sizes = [min(size, 256) for size in like.shape]
+        self._like = torch.empty(sizes, dtype=like.dtype, device="cpu") if like.is_meta else like
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, scale: float = 1.0) -> Tensor:

@@ -29,7 +29,7 @@ MEMORY_SHARE = 0.85
 FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 0.7, 0.34, 0.5
 """Of the peak in 16 bits that fused attention reaches: flash attention 230 of 312 TFLOP/s on an A100, and 335 of 989 on
 an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5); cuDNN's
-400 to 650 of 989 (Shah and others, "FlashAttention-3", 2024, figures 5 and 6)."""
+373 to 574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5)."""
 
 LAUNCH_US = 5.0
 """One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than

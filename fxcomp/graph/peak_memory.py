@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp.graph.info import InputKind, Role, info
-from fxcomp.graph.kernels import Kernel, memory_of
+from fxcomp.graph.kernels import Kernel, is_view, memory_of
 from fxcomp.graph.memories import Memories
 from fxcomp.graph.regions import BODY
 from fxcomp.graph.work import tensor_bytes
@@ -96,4 +96,9 @@ def _part_kept(node: Node) -> str:
 
 
 def _part_made(value: Node) -> str:
-    return "gradients" if any(info(user).role is Role.GRADIENT for user in (value, *value.users)) else "activations"
+    return "gradients" if _is_gradient(value) else "activations"
+
+
+def _is_gradient(value: Node) -> bool:
+    is_marked = info(value).role is Role.GRADIENT
+    return is_marked or any(_is_gradient(user) for user in value.users if is_view(user))
