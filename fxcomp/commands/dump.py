@@ -10,7 +10,7 @@ from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import imagining, rewritten
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.dump import dump
-from fxcomp.graph.kernels import launches
+from fxcomp.graph.kernels import kernels, launches
 from fxcomp.pipeline import pass_names
 from fxcomp.report.terminal import encodable
 
@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         program = rewritten(job, cluster, asked_compress(arguments, job), arguments.device)
     text = program.source if arguments.source else dump(program.graph_after(arguments.after))
     if arguments.device and not arguments.after:
-        counts = (f"# {kind}: {number} kernels" for kind, number in launches(program.graph).items())
+        counts = (
+            f"# {kind}: {number} kernels" for kind, number in launches(program.graph, kernels(program.graph)).items()
+        )
         text = "\n".join([text, *counts])
     print(encodable(text, sys.stdout.encoding))
     return 0

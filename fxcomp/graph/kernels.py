@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -35,16 +35,15 @@ from fxcomp.graph.lines import compressor_at, line_of
 from fxcomp.graph.regions import BODY
 from fxcomp.graph.update_kinds import update_lists
 from fxcomp.graph.work import (
+    OperatorWork,
     argument,
-    flops,
     is_bound_by_memory,
     is_free,
-    math_type,
     name_of,
     reads,
     tensor_bytes,
     tensors,
-    touched_bytes,
+    work,
 )
 from fxcomp.plan.kinds import ATTENTION, CUDNN_ATTENTION
 
@@ -91,14 +90,19 @@ class Kernel:
         return self.name.startswith("_scaled_dot_product")
 
     @property
+    def work(self) -> OperatorWork:
+        """Return the work of its first operator, the only one of a library's kernel."""
+        return info(self.nodes[0]).work or work(self.nodes[0])
+
+    @property
     def flops(self) -> float:
         """Return its floating-point operations where they are products; others cost less than their bytes."""
-        return flops(self.nodes[0]) if self.order is Order.ALONE else 0.0
+        return self.work.flops if self.order is Order.ALONE else 0.0
 
     @property
     def math_type(self) -> str:
         """Return the number type that it multiplies in, and if it is attention."""
-        name = math_type(self.nodes[0])
+        name = self.work.math_type
         if not self.is_attention:
             return name
         return f"{name} {CUDNN_ATTENTION if 'cudnn' in self.name else ATTENTION}"
@@ -157,7 +161,7 @@ class _Listing:
         kernel = self._join(node, order, size, sources)
         self._maker.update(dict.fromkeys((node, *results), kernel))
         if order is Order.ALONE:
-            kernel.touched_bytes = touched_bytes(node)
+            kernel.touched_bytes = kernel.work.touched_bytes
         if _name(node) not in NORMALISATIONS or order is Order.ALONE:
             return
         if not self._is_written(first, sources):
@@ -174,7 +178,7 @@ class _Listing:
 
     def _sources(self, node: Node) -> Iterator[tuple[Node, float]]:
         """List the values in memory that an operator reads, through values that it computes again."""
-        for source, size in reads(node):
+        for source, size in reads(node, info(node).work):
             value = memory_of(source)
             if size or not self._joins:  # autograd keeps what it was given
                 for each, most in self._computed.get(value, {value: math.inf}).items():
@@ -314,12 +318,12 @@ CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
 MultiTensorApply.cuh; of tensors for four lists)."""
 
 
-def launches(gm: GraphModule, joins: bool = True) -> dict[str, int]:
-    """Count the kernels that the host starts in a step, by kind, without collectives' own."""
-    found = {"forward and backward": len(kernels(gm, joins=joins))}
+def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
+    """Count the kernels that the host starts in a step, by kind, without collectives' own; some are listed."""
+    found = {"forward and backward": len(listed)}
     rows = update_lists(gm, math.inf)
-    listed = {node for row in rows for node in row}
-    alone = [[n] for n in gm.graph.nodes if n.op == "call_function" and n not in listed and info(n).role in _KINDS]
+    together = {node for row in rows for node in row}
+    alone = [[n] for n in gm.graph.nodes if n.op == "call_function" and n not in together and info(n).role in _KINDS]
     for row in (*alone, *rows):
         line, role = line_of(row[0]), info(row[0]).role
         if (line is None and (is_free(row[0]) or is_view(row[0]))) or (line is not None and line.cost is None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -62,11 +62,14 @@ class OperatorWork:
     flops: float
     touched_bytes: float
     math_type: str
+    read_bytes: tuple[float, ...]
+    """Bytes that it reads of each argument, as `reads` lists them."""
 
 
 def work(node: Node) -> OperatorWork:
     """Collect what prices a node; `NodeInfo.work` keeps it."""
-    return OperatorWork(work_key(node), flops(node), touched_bytes(node), math_type(node))
+    sizes = tuple(size for _, size in _counted_reads(node))
+    return OperatorWork(work_key(node), flops(node), sum(sizes) + _made_bytes(node), math_type(node), sizes)
 
 
 class Basis(Enum):
@@ -177,11 +180,16 @@ def math_type(node: Node) -> str:
 
 def touched_bytes(node: Node) -> float:
     """Count the bytes that the operator must read and write."""
-    return sum(size for _, size in reads(node)) + _made_bytes(node)
+    return sum(size for _, size in _counted_reads(node)) + _made_bytes(node)
 
 
-def reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """List the arguments that an operator must read, and the bytes of each.
+def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node, float]]:
+    """List the arguments that an operator must read, and the bytes of each; its work, where known, has them."""
+    return zip(node.all_input_nodes, known.read_bytes, strict=False) if known is not None else _counted_reads(node)
+
+
+def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
+    """Count the bytes that an operator must read of each argument.
 
     A lookup reads the rows that it returns, a fill reads nothing, a copy overwrites its first argument, batch norm
     reads its input once for the statistics and once more to apply them.

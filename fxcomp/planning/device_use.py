@@ -29,24 +29,23 @@ def device_use(
     compiler: Compiler, programs: Mapping[str, Program], costs: CostTable, preset: Preset, *, is_fused: bool
 ) -> DeviceUse:
     """Estimate programs of one step by name, eager DDP with or without a fused optimizer, and better settings."""
-    gm = next(iter(programs.values())).graph
-    joined = kernels(gm)
-    eager = compiler.eager(next(iter(programs.values())).captured.graph, costs, is_fused=is_fused)
+    listed = {name: kernels(program.graph) for name, program in programs.items()}
+    steps = [_compiled(name, program.graph, listed[name]) for name, program in programs.items()]
+    name, program = next(iter(programs.items()))
+    eager = compiler.eager(program.captured.graph, costs, is_fused=is_fused)
     alone, sent = kernels(eager, joins=False), gradients(eager).values()
     dense_bytes = sum(map(value_bytes, sent))
     memory = peak_memory(eager, alone)
     memory["buckets"] += dense_bytes
-    started = {**launches(eager, joins=False), "pack": len(sent)}  # DDP divides each gradient
+    started = {**launches(eager, alone), "pack": len(sent)}  # DDP divides each gradient
     device_us = _device_us(eager) + costs.pack_us(dense_bytes)
-    steps = [_compiled(name, program) for name, program in programs.items()]
     steps.append(_step("DDP, eager", started, device_us, memory))
-    products, advice = _products(gm, joined), _advice(joined, preset)
-    return DeviceUse(preset.facts.memory_bytes, steps, products, _attention(joined), advice)
+    products, advice = _products(program.graph, listed[name]), _advice(listed[name], preset)
+    return DeviceUse(preset.facts.memory_bytes, steps, products, _attention(listed[name]), advice)
 
 
-def _compiled(name: str, program: Program) -> StepOnDevice:
-    gm = program.graph
-    return _step(name, launches(gm), _device_us(gm), peak_memory(gm, kernels(gm)))
+def _compiled(name: str, gm: GraphModule, listed: Sequence[Kernel]) -> StepOnDevice:
+    return _step(name, launches(gm, listed), _device_us(gm), peak_memory(gm, listed))
 
 
 def _step(name: str, started: Mapping[str, int], device_us: float, memory: Mapping[str, float]) -> StepOnDevice:

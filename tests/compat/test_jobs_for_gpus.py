@@ -30,4 +30,4 @@ def test_a_training_script_for_a_gpu_is_predicted_and_dumped(job: str, gradients
     assert "NVIDIA" in explained
     dumped = told("dump", job, "--compress", "dense")
     assert dumped.count("gradient ") >= gradients
-    assert "# in all:" in dumped
+    assert "# forward and backward: " in dumped
