@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fxcomp.plan.budget import ErrorBudget
-from fxcomp.plan.compress import BALANCED, Compress, Warmup
+from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.given import is_path
 from fxcomp.plan.pins import Pins
@@ -33,9 +33,23 @@ def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | No
     return None if pins is None else replace(compress, plan=None, pins=pins)
 
 
-def written(compress: Compress) -> str:
-    """Write what is not as by default."""
-    return f"fxcomp.Compress({_changes(compress, BALANCED)})"
+def written(value: Any) -> str:
+    """Write a setting, or a value in one, as Python, without what is as by default."""
+    match value:
+        case Compress() | ErrorFeedback() | Warmup():
+            default = type(value)()
+            given = {field.name: getattr(value, field.name) for field in fields(value)}
+            changed = [f"{name}={written(of)}" for name, of in given.items() if of != getattr(default, name)]
+            return f"fxcomp.{type(value).__name__}({', '.join(changed)})"
+        case ErrorBudget():
+            return f"fxcomp.like({value.text!r})" if value.is_uniform else repr(value.text)
+        case Mapping():
+            pins = cast("Mapping[str, Any]", value)
+            return repr({pattern: str(way) for pattern, way in pins.items()})
+        case Path():
+            return repr(str(value))
+        case _:
+            return repr(value)
 
 
 def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[str]) -> dict[str, str]:
@@ -57,24 +71,3 @@ def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
                 return None
     usual = Counter(ways.values()).most_common(1)[0][0]
     return {"*": usual} | {name: way for name, way in ways.items() if way != usual}
-
-
-def _changes(of: Any, default: Any) -> str:
-    given = {field.name: getattr(of, field.name) for field in fields(default)}
-    changed = {name: value for name, value in given.items() if value != getattr(default, name)}
-    return ", ".join(f"{name}={_value(value)}" for name, value in changed.items())
-
-
-def _value(value: Any) -> str:
-    match value:
-        case ErrorBudget():
-            return f"fxcomp.like({value.text!r})" if value.is_uniform else repr(value.text)
-        case ErrorFeedback() | Warmup():
-            return f"fxcomp.{type(value).__name__}({_changes(value, type(value)())})"
-        case Mapping():
-            pins = cast("Mapping[str, Any]", value)
-            return f"{{{', '.join(f'{pattern!r}: {str(way)!r}' for pattern, way in pins.items())}}}"
-        case Path():
-            return repr(str(value))
-        case _:
-            return repr(value)
