@@ -29,7 +29,7 @@ from fxcomp import status_line
 from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.capture.structures import flatten
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
+from fxcomp.commands.bisect.mend import compressed_names, partly_dense
 from fxcomp.commands.bisect.search import Search, SearchFindings, most_trainings
 from fxcomp.commands.demo.launch_ranks import join, of_module, run_ranks
 from fxcomp.cost.table import CostTable

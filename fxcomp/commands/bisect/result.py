@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fxcomp.commands.bisect.advice import mended, written
-from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
+from fxcomp.commands.bisect.mend import compressed_names, mended, partly_dense, written
 from fxcomp.commands.bisect.search import Comparison, Guilt, SearchFindings, finite_of
 from fxcomp.errors import DivergingCombination
 from fxcomp.plan.compress import Compress
@@ -91,23 +90,28 @@ class Result:
 
 
 def headline(result: Result) -> str:
-    """Say it in a sentence."""
+    return _verdict(result)[1]
+
+
+def _verdict(result: Result) -> tuple[str, str]:
+    """Say it in a word, and in a sentence."""
     found, trials = result.found, f"{count(result.seeds, 'seed')} of {count(result.steps, 'step')}"
     if not found.trainings:
-        return "The plan compresses nothing, so there is nothing to search."
+        return "dense", "The plan compresses nothing, so there is nothing to search."
     cost = found.in_all
-    if found.guilty:
-        hurts = "makes the training diverge" if cost.cost == math.inf else f"costs the loss {_percent(cost.cost)}"
-        by = "by no part of the plan alone" if result.is_spread else f"by {members(result.names)}"
-        return f"Compression {hurts}, over {trials}: {by}."
+    costs = "makes the training diverge" if cost.cost == math.inf else f"costs the loss {_percent(cost.cost)}"
+    if result.is_spread:
+        return "spread", f"Compression {costs}, over {trials}: by no part of the plan alone."
+    if result.names:
+        return "guilty", f"Compression {costs}, over {trials}: by {members(result.names)}."
     some, rest = "", ""
     if cost.diverging:
         diverge = f"{count(cost.diverging, 'seed')} diverge{'s' if cost.diverging == 1 else ''}"
         some, rest = f"{diverge} of {result.seeds}, too few to name a tensor. ", " in the others"
     if cost.counts():
-        limit = f"up to --least {_percent(result.least)}: nothing is searched."
-        return f"{some}Compression costs the loss {_percent(cost.cost)} over {trials}, {limit}"
-    return f"{some}Compression costs the loss nothing that {trials} could tell{rest}: {_with_noise(cost)}."
+        limit = f"--least {_percent(result.least)}"
+        return "small", f"{some}Compression {costs} over {trials}, up to {limit}: nothing is searched."
+    return "noise", f"{some}Compression costs the loss nothing that {trials} could tell{rest}: {_with_noise(cost)}."
 
 
 _NOISE = (
@@ -196,11 +200,11 @@ def _advice(result: Result) -> Iterator[str]:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Convert to JSON; costs and losses that are not finite are null."""
-    found = result.found
+    found, (verdict, said) = result.found, _verdict(result)
     data: dict[str, Any] = {
         "schema": 1,
-        "verdict": _verdict(result),
-        "said": headline(result),
+        "verdict": verdict,
+        "said": said,
         "steps": result.steps,
         "seeds": result.seeds,
         "least": result.least,
@@ -220,14 +224,6 @@ def to_json(result: Result) -> dict[str, Any]:
     ]
     searched = asdict(found) if found.trainings else {}
     return json.loads(json.dumps({**data, **searched, "guilty": guilty}), parse_constant=lambda _: None)
-
-
-def _verdict(result: Result) -> str:
-    if not result.found.trainings:
-        return "dense"
-    if result.names:
-        return "spread" if result.is_spread else "guilty"
-    return "small" if result.found.in_all.counts() else "noise"
 
 
 def _with_noise(found: Comparison) -> str:
