@@ -131,8 +131,8 @@ class Trainings:
     def train(self, compressed: Collection[str], seed: int) -> float:
         """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
         request, rank, ranks = self._request, dist.get_rank(), dist.get_world_size()
-        part, of_seeds = f"{len(compressed)} of {len(self.names)} tensors", f"seed {seed + 1} of {request.seeds}"
-        print(f"{_MARK}{part} compressed, {of_seeds}", flush=True)
+        note = f"{len(compressed)} of {len(self.names)} tensors compressed, seed {seed + 1} of {request.seeds}"
+        print(_MARK + note, flush=True)
         _seed(seed)
         job = load_job(request.job)
         if request.checkpoint is not None:

@@ -162,7 +162,7 @@ def _row(result: Result, guilt: Guilt) -> list[str]:
     by = {name: short(bucket.strategy) for bucket in result.plan.buckets for name in bucket.names}
     return [
         ", ".join(names) if len(names) <= 4 else members(names),
-        _percent(guilt.found.cost, "diverges"),
+        _percent(guilt.found.cost),
         _percent(guilt.found.noise, "unknown"),
         "" if share is None else f"{100 * share:.0f} %",
         mb(result.more_bytes(names)),
@@ -227,7 +227,7 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def _with_noise(found: Comparison) -> str:
-    return f"{_percent(found.cost, 'diverges')}, noise {_percent(found.noise, 'unknown')}"
+    return f"{_percent(found.cost)}, noise {_percent(found.noise, 'unknown')}"
 
 
 def _percent(share: float, otherwise: str = "diverges") -> str:
