@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fxcomp import status_line
 from fxcomp.commands.job_options import add_job_options, asked_compress, chosen_cluster, job_files, names_links
-from fxcomp.commands.outputs import check_outputs, check_page
+from fxcomp.commands.outputs import check_outputs, check_page, save_plan
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = what_if(job, cluster, question, _tell)
     status_line.clear()
     if arguments.save_plan:
-        _save(found.plan.to_json(), arguments.save_plan)
+        save_plan(found.plan, arguments.save_plan)
     explanation = replace(found, notes=(*assumed, *found.notes))
     report = StepReport(explanation)
     if arguments.html:
@@ -108,11 +108,3 @@ def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
 
 def _tell(what: str) -> None:
     status_line.show(f"{what} ...")
-
-
-def _save(plan: object, path: str) -> None:
-    try:
-        with open(path, "w") as file:
-            file.write(json.dumps(plan, indent=1) + "\n")
-    except OSError as error:
-        raise BadOption(f"cannot save the plan to {path}: {error.strerror}") from None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fxcomp.errors import BadOption
+from fxcomp.plan.plan import Plan
 
 
 def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None]) -> None:
@@ -33,6 +34,14 @@ def check_page(option: str, text: str) -> None:
         raise BadOption(f"cannot read {text}, which {option} would replace: {error.strerror}") from None
     if begin and begin.lower() != _PAGE:
         raise BadOption(f"{option} {text} would overwrite a file that is no page: name another one, or delete it")
+
+
+def save_plan(plan: Plan, path: str) -> None:
+    """Write a plan. Raises BadOption."""
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise BadOption(f"cannot save the plan to {path}: {error.strerror}") from None
 
 
 _PAGE = b"<!doctype html>"

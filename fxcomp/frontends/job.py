@@ -54,6 +54,19 @@ class Job:
         return self.batch if self.next_batch is None else self.next_batch(step, rank)
 
 
+def compile_arguments(job: Job) -> dict[str, Any]:
+    """Return the arguments of `compile_step` that a job has."""
+    return {
+        "model": job.model,
+        "loss_fn": job.loss_fn,
+        "optimizer": job.optimizer,
+        "example_batch": job.batch,
+        "max_grad_norm": job.max_grad_norm,
+        "max_grad_value": job.max_grad_value,
+        "scaler": job.scaler,
+    }
+
+
 def load_job(text: str) -> Job:
     """Call a function in a file, written `path.py:function` (`:job` if left out), and return the Job it makes.
 

@@ -15,7 +15,7 @@ from helpers.ranks import run_alone, run_ranks
 import fxcomp
 from fxcomp.__main__ import main
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
+from fxcomp.commands.bisect.mend import compressed_names, partly_dense
 from fxcomp.commands.bisect.rank import Request, Trainings
 from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
 from fxcomp.commands.bisect.search import Search, Train

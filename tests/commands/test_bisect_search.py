@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 import random
 from collections.abc import Callable, Collection, Mapping
 
@@ -164,9 +164,9 @@ def test_no_training_is_run_twice():
     assert len(seen) == len(set(seen)) == found.trainings
 
 
-def test_findings_go_to_json_and_back():
+def test_findings_go_from_ranks_to_the_parent():
     found = Search(NAMES, planted({NAMES[5]: 0.5}), 3).run()
-    assert SearchFindings.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_noise_is_that_of_pairs_and_costs_are_shares():

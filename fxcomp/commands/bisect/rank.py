@@ -1,4 +1,4 @@
-"""One rank of a search: train as the search asks, on all ranks alike. `run.py` starts it as a module of its own.
+"""Search on ranks of this machine: the parent starts them, and each trains as the search asks, on all ranks alike.
 
     the seed                       the model, where the job makes it by random numbers; the same on all ranks
     steps from seed · steps on     the batches that next_batch draws by step and rank
@@ -11,37 +11,41 @@ that the job imports lives on from one training to the next.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import pickle
 import random
 import sys
+import tempfile
+import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from fxcomp import status_line
 from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.capture.structures import flatten
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.commands.bisect.partly_dense import compressed_names, partly_dense
-from fxcomp.commands.bisect.search import Search
-from fxcomp.commands.demo.launch_ranks import join
+from fxcomp.commands.bisect.mend import compressed_names, partly_dense
+from fxcomp.commands.bisect.search import Search, SearchFindings, most_trainings
+from fxcomp.commands.demo.launch_ranks import join, of_module, run_ranks
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadJob, BadState, FxcompError
+from fxcomp.errors import BadJob, BadState, FxcompError, PeerFailed
 from fxcomp.frontends.compile_step import compile_step
-from fxcomp.frontends.job import Job, load_job
+from fxcomp.frontends.job import Job, compile_arguments, load_job
 from fxcomp.options import UNCHECKED
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
+from fxcomp.report.document import count
 
-MARK = "@bisect "
-"""Begins what rank 0 prints for the process that started it, which may stand after something of the job."""
+_MARK = "@bisect "
+"""Begins what ranks print for the parent, which may stand after something of the job."""
 
-FOUND = "found.json"
+_FOUND = "found"
 """The file beside the request into which rank 0 writes what was found."""
 
 _END = 4
@@ -61,38 +65,56 @@ class Request:
     checkpoint: str | None
     least: float
 
-    def to_json(self) -> dict[str, Any]:
-        data = {"plan": self.plan.to_json(), "cluster": self.cluster.to_json(), "feedback": asdict(self.feedback)}
-        plain = {"job": self.job, "steps": self.steps, "seeds": self.seeds, "checkpoint": self.checkpoint}
-        return {**plain, **data, "least": self.least}
 
-    @classmethod
-    def from_json(cls, data: Any) -> Request:
-        plan, cluster = Plan.from_json(data["plan"]), Cluster.from_json(data["cluster"])
-        feedback = ErrorFeedback(**data["feedback"])
-        plain = [data[name] for name in ("steps", "seeds", "checkpoint", "least")]
-        return cls(data["job"], plan, cluster, feedback, *plain)
+def search_on_ranks(request: Request) -> SearchFindings:
+    """Let ranks search, and show how far they are. Raises PeerFailed."""
+    began: list[float] = []
+
+    def hear(rank: int, line: str) -> None:
+        _, mark, note = line.partition(_MARK)
+        if rank > 0 or not mark:
+            return
+        began.append(time.monotonic())
+        if len(began) == 2:
+            _tell_length(request, began[1] - began[0])
+        status_line.show(f"training: {note}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "request"
+        path.write_bytes(pickle.dumps(request))
+        command = of_module(__name__, str(path))
+        run_ranks(command, ranks_per_host=request.cluster.world_size, timeout_s=math.inf, on_line=hear)
+        try:
+            return pickle.loads(path.with_name(_FOUND).read_bytes())
+        except FileNotFoundError:
+            raise PeerFailed(
+                f"the ranks have ended before the search did, without an error: {request.job!r} ends its process.\n"
+                "  Let nothing that it trains with call sys.exit or os._exit."
+            ) from None
 
 
-def main(path: str) -> int:
-    """Search with all ranks, which see the same losses and so decide the same; rank 0 tells the parent."""
-    request = Request.from_json(json.loads(Path(path).read_text()))
+def _tell_length(request: Request, training_s: float) -> None:
+    """Say how long the search may take, after the first training."""
+    one, more = most_trainings(len(compressed_names(request.plan)), request.seeds)
+    minutes = count(max(1, round(one * training_s / 60)), "minute")
+    status_line.clear()
+    text = f"At most {one} trainings, about {minutes}, if one tensor is guilty; {more} more for each further one."
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(path: Path) -> int:
+    """Search with all ranks, which see the same losses and so decide the same; rank 0 writes what was found."""
+    request: Request = pickle.loads(path.read_bytes())
     join()
-    is_first = dist.get_rank() == 0
     trainings = Trainings(request)
-
-    def tell(note: str) -> None:
-        if is_first:
-            print(MARK + note, flush=True)
-
     try:
-        found = Search(trainings.names, trainings.train, request.seeds, tell, least=request.least).run()
+        found = Search(trainings.names, trainings.train, request.seeds, request.least).run()
     except FxcompError as error:
         print(error, file=sys.stderr, flush=True)
         dist.destroy_process_group()  # with threads that are left, the process would abort
         return 2
-    if is_first:
-        Path(path).with_name(FOUND).write_text(json.dumps(found.to_json()))
+    if dist.get_rank() == 0:
+        path.with_name(_FOUND).write_bytes(pickle.dumps(found))
     dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
     dist.destroy_process_group()
     return 0
@@ -103,45 +125,43 @@ class Trainings:
 
     def __init__(self, request: Request) -> None:
         self.names = compressed_names(request.plan)
-        self._request, self._rank, self._world_size = request, dist.get_rank(), dist.get_world_size()
+        self._request = request
         self._seen: dict[tuple[str, int], str] = {}
 
     def train(self, compressed: Collection[str], seed: int) -> float:
         """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
-        request, rank, first = self._request, self._rank, seed * self._request.steps
+        request, rank, ranks = self._request, dist.get_rank(), dist.get_world_size()
+        note = f"{len(compressed)} of {len(self.names)} tensors compressed, seed {seed + 1} of {request.seeds}"
+        print(_MARK + note, flush=True)
         _seed(seed)
         job = load_job(request.job)
         if request.checkpoint is not None:
             _restore(job, request.checkpoint)
         self._check_same("parameters", seed, job.model.state_dict().values())
         plan = partly_dense(request.plan, [name for name in self.names if name not in compressed])
+        steps = range(seed * request.steps, (seed + 1) * request.steps)
         step = compile_step(
-            job.model,
-            job.loss_fn,
-            job.optimizer,
-            job.batch_at(first, rank),
+            **compile_arguments(replace(job, batch=job.batch_at(steps[0], rank))),
             compress=Compress(plan=plan, feedback=request.feedback),
             cluster=request.cluster,
             costs=CostTable(),
-            max_grad_norm=job.max_grad_norm,
-            max_grad_value=job.max_grad_value,
-            scaler=job.scaler,
             checks=UNCHECKED,
         )
-        _seed(seed * self._world_size + rank)
+        _seed(seed * ranks + rank)
         losses: list[float] = []
         batches: list[Any] = []
         with step:
-            for number in range(request.steps):
-                batch = job.batch_at(first + number, rank)
-                if number in (0, request.steps - 1):
+            for number in steps:
+                batch = job.batch_at(number, rank)
+                if number in (steps[0], steps[-1]):
                     batches += [_digest(flatten(batch)[0])]
-                losses += [_loss(step(batch))]
+                result = step(batch)
+                losses += [float(cast("tuple[Any, ...]", result)[0] if isinstance(result, tuple) else result)]
                 if job.scaler is not None:
                     job.scaler.update()
         self._check_same("batches", seed, batches)
-        last = losses[-max(1, request.steps // _END) :]
-        loss = self._sum(sum(last) / len(last)) / self._world_size
+        last = losses[-max(1, len(steps) // _END) :]
+        loss = _sum(sum(last) / len(last)) / ranks
         if compressed or math.isfinite(loss):
             return loss
         raise BadJob(
@@ -152,7 +172,7 @@ class Trainings:
     def _check_same(self, what: str, seed: int, values: Iterable[Any]) -> None:
         """Raise BadJob on all ranks if on one an earlier training of the seed had others."""
         digest = _digest(values)
-        if self._sum(float(self._seen.setdefault((what, seed), digest) != digest)):
+        if _sum(float(self._seen.setdefault((what, seed), digest) != digest)):
             raise BadJob(
                 f"two trainings of {self._request.job!r} from seed {seed} differ in their {what}, so their losses"
                 " cannot be compared: something lives on from one training to the next.\n"
@@ -160,11 +180,12 @@ class Trainings:
                 " which runs again for each training; what it imports does not."
             )
 
-    def _sum(self, value: float) -> float:
-        """Sum up over ranks."""
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)  # pyright: ignore[reportUnknownMemberType]  # untyped
-        return total.item()
+
+def _sum(value: float) -> float:
+    """Sum up over ranks."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    return total.item()
 
 
 def _seed(number: int) -> None:
@@ -186,11 +207,6 @@ def _digest(values: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _loss(result: Any) -> float:
-    """Read the loss of a step, which may come with more."""
-    return float(cast("tuple[Any, ...]", result)[0] if isinstance(result, tuple) else result)
-
-
 def _restore(job: Job, path: str) -> None:
     """Load the model, and the optimizer if it is there. Raises BadState."""
     try:
@@ -208,4 +224,4 @@ def _restore(job: Job, path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))

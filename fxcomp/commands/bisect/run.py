@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from fxcomp import status_line
-from fxcomp.commands.bisect.partly_dense import compressed_names
-from fxcomp.commands.bisect.rank import FOUND, MARK, Request
+from fxcomp.commands.bisect.rank import Request, search_on_ranks
 from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
-from fxcomp.commands.bisect.search import SearchFindings, most_trainings
-from fxcomp.commands.demo.launch_ranks import of_module, run_ranks
+from fxcomp.commands.bisect.search import NOTHING_TO_SEARCH
 from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster, job_files
-from fxcomp.commands.outputs import check_outputs
-from fxcomp.errors import BadJob, BadOption, PeerFailed
+from fxcomp.commands.outputs import check_outputs, save_plan
+from fxcomp.errors import BadJob, BadOption
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, what_if
 from fxcomp.graph.update_kinds import update_kinds
-from fxcomp.report.document import count
 from fxcomp.report.terminal import print_sections
 
 NAME = "bisect"
@@ -73,21 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
             "the plan exchanges momenta, after a warm-up that is longer than the trainings of bisect.\n"
             "  Ask about gradients: --at gradient, or another --compress."
         )
-    found, kinds = None, ()
-    if compressed_names(plan):
+    steps, seeds, least, saved = arguments.steps, arguments.seeds, arguments.least, arguments.save_plan
+    found, kinds = NOTHING_TO_SEARCH, ()
+    if not plan.is_dense:
         kinds = tuple(update_kinds(capture_job(job)[1].graph))
         checkpoint = arguments.checkpoint and str(Path(arguments.checkpoint).resolve())
         feedback = replace(compress.feedback, allow_diverging=True)  # finding what diverges is what it is for
-        limits = (arguments.steps, arguments.seeds, checkpoint, arguments.least)
-        found = _searched(Request(arguments.job, plan, cluster, feedback, *limits))
+        found = search_on_ranks(Request(arguments.job, plan, cluster, feedback, steps, seeds, checkpoint, least))
     status_line.clear()
-    saved = arguments.save_plan
-    result = Result(explanation, found, compress, arguments.steps, arguments.seeds, arguments.least, kinds, saved)
+    result = Result(explanation, found, compress, steps, seeds, least, kinds, saved)
     if saved:
-        try:
-            result.mended_plan.save(saved)
-        except OSError as error:
-            raise BadOption(f"cannot save the plan to {saved}: {error.strerror}") from None
+        save_plan(result.mended_plan, saved)
     if arguments.json:
         print(json.dumps(to_json(result), indent=1))
     else:
@@ -110,42 +100,3 @@ def _check(arguments: argparse.Namespace, ranks: int) -> None:
         raise BadOption(f"--least is a share of the loss, from 0 to below 1, like 0.001; it is {arguments.least:g}")
     if arguments.checkpoint and not Path(arguments.checkpoint).is_file():
         raise BadOption(f"--checkpoint: there is no file {arguments.checkpoint}")
-
-
-def _searched(request: Request) -> SearchFindings:
-    """Let ranks search, and show how far they are. Raises PeerFailed."""
-    began: list[float] = []
-
-    def hear(_: int, line: str) -> None:
-        if MARK not in line:
-            return
-        began.append(time.monotonic())
-        if len(began) == 2:
-            _tell_length(request, began[1] - began[0])
-        status_line.show(f"training: {line.partition(MARK)[2]}")
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "request.json"
-        path.write_text(json.dumps(request.to_json()))
-        command = of_module("fxcomp.commands.bisect.rank", str(path))
-        run_ranks(command, ranks_per_host=request.cluster.world_size, timeout_s=math.inf, on_line=hear)
-        try:
-            found = json.loads(path.with_name(FOUND).read_text())
-        except FileNotFoundError:
-            raise PeerFailed(
-                f"the ranks have ended before the search did, without an error: {request.job!r} ends its process.\n"
-                "  Let nothing that it trains with call sys.exit or os._exit."
-            ) from None
-    return SearchFindings.from_json(found)
-
-
-def _tell_length(request: Request, training_s: float) -> None:
-    """Say how long the search may take, after the first training."""
-    one, more = most_trainings(len(compressed_names(request.plan)), request.seeds)
-    minutes = count(max(1, round(one * training_s / 60)), "minute")
-    status_line.clear()
-    print(
-        f"At most {one} trainings, about {minutes}, if one tensor is guilty; {more} more for each further one.",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxcomp.errors import BadJob
@@ -50,7 +50,7 @@ class Comparison:
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
         """Compare seed by seed; `usual` is the spread of such differences elsewhere."""
-        finite = [each for each in differences if math.isfinite(each)]
+        finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:
             return cls(math.inf, LEAST, diverging)
@@ -59,6 +59,10 @@ class Comparison:
         factor = _STUDENT[freedom] if freedom < len(_STUDENT) else 2.0 + 2.5 / freedom
         noise = factor * max(usual, statistics.stdev(finite)) / math.sqrt(len(finite))
         return cls(statistics.mean(finite), max(noise, LEAST), diverging)
+
+
+def finite_of(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -87,33 +91,9 @@ class SearchFindings:
     """The cost of what stays compressed once the guilty are dense; None where nothing is left."""
     trainings: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "dense": [*self.dense],
-            "chosen": [*self.chosen],
-            "in_all": _numbers(self.in_all),
-            "guilty": [{"names": [*each.names], **_numbers(each.found)} for each in self.guilty],
-            "rest": None if self.rest is None else _numbers(self.rest),
-            "trainings": self.trainings,
-        }
 
-    @classmethod
-    def from_json(cls, data: Any) -> SearchFindings:
-        def comparison(of: Any) -> Comparison:
-            return Comparison(of["cost"], of["noise"], of["diverging"])
-
-        return cls(
-            tuple(data["dense"]),
-            tuple(data["chosen"]),
-            comparison(data["in_all"]),
-            tuple(Guilt(tuple(each["names"]), comparison(each)) for each in data["guilty"]),
-            None if data["rest"] is None else comparison(data["rest"]),
-            data["trainings"],
-        )
-
-
-def _numbers(comparison: Comparison) -> dict[str, float]:
-    return {"cost": comparison.cost, "noise": comparison.noise, "diverging": comparison.diverging}
+NOTHING_TO_SEARCH = SearchFindings((), (), Comparison(0.0, 0.0))
+"""The result where the plan compresses nothing."""
 
 
 def most_trainings(names: int, seeds: int) -> tuple[int, int]:
@@ -122,61 +102,55 @@ def most_trainings(names: int, seeds: int) -> tuple[int, int]:
     return seeds * (2 + each), seeds * each
 
 
+@dataclass(slots=True)
 class Search:
     """The trainings of a search, each of them once. A cost up to `least` is not searched for."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        train: Train,
-        seeds: int,
-        tell: Callable[[str], None] = lambda _: None,
-        *,
-        least: float = 0.0,
-    ) -> None:
-        assert seeds > 1, "one seed has no noise"
-        self._names, self._train, self._seeds, self._tell, self._least = names, train, seeds, tell, least
-        self._known: dict[frozenset[str], tuple[float, ...]] = {}
-        self._spreads: list[float] = []
-        """Of the differences of each comparison so far."""
-        self._trainings = 0
+    names: Sequence[str]
+    train: Train
+    seeds: int
+    """Two or more: one has no noise."""
+    least: float = 0.0
+    _known: dict[frozenset[str], tuple[float, ...]] = field(default_factory=dict[Any, Any], init=False)
+    _spreads: list[float] = field(default_factory=list[float], init=False)
+    """Of the differences of each comparison so far."""
 
     def run(self) -> SearchFindings:
         """Find what costs something, until what is left costs nothing that noise could not. Raises BadJob."""
         dense = self._losses(())
         if len(set(dense)) == 1:
             raise BadJob(
-                f"seeds change nothing in this job: without compression each of {self._seeds} ends with the loss"
+                f"seeds change nothing in this job: without compression each of {self.seeds} ends with the loss"
                 f" {dense[0]:.9g}, to the bit, and so there is no noise to compare a cost with.\n"
                 "  Let next_batch(step, rank) draw other batches for other steps: each seed is given steps of its own."
                 " Random numbers may come from the default generator, which is seeded after the job is loaded."
             )
-        chosen = self._losses(self._names)
-        in_all = self._cost(self._names)
+        chosen = self._losses(self.names)
+        in_all = rest = self._cost(self.names)
         guilty: list[Guilt] = []
-        left, rest = list(self._names), in_all
-        while rest.counts(self._least):
-            found = self._find(left, rest)
-            guilty += found
-            named = {name for each in found for name in each.names}
+        left = list(self.names)
+        while left and rest.counts(self.least):
+            guilty += self._find(left, rest)
+            named = {name for each in guilty for name in each.names}
             left = [name for name in left if name not in named]
-            if not left:
-                return SearchFindings(dense, chosen, in_all, tuple(guilty), None, self._trainings)
             rest = self._cost(left)
-        return SearchFindings(dense, chosen, in_all, tuple(guilty), rest if guilty else None, self._trainings)
+        after = rest if guilty and left else None
+        return SearchFindings(dense, chosen, in_all, tuple(guilty), after, self.seeds * len(self._known))
 
     def _find(self, names: Sequence[str], found: Comparison) -> list[Guilt]:
         """Find the smallest sets within some tensors that cost something together."""
-        if len(names) == 1:
-            return [Guilt(tuple(names), found)]
-        middle = len(names) // 2
-        halves = [(half, self._cost(half)) for half in (names[:middle], names[middle:])]
-        smaller = [guilt for half, cost in halves if cost.counts(self._least) for guilt in self._find(half, cost)]
+        smaller: list[Guilt] = []
+        if len(names) > 1:
+            middle = len(names) // 2
+            halves = [(half, self._cost(half)) for half in (names[:middle], names[middle:])]
+            for half, cost in halves:
+                if cost.counts(self.least):
+                    smaller += self._find(half, cost)
         return smaller or [Guilt(tuple(names), found)]
 
     def _cost(self, names: Sequence[str]) -> Comparison:
         found = differences(self._losses(()), self._losses(names))
-        finite = [each for each in found if math.isfinite(each)]
+        finite = finite_of(found)
         if len(finite) > 1:
             self._spreads.append(statistics.stdev(finite))
         return Comparison.of(found, statistics.median(self._spreads) if self._spreads else 0.0)
@@ -184,10 +158,5 @@ class Search:
     def _losses(self, compressed: Collection[str]) -> tuple[float, ...]:
         key = frozenset(compressed)
         if key not in self._known:
-            losses: list[float] = []
-            for seed in range(self._seeds):
-                self._tell(f"{len(key)} of {len(self._names)} tensors compressed, seed {seed + 1} of {self._seeds}")
-                losses.append(self._train(key, seed))
-                self._trainings += 1
-            self._known[key] = tuple(losses)
+            self._known[key] = tuple(self.train(key, seed) for seed in range(self.seeds))
         return self._known[key]

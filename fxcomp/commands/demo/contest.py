@@ -31,7 +31,7 @@ from fxcomp.commands.demo.result import BLOCK_STEPS, FREE, FXCOMP, LABELS, Conte
 from fxcomp.commands.demo.run import MARK
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.compile_step import compile_step
-from fxcomp.frontends.job import Job
+from fxcomp.frontends.job import Job, compile_arguments
 from fxcomp.options import Checks
 from fxcomp.plan.plan import Plan
 from fxcomp.report.document import count, short
@@ -87,7 +87,7 @@ def main(steps: int, budget_s: float) -> None:
     size = sum(parameter.numel() for parameter in jobs[FXCOMP].model.parameters())
     _tell(rank, parameters=size, note="fxcomp captures the step, measures the machine and the link, and plans")
     # A race would last longer than the demo's training.
-    compiled = compile_step(**_arguments(jobs[FXCOMP]), checks=Checks(race="off"))
+    compiled = compile_step(**compile_arguments(jobs[FXCOMP]), checks=Checks(race="off"))
     take: dict[str, Step] = {
         "ddp": _eager_step(jobs["ddp"], DistributedDataParallel(jobs["ddp"].model)),
         "bf16_hook": _eager_step(jobs["bf16_hook"], with_bf16(jobs["bf16_hook"].model)),
@@ -162,17 +162,6 @@ def _summary(plan: Plan) -> str:
         elements[short(bucket.strategy)] += bucket.elements
     shares = [f"{100 * size / elements.total():.1f} % {name}" for name, size in elements.most_common()]
     return f"{', '.join(shares)}, in {count(len(plan.buckets), 'bucket')}"
-
-
-def _arguments(job: Job) -> dict[str, Any]:
-    return {
-        "model": job.model,
-        "loss_fn": job.loss_fn,
-        "optimizer": job.optimizer,
-        "example_batch": job.batch,
-        "max_grad_norm": job.max_grad_norm,
-        "max_grad_value": job.max_grad_value,
-    }
 
 
 def _eager_step(job: Job, model: nn.Module) -> Step:

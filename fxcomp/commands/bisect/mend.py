@@ -1,4 +1,4 @@
-"""Write the setting that leaves some tensors dense, as Python: the user's own with pins, or with a saved plan.
+"""Leave some tensors of a plan dense, and write the setting that does so, as Python: the user's own, changed.
 
 within="balanced"          the same, and pins={"lm_head.weight": "dense"} after the user's pins
 plan="int8", saved         plan="mended.json"
@@ -8,17 +8,49 @@ plan="int8"                pins={"*": "int8", "lm_head.weight": "dense"}; plan="
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from fxcomp.plan.budget import ErrorBudget
-from fxcomp.plan.compress import BALANCED, Compress, Warmup
+from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.given import is_path
 from fxcomp.plan.pins import Pins
-from fxcomp.plan.plan import Plan
+from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
+
+
+def compressed_names(plan: Plan) -> list[str]:
+    """Name the parameters of which some part is compressed, in the order in which they leave."""
+    names = (name for bucket in plan.buckets if not bucket.strategy.is_dense for name in bucket.names)
+    return list(dict.fromkeys(names))
+
+
+def partly_dense(plan: Plan, names: Collection[str]) -> Plan:
+    """Split each bucket that holds some of these parameters: they go dense, over the same levels, ahead of the rest.
+
+    A compressor sees each tensor of a bucket by itself, so the rest is compressed as before.
+    """
+    return Plan(tuple(part for bucket in plan.buckets for part in _split(bucket, names)))
+
+
+def _split(bucket: Bucket, names: Collection[str]) -> Iterator[Bucket]:
+    if bucket.strategy.is_dense and bucket.at is ExchangePoint.GRADIENT:
+        yield bucket
+        return
+    dense = [k for k, name in enumerate(bucket.names) if name in names]
+    rest = [k for k, name in enumerate(bucket.names) if name not in names]
+    if dense:
+        yield replace(_some(bucket, dense), strategy=bucket.strategy.uncompressed, at=ExchangePoint.GRADIENT)
+    if rest:
+        yield _some(bucket, rest)
+
+
+def _some(bucket: Bucket, which: Sequence[int]) -> Bucket:
+    columns = ([values[k] for k in which] for values in (bucket.names, bucket.sizes, bucket.starts))
+    names, sizes, starts = (tuple(column) for column in columns)
+    return replace(bucket, names=names, sizes=sizes, starts=starts)
 
 
 def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | None) -> Compress | None:
@@ -33,17 +65,12 @@ def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | No
     return None if pins is None else replace(compress, plan=None, pins=pins)
 
 
-def written(compress: Compress) -> str:
-    """Write what is not as by default."""
-    return f"fxcomp.Compress({_changes(compress, BALANCED)})"
-
-
 def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[str]) -> dict[str, str]:
     """Add names to pins, where the last that matches decides, and leave out those that decide nothing any more."""
     merged = {pattern: str(value) for pattern, value in pins.items() if pattern not in names}
     merged |= dict.fromkeys(names, "dense")
-    deciding = {rule.pattern for rule in Pins.read(merged).decided(trained)}
-    return {pattern: value for pattern, value in merged.items() if pattern in deciding}
+    deciding = Pins.read(merged).decided(trained)
+    return {rule.pattern: merged[rule.pattern] for rule in deciding}
 
 
 def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
@@ -59,21 +86,19 @@ def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
     return {"*": usual} | {name: way for name, way in ways.items() if way != usual}
 
 
-def _changes(of: Any, default: Any) -> str:
-    given = {field.name: getattr(of, field.name) for field in fields(default)}
-    changed = {name: value for name, value in given.items() if value != getattr(default, name)}
-    return ", ".join(f"{name}={_value(value)}" for name, value in changed.items())
-
-
-def _value(value: Any) -> str:
+def written(value: Any) -> str:
+    """Write a setting, or a value in one, as Python, without what is as by default."""
     match value:
+        case Compress() | ErrorFeedback() | Warmup():
+            default = type(value)()
+            given = {field.name: getattr(value, field.name) for field in fields(value)}
+            changed = [f"{name}={written(of)}" for name, of in given.items() if of != getattr(default, name)]
+            return f"fxcomp.{type(value).__name__}({', '.join(changed)})"
         case ErrorBudget():
             return f"fxcomp.like({value.text!r})" if value.is_uniform else repr(value.text)
-        case ErrorFeedback() | Warmup():
-            return f"fxcomp.{type(value).__name__}({_changes(value, type(value)())})"
         case Mapping():
             pins = cast("Mapping[str, Any]", value)
-            return f"{{{', '.join(f'{pattern!r}: {str(way)!r}' for pattern, way in pins.items())}}}"
+            return repr({pattern: str(way) for pattern, way in pins.items()})
         case Path():
             return repr(str(value))
         case _:
