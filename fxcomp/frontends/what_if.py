@@ -182,9 +182,8 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     use = None
     if preset is not None:
         plans = {"the plan": wanted} if wanted == choice.dense else {"the plan": wanted, "dense": choice.dense}
-        programs = {name: compiler.emit(captured, plan, costs) for name, plan in plans.items()}
         is_fused = all(owned.options.get("fused") for owned in training.owned)
-        use = device_use(compiler, programs, costs, preset, is_fused=is_fused)
+        use = device_use(compiler, captured, plans, costs, preset, is_fused=is_fused)
     return Explanation(
         plan=wanted,
         choice=choice,

@@ -195,6 +195,7 @@ class _Listing:
         near = {*makers, *(self._reader[each] for each in sources if each in self._reader)}
         latest = sorted(near, key=lambda kernel: -kernel.place)
         kernel = next((each for each in latest if _takes(each, order, size, makers)), None)
+        waits = [] if kernel is None else self._kernels  # nothing waits for a new one
         if kernel is None:
             kernel = Kernel(len(self._kernels), order, size)
             self._kernels.append(kernel)
@@ -204,9 +205,10 @@ class _Listing:
         before = kernel.before
         for maker in makers - {kernel}:
             before |= maker.before | 1 << maker.place
-        for other in self._kernels if before != kernel.before else ():
-            if other is kernel or other.before >> kernel.place & 1:
+        for other in waits if before != kernel.before else ():
+            if other.before >> kernel.place & 1:
                 other.before |= before
+        kernel.before = before
         for source, read in sources.items():
             if self._maker.get(source) is not kernel:
                 kernel.reads[source] = max(kernel.reads.get(source, 0.0), read)

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule
 
-from fxcomp.codegen.program import Program
 from fxcomp.cost.devices import LAUNCH_US, Preset
 from fxcomp.cost.table import CostTable
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import gradients, value_bytes
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.kernels import Kernel, kernels, launches
 from fxcomp.graph.peak_memory import peak_memory
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.plan import Plan
 from fxcomp.report.device import DeviceUse, StepOnDevice
 
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
@@ -26,13 +27,20 @@ WORTH_SAYING = 0.05
 
 
 def device_use(
-    compiler: Compiler, programs: Mapping[str, Program], costs: CostTable, preset: Preset, *, is_fused: bool
+    compiler: Compiler,
+    captured: Captured,
+    plans: Mapping[str, Plan],
+    costs: CostTable,
+    preset: Preset,
+    *,
+    is_fused: bool,
 ) -> DeviceUse:
-    """Estimate programs of one step by name, eager DDP with or without a fused optimizer, and better settings."""
-    listed = {name: kernels(program.graph) for name, program in programs.items()}
-    steps = [_compiled(name, program.graph, listed[name]) for name, program in programs.items()]
-    name, program = next(iter(programs.items()))
-    eager = compiler.eager(program.captured.graph, costs, is_fused=is_fused)
+    """Estimate one step under plans by name, eager DDP with or without a fused optimizer, and better settings."""
+    graphs = {name: compiler.rewrite(captured.graph, plan, costs) for name, plan in plans.items()}
+    listed = {name: kernels(gm) for name, gm in graphs.items()}
+    steps = [_compiled(name, gm, listed[name]) for name, gm in graphs.items()]
+    name, gm = next(iter(graphs.items()))
+    eager = compiler.eager(captured.graph, costs, is_fused=is_fused)
     alone, sent = kernels(eager, joins=False), gradients(eager).values()
     dense_bytes = sum(map(value_bytes, sent))
     memory = peak_memory(eager, alone)
@@ -40,7 +48,7 @@ def device_use(
     started = {**launches(eager, alone), "pack": len(sent)}  # DDP divides each gradient
     device_us = _device_us(eager) + costs.pack_us(dense_bytes)
     steps.append(_step("DDP, eager", started, device_us, memory))
-    products, advice = _products(program.graph, listed[name]), _advice(listed[name], preset)
+    products, advice = _products(gm, listed[name]), _advice(listed[name], preset)
     return DeviceUse(preset.facts.memory_bytes, steps, products, _attention(listed[name]), advice)
 
 
