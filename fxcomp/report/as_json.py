@@ -10,7 +10,7 @@ from fxcomp.cost.timeline import Timeline, critical_path
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
-from fxcomp.report.by_layer import Layer, LayerPart, layers_of
+from fxcomp.report.by_layer import Row, gradients_of, layers_of
 from fxcomp.report.explanation import Explanation, bucket_of, exposed_by_bucket, moves_json
 from fxcomp.report.links import measured_links
 from fxcomp.report.whole_job import moved_json
@@ -120,10 +120,6 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
     budget, errors = explanation.budget, explanation.errors
     if budget is None:
         return None
-    layers, strategies = layers_of(explanation), [str(bucket.strategy) for bucket in explanation.plan.buckets]
-    by_name: dict[str, list[LayerPart]] = {name: [] for name in explanation.plan.names}
-    for part in (part for layer in layers for part in layer.parts):
-        by_name[part.name].append(part)
     return {
         "asked": str(budget.asked),
         "allowed": explanation.allowed,
@@ -131,44 +127,33 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
         "measured": errors.is_measured,
         "looks": errors.looks,
         "notes": list(errors.notes),
-        "layers": [_layer(layer) for layer in layers],
+        "layers": [_layer(layer) for layer in layers_of(explanation)],
         "gradients": [
-            {
-                "name": name,
-                **_shares(parts),
-                "strategies": list(dict.fromkeys(strategies[part.bucket] for part in parts)),
-            }
-            for name, parts in by_name.items()
+            {"name": each.name, **_shares(each), "strategies": list(map(str, each.strategies))}
+            for each in gradients_of(explanation)
         ],
     }
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
-    others = {"dense": layer.dense, "finer": layer.finer, "coarser": layer.coarser}
+def _layer(layer: Row) -> dict[str, Any]:
     return {
         "layer": layer.name,
         "names": list(layer.names),
-        "strategy": str(layer.strategy),
+        "strategy": str(layer.strategies[0]),
         "pinned": layer.is_pinned,
         "buckets": list(layer.buckets),
-        **_shares(layer.parts),
-        "instead": {
-            name: other
-            and {"strategy": str(other.strategy), "longer_ms": other.longer_us / 1e3, "more_spent": other.spent}
-            for name, other in others.items()
-        },
+        **_shares(layer),
     }
 
 
-def _shares(parts: Sequence[LayerPart]) -> dict[str, Any]:
+def _shares(row: Row) -> dict[str, Any]:
     """Return the weight of these elements, their error and their saving."""
-    squares, spent = sum(part.squares for part in parts), sum(part.spent for part in parts)
     return {
-        "bytes": sum(part.dense_bytes for part in parts),
-        "squares": squares,
-        "error": spent / squares if squares > 0 else None,
-        "spent": spent,
-        "wire_ms_saved": sum(part.saved_us for part in parts) / 1e3,
+        "bytes": row.dense_bytes,
+        "squares": row.squares,
+        "error": row.error,
+        "spent": row.spent,
+        "wire_ms_saved": row.saved_us / 1e3,
     }
 
 

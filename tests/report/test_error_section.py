@@ -1,4 +1,4 @@
-"""The section of an error budget: what is lost by layer, and why."""
+"""The section of an error budget: the error of each layer."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,16 +14,17 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.error_tables.columns import STANDARD
 from fxcomp.error_tables.table import ErrorRow
-from fxcomp.plan.budget import Budget, ErrorBudget, plan_error, within_budget
+from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.report.as_json import to_json
-from fxcomp.report.by_layer import alike, layers_of
+from fxcomp.report.by_layer import alike, gradients_of, layers_of
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
-from fxcomp.search.choose import choose, predict_us
+from fxcomp.report.wire_arithmetic import sent_by
+from fxcomp.search.choose import choose
 from fxcomp.search.decision import PlanMove
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.question import Terms
@@ -103,30 +104,50 @@ def test_what_layers_spend_and_weigh_adds_up_to_the_plan():
         layers = layers_of(explanation)
         assert sum(layer.spent for layer in layers) == pytest.approx(explanation.spent)
         assert sum(layer.squares for layer in layers) == pytest.approx(1.0)
-        assert sum(layer.elements for layer in layers) == sum(WORKLOAD.sizes.values())
+        assert sum(layer.dense_bytes for layer in layers) == 4 * sum(WORKLOAD.sizes.values())
         gradients = to_json(explanation)["budget"]["gradients"]
         assert [each["name"] for each in gradients] == list(explanation.plan.names)
         assert sum(each["spent"] for each in gradients) == pytest.approx(explanation.spent)
         assert [layer.spent for layer in layers] == sorted((layer.spent for layer in layers), reverse=True)
 
 
-def test_alternatives_are_what_the_simulated_step_says_of_them():
-    explanation = explained("topk(0.01)")
-    changed = 0
-    for layer in layers_of(explanation):
-        for other in (layer.dense, layer.finer, layer.coarser):
-            if other is None:
-                continue
-            buckets = enumerate(explanation.plan.buckets)
-            strategies = [other.strategy if k in layer.buckets else each.strategy for k, each in buckets]
-            plan = explanation.plan.with_strategies(strategies)
-            step_us = predict_us(WORKLOAD, plan, COSTS, WHERE)
-            assert other.longer_us == pytest.approx(step_us - explanation.step_us, abs=1e-6)
-            assert other.spent == pytest.approx(plan_error(plan, WHERE) - explanation.spent)
-            changed += 1
-        assert layer.finer is None or layer.finer.spent < 0
-        assert layer.coarser is None or layer.coarser.spent > 0
-    assert changed > 3
+def test_a_layer_saves_the_wire_time_of_its_part_of_each_bucket():
+    plan = by_hand(measured()).plan
+    explanation = by_hand(measured(), plan=plan.with_strategies([Strategy.flat(parse_compressor("int4"))] * 3))
+    dense = explanation.plan.with_strategies([DENSE] * 3)
+    saved = [before - after for before, after in zip(wire_us(dense), wire_us(explanation.plan), strict=True)]
+    assert min(saved) > 0
+    found = {row.name: row.saved_us for row in gradients_of(explanation)}
+    assert found["head.weight"] == pytest.approx(saved[0])
+    assert found["blocks.0.weight"] == pytest.approx(saved[2] * 800_000 / 802_000)
+    assert sum(layer.saved_us for layer in layers_of(explanation)) == pytest.approx(sum(saved))
+    assert all(layer.saved_us == 0.0 for layer in layers_of(by_hand(measured(), plan=dense)))
+
+
+def test_a_gradient_in_two_buckets_is_one_row_with_both_strategies():
+    int4 = Strategy.flat(parse_compressor("int4"))
+    first, rest = 100_000, WORKLOAD.sizes["blocks.1.weight"] - 100_000
+    others = tuple(name for name in WORKLOAD.sizes if name != "blocks.1.weight")
+    plan = Plan(
+        (
+            Bucket(("blocks.1.weight",), (first,), int4, starts=(0,)),
+            Bucket(("blocks.1.weight",), (rest,), DENSE, starts=(first,)),
+            Bucket(others, tuple(WORKLOAD.sizes[name] for name in others), DENSE),
+        )
+    )
+    timeline = simulate(plan_tasks(WORKLOAD, plan, COSTS, WHERE))
+    budget = Budget(ErrorBudget.parse("0.2"))
+    explanation = Explanation(plan, timeline, WORKLOAD, COSTS, WHERE, budget=budget)
+    row = next(each for each in gradients_of(explanation) if each.name == "blocks.1.weight")
+    assert row.strategies == (int4, DENSE)
+    assert row.buckets == (0, 1)
+    assert row.dense_bytes == 4 * (first + rest)
+    assert row.spent == pytest.approx(explanation.spent)
+    layers = {(layer.name, layer.strategies): layer for layer in layers_of(explanation)}
+    assert layers["blocks.1.weight", (int4,)].buckets == (0,)
+    both = layers["blocks.*.weight", (DENSE,)]
+    assert both.buckets == (1, 2)
+    assert both.names == ("blocks.1.weight", "blocks.0.weight")
 
 
 def test_names_that_differ_in_a_number_are_alike():
@@ -151,40 +172,26 @@ def by_hand(table: ErrorTable, **changes: object) -> Explanation:
     return replace(Explanation(plan, timeline, WORKLOAD, COSTS, WHERE, budget=budget), **changes)
 
 
-def test_layers_stand_with_their_price_and_their_reasons(golden: Callable[[str, str], None]):
+def wire_us(plan: Plan) -> list[float]:
+    """Time of each bucket's collectives."""
+    sent = [sent_by(bucket, WHERE, WORKLOAD.shapes) for bucket in plan.buckets]
+    return [sum(COSTS.collective_us(p.send.kind, p.send.level, p.size, WHERE) for p in parts) for parts in sent]
+
+
+def test_layers_stand_in_one_table(golden: Callable[[str, str], None]):
     text = to_text(by_hand(measured()))
     golden("report/layers.txt", text[text.index("Error\n") : text.index("Collectives\n")])
 
 
-def test_a_coarser_parameter_that_loses_too_much_is_beyond_the_budget():
-    roomy = by_hand(measured())
-    tight = Budget(within_budget(roomy.spent * 1.0001), measured())
-    assert "coarser: int4 twice -3.29 ms, 0.00015 more lost, beyond the budget" in words(
-        by_hand(measured(), budget=tight)
-    )
-    assert "beyond the budget" not in words(roomy)
-
-
-def test_a_dense_layer_that_compute_hides_costs_nothing():
-    late = replace(WORKLOAD, backward_us=1e6)
-    explanation = explained("topk(0.01)")
-    plan = explanation.plan.with_strategies([DENSE] * len(explanation.plan.buckets))
-    timeline = simulate(plan_tasks(late, plan, COSTS, WHERE))
-    text = words(replace(explanation, plan=plan, workload=late, timeline=timeline, choice=None))
-    assert "hidden: dense costs nothing" in text
-    assert "coarser:" not in text
-
-
-def test_a_pinned_layer_needs_no_other_reason():
+def test_a_pinned_layer_is_marked_in_the_json():
     pins = Pins.read({"head.*": "int8"})
     budget = Budget(ErrorBudget.parse("topk(0.01)"))
     choice = choose(WORKLOAD, COSTS, WHERE, Terms(Mode.BALANCED, pins=pins, budget=budget))
     timeline = simulate(plan_tasks(WORKLOAD, choice.plan, COSTS, WHERE))
     explanation = Explanation(choice.plan, timeline, WORKLOAD, COSTS, WHERE, choice, "balanced", budget=budget)
-    head = next(layer for layer in layers_of(explanation) if layer.name == "head.weight")
-    assert head.is_pinned
-    assert head.dense is head.finer is head.coarser is None
-    assert "pinned by hand" in words(explanation)
+    pinned = {each["layer"]: each["pinned"] for each in to_json(explanation)["budget"]["layers"]}
+    assert pinned.pop("head.weight") is True
+    assert not any(pinned.values())
 
 
 def test_many_layers_are_cut_short_and_all_of_them_are_in_the_json():

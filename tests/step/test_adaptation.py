@@ -29,7 +29,7 @@ from fxcomp.step.plan_in_force import PlanInForce
 
 WHERE = Cluster.parse("2x1, inter 10mbit@20us, intra 100gbit")
 STEPS, CHANGES_AT = 200, 70
-_TITLES = ("Error", "By layer", "Why these parameters", "How the plan moved")
+_TITLES = ("Error", "By layer", "How the plan moved")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from fxcomp.report.by_layer import Layer, layers_alone
+from fxcomp.report.by_layer import Row, layers_of, summed
 from fxcomp.report.document import Column, Table, count, decimals, mb, ms
 from fxcomp.report.explanation import Explanation, parts_us
 from fxcomp.report.html.blocks import figure, legend, table
@@ -49,23 +49,20 @@ def race(explanation: Explanation) -> str:
 
 def layers(explanation: Explanation) -> str:
     """Draw what every layer sends, beside what it would send dense, and list what it loses."""
-    found = sorted(layers_alone(explanation), key=lambda layer: -layer.dense_bytes)
+    found = sorted(layers_of(explanation), key=lambda layer: -layer.dense_bytes)
     if not found:
         return ""
     least = _SMALL * sum(layer.dense_bytes for layer in found)
     shown = [layer for layer in found[:_MOST_LAYERS] if layer.dense_bytes >= least]
     rest = found[len(shown) :]
+    others = [summed(count(len(rest), "other layer"), rest)] if rest else []
     drawn: list[Bar] = []
     rows: list[Sequence[str]] = []
-    for layer in shown:
-        name = layer.name if len(layer.names) == 1 else f"{layer.name} ({len(layer.names)})"
-        drawn += _weighed(name, layer.dense_bytes, layer.sent_bytes)
-        by, error = explanation.short(layer.strategy), "" if layer.error is None else f"{layer.error:.3g}"
-        rows.append((name, mb(layer.dense_bytes), mb(layer.sent_bytes), by, error))
-    if rest:
-        name, sizes = count(len(rest), "other layer"), [sum(sizes) for sizes in zip(*map(_sizes, rest), strict=True)]
-        drawn += _weighed(name, *sizes)
-        rows.append((name, *map(mb, sizes), "", ""))
+    for layer in (*shown, *others):
+        drawn += _weighed(layer)
+        by = explanation.short(layer.strategies[0]) if len(layer.strategies) == 1 else ""
+        error = "" if layer.error is None else f"{layer.error:.3g}"
+        rows.append((layer.title, mb(layer.dense_bytes), mb(layer.sent_bytes), by, error))
     caption = (
         "The bytes of each layer's gradients, and those that a rank sends of them over the slowest links. An error is"
         f" the share of the layer's own squares; the whole plan loses {explanation.spent:.3g} of the gradient's square."
@@ -81,12 +78,9 @@ def layers(explanation: Explanation) -> str:
     return figure(bars(drawn) + marks, caption) + table(Table(columns, rows))
 
 
-def _sizes(layer: Layer) -> tuple[float, float]:
-    return layer.dense_bytes, layer.sent_bytes
-
-
-def _weighed(name: str, dense_bytes: float, sent_bytes: float) -> tuple[Bar, Bar]:
-    return Bar(name, dense_bytes, mb(dense_bytes), "other"), Bar("", sent_bytes, mb(sent_bytes))
+def _weighed(layer: Row) -> tuple[Bar, Bar]:
+    dense, sent = layer.dense_bytes, layer.sent_bytes
+    return Bar(layer.title, dense, mb(dense), "other"), Bar("", sent, mb(sent))
 
 
 def prediction(explanation: Explanation) -> str:
