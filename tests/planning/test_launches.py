@@ -144,7 +144,6 @@ def test_without_lists_and_fused_updates_the_limits_are_passed(monkeypatch: pyte
     found, _ = in_buckets(layers(75, fused=True), 6)
     assert found.of("clip").launches >= 300
     assert found.of("update").launches > 12
-    assert found.of("update").reads == 150, "a counter on the device is read for each parameter"
 
 
 def there(tensor: Tensor) -> bool:
