@@ -174,8 +174,12 @@ def checks_values(node: Node) -> bool:
 
 
 def is_random(target: Any) -> bool:
-    """Ask if torch tags an operator as drawing random numbers; attention without dropout is tagged too."""
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    """Ask if torch tags an operator as drawing random numbers; attention without dropout is tagged too.
+
+    The backward pass of attention is tagged, but repeats the draws of the seed that it is given.
+    """
+    is_tagged = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return is_tagged and "philox_seed" not in places_of_arguments(target)
 
 
 def draws(node: Node) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxcomp
 from fxcomp import errors
+from fxcomp.compat import is_random
 from fxcomp.compat.cuda_attention import cuda_attention
 from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.frontends.what_if import capture_job
@@ -357,3 +358,11 @@ def test_dropout_inside_activation_checkpointing_draws_the_same_masks_again():
 def test_other_masks_in_the_backward_pass_are_refused():
     with pytest.raises(errors.RandomRecomputation, match="preserve_rng_state"):
         operators_of("a100", BF16, dropout=0.1, run=without_state)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_only_the_forward_pass_of_attention_draws(name: str):
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward").default
+    assert is_random(forward)
+    assert not is_random(backward), "it repeats the draws of the seed that forward returned"
