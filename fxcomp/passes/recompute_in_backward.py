@@ -21,7 +21,6 @@ what forward has read: they change after the last node of backward.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from torch.fx.node import map_arg
 from fxcomp import compat
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.info import Role, info
+from fxcomp.graph.kernels import is_view, memory_of
 from fxcomp.graph.regions import BODY
 
 MOST_OPERATORS = 12
@@ -62,11 +62,11 @@ class _Recomputation:
         self._nodes = nodes
         self._place = {node: place for place, node in enumerate(nodes)}
         plain = [node for node in nodes if info(node).role is not Role.UPDATE]
-        self._written = {_root(place) for node in plain for place in written_nodes(node)}
+        self._written = {memory_of(place) for node in plain for place in written_nodes(node)}
         self._views: dict[Node, list[Node]] = {}
         """The nodes that lie in the memory of each value of forward, itself too."""
         for node in nodes[:turn]:
-            self._views.setdefault(_root(node), []).append(node)
+            self._views.setdefault(memory_of(node), []).append(node)
         self._users = {node: [user for user in node.users if self._place[user] >= turn] for node in nodes[:turn]}
         """The nodes after forward that use a node."""
         self._readers = {value: list(self._readers_of(value)) for value in self._views}
@@ -83,8 +83,8 @@ class _Recomputation:
         while todo:
             node = todo.pop()
             found.add(node)
-            is_cheap = _is_elementwise(node) or _is_view(node)
-            if not is_cheap or _root(node) in self._written or len(found) > MOST_OPERATORS:
+            is_cheap = _is_elementwise(node) or is_view(node)
+            if not is_cheap or memory_of(node) in self._written or len(found) > MOST_OPERATORS:
                 return None
             todo += [each for each in node.all_input_nodes if each not in found and not self._is_there(each, first)]
         return sorted(found, key=self._place.__getitem__)
@@ -116,7 +116,7 @@ class _Recomputation:
             return node not in self._written
         if not isinstance(node.meta.get("val"), Tensor):
             return isinstance(node.meta.get("val"), int | torch.SymInt)
-        root = _root(node)
+        root = memory_of(node)
         is_kept = node is root or node in self._copies or bool(self._users[node])
         readers = self._readers[root]
         if root in self._written or not is_kept or not readers:
@@ -131,31 +131,16 @@ class _Recomputation:
         todo = [user for view in self._views[value] for user in self._users[view]]
         while todo:
             user = todo.pop()
-            if _is_view(user):
+            if is_view(user):
                 todo += user.users
             else:
                 yield user
 
     def _leads_to_backward(self, view: Node) -> bool:
-        inner = (user for user in view.users if self._place.get(user, self.turn) < self.turn and _is_view(user))
+        inner = (user for user in view.users if self._place.get(user, self.turn) < self.turn and is_view(user))
         return bool(self._users[view]) or any(map(self._leads_to_backward, inner))
 
 
-def _root(node: Node) -> Node:
-    """Find the value in whose memory a view lies."""
-    while _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    target: Any = node.target
-    if target is operator.getitem:
-        return isinstance(source := node.args[0], Node) and _is_view(source)
-    return compat.is_operator(target) and (compat.is_view(target) or target is _UNSAFE_VIEW)
-
-
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # pyright: ignore[reportPrivateUsage]  # an operator's name
 _CAST = torch.ops.aten._to_copy.default  # pyright: ignore[reportPrivateUsage]
 
 
