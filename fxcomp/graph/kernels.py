@@ -336,7 +336,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _over_lists(row: list[Node]) -> int:
-    """Count the kernels of operators that run as one over lists, or of one that takes lists."""
+    """Return the number of kernel launches for one row of operators, split by ATen's limits for tensor lists."""
     is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
     if not is_listed:
         return 1

@@ -48,7 +48,7 @@ class Row:
 
 
 def layers_of(explanation: Explanation) -> list[Row]:
-    """List the layers, those that spend most first."""
+    """Return the layers, sorted by their share of the error, largest first."""
     rows = _grouped(_parts(explanation), lambda part: (alike(part.name), part.strategies, part.is_pinned))
     layers = [replace(row, name=alike(row.name)) if len(row.names) > 1 else row for row in rows]
     return sorted(layers, key=lambda row: (-row.spent, -row.saved_us, -row.dense_bytes))

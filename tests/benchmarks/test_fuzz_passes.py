@@ -28,11 +28,11 @@ SENTENCES = {
 
 
 def said() -> dict[str, list[Verdict]]:
-    """End all sentences: the backend, the hook, and a model that nobody reduces."""
+    """End all sentences: the backend, the hook, and a model without gradient reduction."""
     speakers = frontends()
     alone = Net()
-    nobody = Speaker(alone, lambda x: alone(x), contextlib.nullcontext)
-    everyone = {"backend": speakers["backend"], "hook": speakers["hook"], "nobody": nobody}
+    unreduced = Speaker(alone, lambda x: alone(x), contextlib.nullcontext)
+    everyone = {"backend": speakers["backend"], "hook": speakers["hook"], "unreduced": unreduced}
     return {
         name: [judge(parse(text), speakers["ddp"], speaker) for text in SENTENCES] for name, speaker in everyone.items()
     }
@@ -45,7 +45,7 @@ def test_every_order_of_passes_is_averaged_as_ddp_does_and_never_in_part():
     found = dict(zip(SENTENCES, one["backend"], strict=True))
     assert {text: verdict.kind for text, verdict in found.items()} == SENTENCES, found
     assert {verdict.kind for verdict in one["hook"]} == {"equal"}, one["hook"]
-    assert {verdict.kind for verdict in one["nobody"]} == {"wrong"}, "a sentence tells who averages"
+    assert {verdict.kind for verdict in one["unreduced"]} == {"wrong"}, "a sentence tells who averages"
 
 
 def inputs_of_some() -> dict[str, bool]:

@@ -146,7 +146,7 @@ DRAWS = [(HALF,), (F32,), (F64,), (HALF, F32), (F32, HALF, HALF), (BF16,)]
 
 
 def compare_with_cudas_kernels() -> None:
-    """Print the operators whose types differ from those that CUDA's own kernels lead to on fakes of a GPU."""
+    """Print operators whose result types differ from those of torch's AutocastCUDA kernels on fake CUDA tensors."""
     for types in DRAWS:
         torch._C.set_autocast_enabled("cuda", True)
         by_cuda = types_on("cuda", types)
