@@ -1,40 +1,65 @@
-"""Measure the size of the house: code, files, classes, names, floors, and what to open for a change.
+"""Count what the house consists of: code, classes, files, collaborators, tests, launches of ranks, silent limits.
 
     python benchmarks/house.py                            the tree that this file stands in
-    python benchmarks/house.py --before f8a962b           beside another commit
-    python benchmarks/house.py --minutes minutes.json     with the minutes of tests that a file has
+    python benchmarks/house.py --before 023b3660          beside another commit
+    python benchmarks/house.py --minutes minutes.json     with the minutes of commands that a file has
+    python benchmarks/house.py --launches FILE            with the launches of ranks of one `make test`
     python benchmarks/house.py --json house.json          rows as data too
 
-Code lines are those that hold code: no docstrings, comments, blanks and imports. A class name serves two classes if two
-classes of the package have it, with or without an underscore in front. The entry `__main__` is no floor. A file of
-minutes holds `{"here": {"make test": 4.8, ".ci/run": 14}, "before": {...}}`.
+Lines of code hold no docstrings, comments, blanks or imports. Collaborators of `CompiledStep` are the package's classes
+that it constructs or holds, in containers too, without frozen dataclasses and plain data. Private imports are imports
+and attribute uses of torch's private modules, without those that torch tells users to import.
+
+Launches are counted while tests run: `FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of
+ranks. A file of minutes holds `{"here": {"make test": 4.8, ".ci/run": 14}, "before": {...}}`.
 """
 
 import argparse
 import ast
 import io
 import json
-import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
 
-LOADED = """
-import sys, warnings
+COLLABORATORS = """
+import ast, dataclasses, inspect, sys, textwrap, warnings
 warnings.simplefilter("ignore")
-import fxcomp.frontends.compile_step
-modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "fxcomp"]
-values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-print(len({value for value in values if str(value.__module__).split(".")[0] == "fxcomp"}))
+import torch, fxcomp
+from fxcomp.step import compiled_step as module
+model = torch.nn.Linear(2, 1)
+step = fxcomp.compile_step(
+    model, lambda model, batch: model(batch).sum(), torch.optim.SGD(model.parameters(), 0.1), torch.ones(1, 2)
+)
+found, waiting = set(), list(vars(step).values())
+while waiting:
+    value = waiting.pop()
+    if isinstance(value, dict):
+        waiting += value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        waiting += value
+    if type(value).__module__.startswith("fxcomp."):
+        found.add(type(value))
+source = textwrap.dedent(inspect.getsource(module.CompiledStep.__init__))
+calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+made = [vars(module).get(called.id) for called in calls if isinstance(called, ast.Name)]
+found |= {each for each in made if isinstance(each, type) and each.__module__.startswith("fxcomp.")}
+plain = {"Notes", "Training", "Site", "StepOptions"}
+print(*sorted({
+    each.__name__ for each in found
+    if each.__name__ not in plain and not (dataclasses.is_dataclass(each) and each.__dataclass_params__.frozen)
+}))
 """
-"""A program that counts the classes of the package that one import loads."""
+"""A program that names the collaborators of a compiled step."""
+
+PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree")
+"""Modules with an underscore that torch itself tells people to use."""
 
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -46,88 +71,72 @@ def spanned(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def code_and_imports(source: str) -> tuple[int, int]:
-    """Count the lines that hold code, and those of imports."""
-    imports: set[int] = set()
-    docstrings: set[int] = set()
+def lines_of_code(source: str) -> int:
+    """Count the lines that hold code other than imports."""
+    without: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports.update(spanned(node))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.update(spanned(node))
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import | ast.ImportFrom) or (is_text and isinstance(node.value.value, str)):
+            without.update(spanned(node))
     held: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SILENT:
             held.update(range(token.start[0], token.end[0] + 1))
-    return len(held - imports - docstrings), len(imports)
+    return len(held - without)
 
 
-def classes_of(sources: list[str]) -> Iterator[ast.ClassDef]:
-    """Find every class that is written down."""
-    for source in sources:
-        yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+def classes_in(source: str) -> int:
+    """Count the classes of a file, those inside of others and of functions among them."""
+    return sum(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(source)))
 
 
-def lines_in(folder: Path, *kinds: str) -> int:
-    """Count all lines of a folder's files of some kinds."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix in kinds]
+def private_uses(source: str) -> Iterator[str]:
+    """Find torch's private modules in imports, and as attributes: `torch._dynamo.x` is one use."""
+    nodes = list(ast.walk(ast.parse(source)))
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and id(node) not in inner:
+            names = [ast.unparse(node)]
+        for name in names:
+            is_private = any(part.startswith("_") for part in name.split(".")[1:3])
+            is_public = "__" in name or name.startswith((*PUBLIC_ENOUGH, "torch.ops."))
+            if name.startswith("torch.") and is_private and not is_public:
+                yield name
+
+
+def lines_in(folder: Path, *left_out: str) -> int:
+    """Count all lines of a folder's Python files, but for some of its folders."""
+    paths = [path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] not in left_out]
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def loaded_classes(tree: Path) -> int:
-    """Import compile_step in a process of its own, and count the package's classes there."""
-    asked = [sys.executable, "-c", LOADED]
-    return int(subprocess.run(asked, cwd=tree, env={"PYTHONPATH": str(tree)}, check=True, stdout=-1).stdout)
-
-
-def floors(tree: Path) -> int:
-    """Count the floors that the test of imports knows."""
-    source = (tree / "tests" / "test_floors.py").read_text()
-    listed = re.search(r"^FLOORS = (\[.*?^\])", source, re.DOTALL | re.MULTILINE)
-    assert listed, "tests/test_floors.py has no list FLOORS"
-    return sum(names != ["__main__"] for names in ast.literal_eval(listed[1]))
-
-
-def keyword_arguments(tree: Path) -> int:
-    """Count the arguments of compile_step that are given by name."""
-    parsed = ast.parse((tree / "fxcomp" / "frontends" / "compile_step.py").read_text())
-    (found,) = [node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == "compile_step"]
-    return len(found.args.kwonlyargs)
-
-
-def files_for_a_collective(tree: Path) -> int:
-    """Count the files that the list of steps in docs/architecture.md names, but for those that stay "as it is".
-
-    It is the usual way; what else a collective needs that its facts do not describe comes after the list.
-    """
-    text = (tree / "docs" / "architecture.md").read_text()
-    steps = text.partition("**To add a collective**")[2].partition("\nA collective that")[0].partition("\n**To add")[0]
-    sentences = re.split(r"[.;]\s", steps)
-    opened = [sentence for sentence in sentences if not sentence.endswith(("as it is", "as they are"))]
-    return len(set(re.findall(r"[\w/]+\.(?:py|h|cpp)", ". ".join(opened))))
+def collaborators(tree: Path) -> list[str]:
+    """Compile a step of one rank in a process of its own, and name the collaborators of its class."""
+    asked = [sys.executable, "-c", COLLABORATORS]
+    environment = {"PYTHONPATH": str(tree), "PATH": "", "HOME": tempfile.gettempdir()}
+    printed = subprocess.run(asked, cwd=tree, env=environment, check=True, stdout=-1, stderr=-1, text=True).stdout
+    return printed.split()
 
 
 def measure(tree: Path) -> Row:
     """Count everything in a tree."""
-    paths = sorted((tree / "fxcomp").rglob("*.py"))
-    sources = [path.read_text() for path in paths]
-    counted = [code_and_imports(source) for source in sources]
-    classes = list(classes_of(sources))
-    names = Counter(found.name.lstrip("_") for found in classes)
+    sources = [path.read_text() for path in sorted((tree / "fxcomp").rglob("*.py"))]
+    words = (tree / "docs" / "limits.md").read_text().split()
     return {
-        "code lines in fxcomp/": sum(code for code, _ in counted),
-        "files in fxcomp/": len(paths),
-        "import lines in fxcomp/": sum(imports for _, imports in counted),
-        "classes loaded with compile_step": loaded_classes(tree),
-        "class names of two classes or more": sum(times > 1 for times in names.values()),
-        "floors": floors(tree),
-        "lines of the largest class": max(len(spanned(found)) for found in classes),
-        "lines of the largest file": max(len(source.splitlines()) for source in sources),
-        "keyword arguments of compile_step": keyword_arguments(tree),
-        "files to open to add a collective": files_for_a_collective(tree),
-        "lines of csrc": lines_in(tree / "csrc", ".cpp", ".h", ".cu", ".md"),
-        "lines of benchmarks": lines_in(tree / "benchmarks", ".py"),
-        "lines of tests": lines_in(tree / "tests", ".py"),
+        "lines of code in fxcomp/": sum(map(lines_of_code, sources)),
+        "classes in fxcomp/": sum(map(classes_in, sources)),
+        "files in fxcomp/": len(sources),
+        "collaborators of CompiledStep": len(collaborators(tree)),
+        "lines of tests, without benchmarks and recipes": lines_in(tree / "tests", "benchmarks", "recipes"),
+        "lines of benchmarks": lines_in(tree / "benchmarks"),
+        "words of limits.md": len(words),
+        "limits marked (no error)": " ".join(words).count("(no error)"),
+        "private uses of torch": sum(len(list(private_uses(source))) for source in sources),
     }
 
 
@@ -144,11 +153,14 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="COMMIT")
     parser.add_argument("--minutes", type=Path, metavar="FILE")
+    parser.add_argument("--launches", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
 
     columns = {args.before: measure_commit(args.before)} if args.before else {}
     columns["here"] = measure(HERE)
+    if args.launches:
+        columns["here"]["launches of ranks in `make test`"] = args.launches.stat().st_size
     if args.minutes:
         minutes = json.loads(args.minutes.read_text())
         for name, column in columns.items():

@@ -7,40 +7,33 @@ import house
 import pytest
 
 FILES = {
-    "fxcomp/__init__.py": '"""A package."""\n',
-    "fxcomp/frontends/__init__.py": "",
-    "fxcomp/frontends/compile_step.py": '"""A file."""\n\nimport os\n\n\nclass One:\n    pass\n\n\n'
-    "def compile_step(model, *, cluster=None):\n    # nothing\n    return os\n",
-    "tests/test_floors.py": 'FLOORS = [\n    ["frontends"],\n    ["__main__"],\n]\n',
-    "docs/architecture.md": "**To add a collective** do this.\n\n1. `plan/a.py`. `plan/b.py` stays as it is.\n\n"
-    "**To add a line**: `c.py`\n",
-    "csrc/one.cpp": "int one;\n",
+    "fxcomp/one.py": '"""A file."""\n\nimport os\n\n\nclass One:\n    pass\n\n\ndef two():  # nothing\n    return 2\n',
+    "tests/test_one.py": "1\n",
+    "tests/benchmarks/test_two.py": "1\n2\n",
     "benchmarks/one.py": "1\n",
+    "docs/limits.md": "A limit *(no\nerror)*.\n",
 }
 
 COUNTED = {
-    "code lines in fxcomp/": 4,
-    "files in fxcomp/": 3,
-    "import lines in fxcomp/": 1,
-    "classes loaded with compile_step": 1,
-    "class names of two classes or more": 0,
-    "floors": 1,
-    "lines of the largest class": 2,
-    "lines of the largest file": 12,
-    "keyword arguments of compile_step": 1,
-    "files to open to add a collective": 1,
-    "lines of csrc": 1,
+    "lines of code in fxcomp/": 4,
+    "classes in fxcomp/": 1,
+    "files in fxcomp/": 1,
+    "collaborators of CompiledStep": 0,
+    "lines of tests, without benchmarks and recipes": 1,
     "lines of benchmarks": 1,
-    "lines of tests": 4,
+    "words of limits.md": 4,
+    "limits marked (no error)": 1,
+    "private uses of torch": 0,
 }
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    monkeypatch.setattr(house, "collaborators", lambda _: [])
     return tmp_path
 
 
@@ -49,41 +42,45 @@ def test_a_small_tree_is_counted(tree: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "written", "moved"),
+    ("name", "added", "moved"),
     [
         (
-            "fxcomp/frontends/compile_step.py",
-            "    pass\n",
-            "    pass\n\n    class _One:\n        import sys\n\nclass Two:\n    pass\n",
-            {
-                "code lines in fxcomp/": 7,
-                "import lines in fxcomp/": 2,
-                "classes loaded with compile_step": 2,
-                "class names of two classes or more": 1,
-                "lines of the largest class": 5,
-                "lines of the largest file": 18,
-            },
+            "fxcomp/one.py",
+            "\nclass Two:\n    class Three: ...\n",
+            {"lines of code in fxcomp/": 6, "classes in fxcomp/": 3},
         ),
-        ("fxcomp/other.py", "", "\n", {"files in fxcomp/": 4}),
-        ("fxcomp/frontends/compile_step.py", "=None", "=None, plan=None", {"keyword arguments of compile_step": 2}),
-        ("tests/test_floors.py", "[\n", '[\n    ["a", "b"],\n', {"floors": 2, "lines of tests": 5}),
-        ("docs/architecture.md", " stays as it is", "", {"files to open to add a collective": 2}),
-        ("csrc/one.h", "", "int two;\n", {"lines of csrc": 2}),
-        ("benchmarks/deep/two.py", "", "2\n", {"lines of benchmarks": 2}),
+        ("fxcomp/one.py", "import torch._dynamo\n", {"private uses of torch": 1}),
+        ("fxcomp/one.py", "torch._C._one.two\n", {"private uses of torch": 1, "lines of code in fxcomp/": 5}),
+        ("fxcomp/one.py", "from torch.utils._pytree import tree_map\n", {}),
+        ("fxcomp/two.py", "\n", {"files in fxcomp/": 2}),
+        ("tests/test_one.py", "2\n", {"lines of tests, without benchmarks and recipes": 2}),
+        ("tests/recipes/test_three.py", "2\n", {}),
+        ("benchmarks/deep/two.py", "2\n", {"lines of benchmarks": 2}),
+        ("docs/limits.md", "Another (no error).\n", {"words of limits.md": 7, "limits marked (no error)": 2}),
     ],
 )
-def test_a_change_moves_its_rows(tree: Path, name: str, found: str, written: str, moved: dict[str, int]):
+def test_a_change_moves_its_rows(tree: Path, name: str, added: str, moved: dict[str, int]):
     path = tree / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(path.read_text().replace(found, written, 1) if found else written)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + added)
     assert house.measure(tree) == COUNTED | moved
 
 
+def test_collaborators_are_the_classes_that_a_compiled_step_works_with():
+    found = house.collaborators(house.HERE)
+    assert {"PlanInForce", "Verifier"} <= set(found)
+    assert not {"StepOptions", "Notes", "Site"} & set(found)
+
+
 @pytest.mark.slow
-def test_the_table_has_the_project_and_the_minutes_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_table_has_the_project_and_what_was_counted_while_tests_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "minutes.json").write_text('{"here": {"make test": 4.5}}')
-    house.main(["--json", str(tmp_path / "rows.json"), "--minutes", str(tmp_path / "minutes.json")])
+    (tmp_path / "launches").write_bytes(b"." * 7)
+    given = {"--json": "rows.json", "--minutes": "minutes.json", "--launches": "launches"}
+    house.main([word for option, name in given.items() for word in (option, str(tmp_path / name))])
     (row,) = json.loads((tmp_path / "rows.json").read_text()).values()
-    assert set(row) == {*COUNTED, "minutes of `make test`"}
+    assert set(row) == {*COUNTED, "minutes of `make test`", "launches of ranks in `make test`"}
     assert all(isinstance(value, int | float) and value > 0 for value in row.values())
-    assert "| minutes of `make test` | 4.5 |" in capsys.readouterr().out
+    assert "| launches of ranks in `make test` | 7 |" in capsys.readouterr().out
