@@ -25,10 +25,10 @@ from fxcomp.capture.batch_type import name_of_class
 from fxcomp.capture.faithful import explaining, faithful, puts_gradient
 from fxcomp.capture.fake_mode import StepInputs
 from fxcomp.capture.random_state import check_draws_again, check_generators, drop_idle_states, keeping_random_states
-from fxcomp.capture.reach.restore import untouched
 from fxcomp.capture.stand_ins import StandIns
 from fxcomp.capture.structures import flatten, is_plain
 from fxcomp.capture.training import Training, WeightedLoss, split
+from fxcomp.capture.untouched import untouched
 from fxcomp.capture.user_collectives import keeping_collectives
 from fxcomp.errors import CaptureFailed
 from fxcomp.graph.captured import Constant
@@ -200,7 +200,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         return [value, *counts, *returned, *(g for g in gradients if g is not None)]
 
     with (
-        untouched(training.model, training.loss_fn),
+        untouched(watched := training.watch.watched()),
         inputs.mode,
         inputs.asked() as questions,
         explaining(inputs.mode),
@@ -218,7 +218,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         outputs = replace(found[0], prelude=questions.prelude())
     _restore_random_order(body)
     drop_idle_states(body)
-    check_generators(body, training.model, training.loss_fn)
+    check_generators(body, watched.generators.values())
     with explaining(inputs.mode):
         return reshape_uncertain_views(body), outputs
 

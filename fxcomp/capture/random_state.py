@@ -16,7 +16,7 @@ the generator's state after the step. A seed becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
-Every call of a generator's methods is seen, whoever holds the generator; what becomes no node is refused.
+Methods of default generators are seen where torch's modules have them. `untouched` notices a state that has moved.
 """
 
 # What is exchanged has half its types.
@@ -24,67 +24,76 @@ Every call of a generator's methods is seen, whoever holds the generator; what b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat, errors
-from fxcomp.capture.reach.walk import walk
 from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 
 @contextmanager
 def keeping_random_states() -> Generator[None]:
     """While open, reading, setting and seeding a default generator become nodes of the trace."""
-    stand_ins: dict[str, Any] = {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda}
-    before = {name: getattr(torch.cuda, name) for name in stand_ins}
-    modules = torch.cuda, torch.cuda.random  # their own functions copy states, and wait for CUDA to begin
-    try:
-        for module in modules:
-            vars(module).update(stand_ins)
-        with compat.calls_of_generators(_FollowedDraw().call):
-            yield
-    finally:
-        for module in modules:
-            vars(module).update(before)
+    seeds: dict[torch.device, int] = {}
 
-
-class _FollowedDraw:
-    """Turns calls of default generators into nodes; refuses those of others, which no node does again."""
-
-    def __init__(self) -> None:
-        self._seeds: dict[torch.device, int] = {}
-        """The seed that each device's generator has by now."""
-
-    def call(self, generator: torch.Generator, method: str, args: Sequence[Any]) -> Any:
-        """Do what a method does. Raises SeedsGenerator."""
-        device = compat.device_of_default(generator)
-        if device is None:
-            _refuse(f"calls .{method}() of a torch.Generator that is not the default one", compat.users_line())
+    def call(device: torch.device, method: str, args: Sequence[Any]) -> Any:
         if method == "get_state":
             return RNG_STATE(device)
         if method == "set_state":
-            self._seeds.pop(device, None)
-            SET_RNG_STATE(args[0], device)
-            return generator
+            seeds.pop(device, None)
+            return SET_RNG_STATE(args[0], device)
         if method == "manual_seed":
-            seed = self._seeds[device] = int(args[0]) % 2**64
-            SEED_RNG(seed if seed < 2**63 else seed - 2**64, device)
-            return generator
-        if method == "initial_seed" and device in self._seeds:
-            return self._seeds[device]
+            seed = seeds[device] = int(args[0]) % 2**64
+            return SEED_RNG(seed if seed < 2**63 else seed - 2**64, device)
+        if method == "initial_seed" and device in seeds:
+            return seeds[device]
         return _refuse(f"calls .{method}() of the default generator of {device}", compat.users_line())
+
+    # torch's own functions for CUDA copy states, and wait for CUDA to begin.
+    of_cuda = {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda}
+    with _default_generators(call), compat.attributes_instead({torch.cuda: of_cuda, torch.cuda.random: of_cuda}):
+        yield
 
 
 def refusing_generators() -> AbstractContextManager[None]:
-    """While open, nothing of a generator but draws is traced."""
-    return compat.calls_of_generators(
+    """While open, nothing of a default generator but draws is traced."""
+    return _default_generators(
         lambda _, method, __: _refuse(f"calls .{method}() of a torch.Generator in the optimizer's step")
     )
+
+
+_METHODS = (
+    *("manual_seed", "seed", "initial_seed", "get_state", "set_state", "get_offset", "set_offset", "clone_state"),
+    *("graphsafe_get_state", "graphsafe_set_state", "__reduce__"),
+)
+
+Call = Callable[[torch.device, str, Sequence[Any]], Any]
+"""Takes a default generator's device, a method's name and its arguments."""
+
+
+def _default_generators(call: Call) -> AbstractContextManager[None]:
+    """Put generators that pass their methods' calls on in the places of the default ones, where torch looks them up."""
+    cpu = {"default_generator": _stand_in(torch.default_generator, call)}
+    cuda = {"default_generators": tuple(_stand_in(each, call) for each in torch.cuda.default_generators)}
+    return compat.attributes_instead({torch: cpu, torch.random: cpu, torch.cuda: cuda})
+
+
+def _stand_in(real: torch.Generator, call: Call) -> torch.Generator:
+    def passing_on(method: str) -> Callable[..., Any]:
+        def called(stand_in: torch.Generator, *args: Any) -> Any:
+            if not compat.is_traced_here():  # another thread, or values that are computed aside
+                return getattr(real, method)(*args)
+            answer = call(real.device, method, args)
+            return stand_in if answer is None else answer
+
+        return called
+
+    return type("DefaultGenerator", (torch.Generator,), {name: passing_on(name) for name in _METHODS})(real.device)
 
 
 def _refuse(what: str, at: str | None = None) -> NoReturn:
@@ -92,18 +101,17 @@ def _refuse(what: str, at: str | None = None) -> NoReturn:
         f"the step {what}{f', at {at}' if at else ''}: a compiled step does not run that Python again.\n"
         "  Seed the default generator by torch.manual_seed(...), between torch.random.fork_rng() if others draw from"
         " it: a compiled step does that each time. Or draw outside, and pass the numbers in the batch or keep them in"
-        " a buffer. A generator that is made and seeded outside may be drawn from with generator=."
+        " a buffer. A generator that is made and seeded outside may be drawn from with generator=; the"
+        " default one is drawn from without it."
     )
 
 
-def check_generators(body: GraphModule, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-    """Refuse draws from a generator that the step makes: eager PyTorch makes a new one each time."""
+def check_generators(body: GraphModule, held: Iterable[Any]) -> None:
+    """Refuse draws from a generator that no watched value holds: eager PyTorch would make a new one in each step."""
+    known = [generator for generator in held if isinstance(generator, torch.Generator)]
     for each in compat.generators_in(body):
-        if compat.device_of_default(each) is None and compat.is_as_made(each):
-            held = walk(model, {"loss_fn": loss_fn}).generators.values()
-            held = [generator for generator in held if isinstance(generator, torch.Generator)]
-            if not any(compat.is_same_generator(each, generator) for generator in held):
-                _refuse("draws from a torch.Generator that it makes itself")
+        if compat.device_of_default(each) is None and not any(compat.is_same_generator(each, one) for one in known):
+            _refuse("draws from a torch.Generator that was not there before the step was traced")
 
 
 def _read_cuda(device: int | str | torch.device = "cuda") -> Tensor:

@@ -21,9 +21,8 @@ from torch.fx import GraphModule
 from fxcomp import compat
 from fxcomp.capture.batch_type import Change
 from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, forget_written, is_torchs, live_numbers
-from fxcomp.capture.reach.places import Signature
-from fxcomp.capture.reach.snapshots import Snapshots
 from fxcomp.capture.training import Training
+from fxcomp.capture.watch import Signature
 from fxcomp.errors import StepChanged, UnsupportedMode
 from fxcomp.runtime.arrivals import has_foreign_hooks
 
@@ -192,8 +191,8 @@ T = TypeVar("T")
 class Key(NamedTuple):
     """Everything that a capture bakes in beside the batch."""
 
-    snapshot: int
-    """The number of everything that Python could read, which counts on this rank alone."""
+    watched: int
+    """The number of the watched values' state, which counts on this rank alone."""
     options: tuple[Hashable, ...]
     attributes: tuple[Hashable, ...]
     """Those of optimizers that are classes of the user's."""
@@ -207,19 +206,18 @@ class StepGuard:
     def __init__(self, training: Training):
         self._training = training
         self._structure = StructureGuard(training.model, training.optimizers, finds_unused=training.finds_unused)
-        self._snapshots = Snapshots(training.model, {"loss_fn": training.loss_fn, **compat.global_module_hooks()})
 
     def key(self) -> Key:
         """Read everything. Raises StepChanged for a change that needs another plan."""
         self._structure.check()
-        snapshot = self._snapshots.number(before_walk=self._structure.check_places)
+        watched = self._training.watch.number(before_look=self._structure.check_places)
         options = tuple(map(_baked_options, self._training.groups))
         attributes = tuple(map(_attributes, self._training.optimizers))
-        return Key(snapshot, options, attributes, surroundings(), self._structure.frozen())
+        return Key(watched, options, attributes, surroundings(), self._structure.frozen())
 
     def change(self, old: Key, new: Key) -> Change | None:
         """Name the first thing that differs between two keys; None if nothing does."""
-        if change := self._snapshots.difference(old.snapshot, new.snapshot):
+        if change := self._training.watch.difference(old.watched, new.watched):
             return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
             if was != now:

@@ -29,6 +29,7 @@ from fxcomp.capture.batch_type import check_model
 from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, check_optimizer, class_name, groups_of
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
+from fxcomp.capture.watch import Watch
 from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
 from fxcomp.plan.kinds import check_is_trainable
 from fxcomp.runtime.arrivals import has_foreign_hooks
@@ -142,6 +143,8 @@ class Training:
 
     model: nn.Module
     loss_fn: LossFn
+    watch: Watch
+    """The values beside tensors and batch of which a capture is a function."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     owned: tuple[Owned, ...]
     max_grad_norm: float | None
@@ -175,7 +178,7 @@ class Training:
         materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)
         clipped = max_grad_norm, max_grad_value
-        return cls(model, loss_fn, optimizers, owned, *clipped, habits, finds_unused, scale)
+        return cls(model, loss_fn, Watch(model, loss_fn), optimizers, owned, *clipped, habits, finds_unused, scale)
 
     @property
     def owners(self) -> dict[str, Owned]:

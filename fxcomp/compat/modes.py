@@ -1,20 +1,11 @@
-"""Read torch's modes of a thread, what Python or C++ puts around every operator, and its random generators.
-
-`torch.Generator` is a C type: a method that somebody has in hand already (`torch.default_generator`, an attribute of a
-model) is looked up in the type's own table at each call, and nowhere else can all calls be seen.
-"""
+"""Read torch's modes of a thread, what Python or C++ puts around every operator, and its random generators."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# The table of a C type is private.
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,53 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from fxcomp.compat.symbols import attributes_instead
-from fxcomp.compat.tracing import is_traced_here
-
-_METHODS = (
-    *("manual_seed", "seed", "initial_seed", "get_state", "set_state", "get_offset", "set_offset", "clone_state"),
-    *("graphsafe_get_state", "graphsafe_set_state", "__reduce__", "__setstate__"),
-)
-
-
-@contextmanager
-def calls_of_generators(instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Generator[None]:
-    """While open, `instead` is called with a generator, a method's name and arguments wherever this code is traced."""
-    table = vars(torch._C.Generator)
-    with methods_instead(torch._C.Generator, {n: _instead_of(n, table[n], instead) for n in _METHODS if n in table}):
-        yield
-
-
-@contextmanager
-def methods_instead(kind: type, methods: Mapping[str, Any]) -> Generator[None]:
-    """Give a C type other methods meanwhile, in its own table."""
-    table: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
-    before = {name: table[name] for name in methods}
-    try:
-        table.update(methods)
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
-        yield
-    finally:
-        table.update(before)
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
-
-
-def _instead_of(name: str, method: Any, instead: Callable[[torch.Generator, str, Sequence[Any]], Any]) -> Any:
-    def called(generator: torch.Generator, *args: Any, **kwargs: Any) -> Any:
-        if not is_traced_here():  # another thread, or values that are computed aside
-            return method(generator, *args, **kwargs)
-        with _dispatched():
-            return instead(generator, name, (*args, *kwargs.values()))
-
-    return called
-
-
-def _dispatched() -> Any:
-    """Let modes see operators, also where torch's `freeze_rng_state` hides a state from them."""
-    c: Any = torch._C
-    hidden = c._dispatch_tls_local_exclude_set()
-    for key in (c.DispatchKey.Python, c.DispatchKey.PythonTLSSnapshot):
-        hidden = hidden.remove(key)
-    return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), hidden)
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:
@@ -104,11 +48,6 @@ def generators_in(graph: GraphModule) -> list[torch.Generator]:
     for node in graph.graph.nodes:
         map_aggregate((node.args, node.kwargs) if node.op != "get_attr" else getattr(graph, str(node.target)), note)
     return list(found.values())
-
-
-def is_as_made(generator: torch.Generator) -> bool:
-    """Ask if a generator was never seeded nor drawn from."""
-    return torch.equal(generator.get_state(), torch._C.Generator(generator.device).get_state())
 
 
 _C: Any = torch._C

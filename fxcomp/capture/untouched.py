@@ -1,0 +1,200 @@
+"""Undo what the user's Python did to watched values while it was traced, and refuse what a compiled step would not do.
+
+    self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
+    losses.append(balance)   kept in loss_fn's losses[0], likewise
+    self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
+    @functools.cache         forgets everything if the trace has put a tensor of its own there
+    random.random()          refused; the generator's state is put back
+
+Symbols for sizes that were kept are taken out in silence: they stand for numbers of the user's batch. Changes that hold
+nothing of the trace, such as a counter, are found by comparing watched values (`settled` in step_guard.py).
+"""
+
+# A watched value may be anything.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fxcomp import compat, errors
+from fxcomp.capture.watch import MISSING, ROWS, Holder, Watched, is_plain_value, read
+
+DEPTH = 6
+"""Maximum number of objects between a new value and one of the trace."""
+
+_GLOBAL: Mapping[str, Any] = {
+    "random": random,
+    "numpy.random": np.random,
+    "torch.default_generator": torch.default_generator,  # draws are nodes, so only seeding moves it
+}
+
+
+@contextmanager
+def untouched(watched: Watched) -> Generator[None]:
+    """Leave watched values and generators as they were. Raises CaptureFailed and DrawsInPython, naming what changed.
+
+    Around the whole trace: inside it, copies of tensors would be part of it.
+    """
+    held = [(holder, _content(holder)) for holder in watched.holders]
+    states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
+    misses = {id(cache): cache.cache_info().misses for cache in _caches()}
+    kept: list[tuple[str, str]] = []
+    moved: list[str] = []
+    try:
+        yield
+    finally:
+        for cache in _caches():
+            if cache.cache_info().misses != misses.get(id(cache), 0) and _holds_fake(cache):
+                cache.cache_clear()
+        for holder, before in held:
+            kept += _take_out(holder, before)
+        for name, (generator, state) in states.items():
+            if not _is_same(_state(generator), state):
+                moved.append(name)
+                _restore(generator, state)
+    if moved:
+        raise errors.DrawsInPython(
+            f"the loss function or a forward pass seeds or draws from {' and '.join(moved)}: a compiled step does not"
+            " run that Python again, and would repeat today's numbers for ever.\n"
+            "  Draw outside and pass the numbers in the batch, as tensors; or draw with torch.rand, and select with"
+            " torch.where."
+        )
+    if kept:
+        raise errors.CaptureFailed(
+            f"the forward pass stores a {kept[0][0]} in {kept[0][1]!r}, which a compiled step would not do again.\n"
+            "  Register it as a buffer, or return it beside the loss: (loss, aux). A module outside the model writes"
+            " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
+            " once before compile_step. A table by parameter takes names, or id(parameter), as keys."
+        )
+
+
+# Caches
+
+_CACHED = type(lru_cache(lambda: None))
+
+
+def _caches() -> list[Any]:
+    """Find the caches of functools in this process, without those of torch and SymPy."""
+    found = cast("list[Any]", [each for each in gc.get_objects() if type(each) is _CACHED])
+    return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
+
+
+def _holds_fake(cache: Any) -> bool:
+    parts = [part for part in gc.get_referents(cache) if not isinstance(part, type | FunctionType | ModuleType)]
+    return any(_of_trace(part, 3) for part in parts)
+
+
+# Kept tensors
+
+
+def _content(holder: Holder) -> Any:
+    if holder.key:
+        return read(holder.owner, holder.key)
+    return dict(dict.items(holder.owner)) if isinstance(holder.owner, dict) else list(holder.owner)
+
+
+def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
+    """Take every traced value out again; yields tensors and numbers, and where."""
+    name, owner = holder.name, holder.owner
+    if holder.key:
+        value = read(owner, holder.key)
+        found = {"": kind} if value is not before and (kind := _of_trace(value)) else {}
+        if found:
+            _write(owner, holder.key, before)
+    elif isinstance(owner, dict):
+        new = {key: value for key, value in dict.items(owner) if before.get(key, MISSING) is not value}
+        found = {key: kind for key, value in new.items() if (kind := max(_of_trace(key), _of_trace(value)))}
+        if found:  # a stand-in as a key has another hash outside of the trace: the table is made again
+            rest = [(key, value) for key, value in dict.items(owner) if key not in found]
+            dict.clear(owner)
+            dict.update(owner, rest)
+            dict.update(owner, {key: before[key] for key in found if key in before})
+        found = {key if name.endswith(".") else f"[{key!r}]": kind for key, kind in found.items()}
+    else:
+        known = set(map(id, before))
+        new = [(i, value) for i, value in enumerate(owner) if id(value) not in known]
+        found = {f"[{i}]": kind for i, value in new if (kind := _of_trace(value))}
+        if found:
+            owner.clear()
+            (owner.update if isinstance(owner, set) else owner.extend)(before)
+    yield from ((kind, f"{name}{place}") for place, kind in found.items() if kind != "known")
+
+
+def _write(owner: Any, key: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[key] = value
+    elif value is MISSING:
+        delattr(owner, key)
+    else:
+        setattr(owner, key, value)
+
+
+def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:
+    """Return `tensor`, `number` or `known` for a value that is of a trace or holds one that is; empty if not.
+
+    A number was read of a tensor, and only the step knows it; a size is known before.
+    """
+    if isinstance(value, Tensor):
+        return "tensor" if compat.is_fake(value) else ""
+    if isinstance(value, compat.SYMBOLS):
+        return "number" if compat.unbacked_symbols(value) else "known"
+    met = set() if met is None else met
+    if depth == 0 or id(value) in met or is_plain_value(value):
+        return ""
+    met.add(id(value))
+    return max((_of_trace(part, depth - 1, met) for part in _parts(value)), default="")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if isinstance(value, ROWS):
+        return cast("Iterable[Any]", value)
+    if isinstance(value, FunctionType):
+        return [read(cell, "cell_contents") for cell in value.__closure__ or ()]
+    if isinstance(value, partial):
+        return (*value.args, *value.keywords.values())
+    if isinstance(value, type | ModuleType | nn.Module) or not type(value).__dictoffset__:
+        return ()
+    return list(vars(value).values())
+
+
+# Generators
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return all(_is_same(value, other[key]) for key, value in one.items())
+    return all(map(_is_same, cast("Any", one), other)) if isinstance(one, tuple) else one == other
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
