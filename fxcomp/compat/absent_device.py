@@ -112,6 +112,8 @@ class _Placing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if func is torch.device:
+            return func("cuda", *args) if args and type(args[0]) is int else func(*args, **given)
         if given.get("pin_memory"):
             del given["pin_memory"]  # torch's build for the CPU has no such memory
         device = given.get("device")

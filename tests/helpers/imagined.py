@@ -92,6 +92,8 @@ def every_form_of_a_device_is_taken() -> None:
             *(nn.Linear(3, 3, device=device).weight, x.pin_memory().to(device, non_blocking=True)),
         )
         assert all(each.device == CUDA for each in made)
+    assert torch.device(0) == torch.device(torch.cuda.current_device()) == CUDA
+    assert torch.device("cpu").type == torch.device(type="cpu").type == "cpu"
     assert torch.empty(2, pin_memory=True).shape == (2,)
     assert x.cuda().cuda(non_blocking=True).shape == (2, 3)
     assert x.to(torch.half).dtype is torch.half
