@@ -157,10 +157,12 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         "record_stream": lambda tensor, stream: None,
     }
     fakes: Any = vars(FakeTensor)["device"]
+    lazy: Any = cast("Any", nn.parameter).UninitializedTensorMixin
     return {
         Tensor: {**getters, **methods, "to": to, "cuda": cuda},
         FakeTensor: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
+        lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
 
 

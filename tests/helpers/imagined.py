@@ -106,6 +106,15 @@ def every_form_of_a_device_is_taken() -> None:
 
 
 @job_file
+def lazy_modules_move_before_their_first_call() -> None:
+    for move in (lambda lazy: lazy.cuda(), lambda lazy: lazy.to("cuda"), lambda lazy: lazy.to(CUDA).half().float()):
+        model = move(nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()))
+        assert model[0].weight.is_cuda
+        assert model(torch.zeros(2, 4, device="cuda")).is_cuda
+        assert model[0].weight.shape == (3, 4)
+
+
+@job_file
 def the_index_of_a_gpu_that_is_not_there_is_refused() -> None:
     x = torch.zeros(2)
     calls: tuple[Callable[[], Any], ...] = (
