@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import HashStore
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
@@ -71,6 +72,7 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
         **_tensors_instead(refusal),
         **_optimizers_instead(),
         DistributedDataParallel: _WRAPPER,
+        nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # in a group of one that is what it does on a GPU
     }
     _scopes.append(facts)
     try:

@@ -376,6 +376,16 @@ def a_process_group_is_a_group_of_one() -> None:
 
 
 @job_file
+def synchronised_batch_norm_in_a_group_of_one_is_batch_norm() -> None:
+    dist.init_process_group("nccl")
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).cuda()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 8, 8, device="cuda")
+    assert torch.equal(DDP(synchronised, device_ids=[0])(x), plain(x))
+    assert torch.equal(synchronised[1].running_mean, plain[1].running_mean)
+
+
+@job_file
 def wrapped_and_compiled_models_call_what_they_wrap() -> None:
     model, x = nn.Linear(3, 3).cuda(), torch.ones(2, 3, device="cuda")
     wrapped = DDP(model, device_ids=[0], output_device=0, find_unused_parameters=True, gradient_as_bucket_view=True)
