@@ -257,8 +257,12 @@ ANSWERS: dict[str, Any] = {
     "torch.accelerator.set_device_index(0)": None,
     "torch.accelerator.synchronize()": None,
     "torch.backends.cudnn.is_available()": True,
-    "torch.backends.cudnn.version() > 9000": True,
+    "torch.backends.cudnn.version() >= 91501": True,  # from there on, attention is cuDNN's
     "torch.backends.cuda.is_built()": True,
+    "torch.backends.cuda.is_flash_attention_available()": True,
+    "torch.backends.cuda.preferred_linalg_library('cusolver')": None,
+    "torch.backends.cuda.preferred_blas_library('cublaslt')": None,
+    "torch.version.cuda >= '13.0'": True,
     "torch.get_device_module() is torch.cuda": True,
     "torch.get_device_module('cuda') is torch.cuda": True,
     "torch.get_device_module('cpu') is torch.cpu": True,
