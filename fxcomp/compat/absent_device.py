@@ -235,6 +235,7 @@ def _optimizers_instead() -> dict[Any, dict[str, Any]]:
 def _wrap(wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
     nn.Module.__init__(wrapper)
     wrapper.module = module
+    wrapper.device, wrapper.device_ids, wrapper.output_device = CUDA, [0], 0
 
 
 _WRAPPER: Mapping[str, Any] = {

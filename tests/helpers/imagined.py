@@ -393,6 +393,7 @@ def synchronised_batch_norm_in_a_group_of_one_is_batch_norm() -> None:
 def wrapped_and_compiled_models_call_what_they_wrap() -> None:
     model, x = nn.Linear(3, 3).cuda(), torch.ones(2, 3, device="cuda")
     wrapped = DDP(model, device_ids=[0], output_device=0, find_unused_parameters=True, gradient_as_bucket_view=True)
+    assert (wrapped.device, wrapped.device_ids, wrapped.output_device) == (CUDA, [0], 0)
     compiled = torch.compile(wrapped, mode="max-autotune", fullgraph=True)
     with wrapped.no_sync(), wrapped.join():
         assert torch.equal(wrapped(x), model(x))
