@@ -12,7 +12,7 @@ torch's build without CUDA aborts the process where fakes of CUDA differentiate,
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
 # What stands in for a function takes its arguments.
-# ruff: noqa: ARG005
+# ruff: noqa: ARG001, ARG005
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-import torch.optim.optimizer as optimizers
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import HashStore
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -220,16 +219,18 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 def _optimizers_instead() -> dict[Any, dict[str, Any]]:
     """Let fused and capturable optimizers take tensors that play the GPU's, and let a GradScaler be enabled."""
 
-    def here_too(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        return lambda *args, **kwargs: [*supported(*args, **kwargs), "cpu", "meta"]
-
     is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
     names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
-    instead = {name: here_too(getattr(optimizers, name)) for name in names}
+    instead = dict.fromkeys(names, _supported_devices)
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     found = {each: {name: new for name, new in instead.items() if name in vars(each)} for each in modules}
     scaler = {"amp_definitely_not_available": lambda: sys._getframe(1).f_code is not begins and is_off()}
     return {**found, torch.cuda.amp.common: scaler}
+
+
+def _supported_devices(supports_xla: bool = True) -> list[str]:
+    """Return the devices that fused and capturable optimizers take; torch.distributed.optim makes TorchScript of it."""
+    return ["cuda", "cpu", "meta"]
 
 
 def _wrap(wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:

@@ -6,6 +6,7 @@ python -m tests.helpers.imagined      prints what each check raised, as JSON by 
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import os
@@ -350,6 +351,13 @@ def fused_and_capturable_optimizers_take_cuda_and_meta_tensors() -> None:
                 parameter.grad = torch.ones(3, device="cuda")
                 optimizer.step()
                 assert bool((parameter < 1).all())
+
+
+@job_file
+def optimizers_are_compiled_to_torch_script() -> None:
+    scripted = importlib.reload(importlib.import_module("torch.distributed.optim.functional_adam"))
+    torch.jit.script(scripted._FunctionalAdam)  # as the import of torch.distributed.optim does
+    importlib.reload(importlib.import_module("torch.distributed.optim"))
 
 
 @job_file
