@@ -32,8 +32,8 @@ from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
 CUDA = torch.device("cuda", 0)
 """The device that scripts see."""
 
-VERSIONS = {torch.backends.cudnn: 91002, nccl: (2, 28, 9)}
-"""Versions that torch's builds for CUDA report."""
+VERSIONS = {torch.backends.cudnn: 92000, nccl: (2, 29, 7)}
+"""Versions that torch 2.13 for CUDA 13.0 reports."""
 
 Refusal = Callable[[str], Exception]
 """Makes the error for a call that has no answer."""
@@ -101,7 +101,7 @@ _NONE = (
     "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
-    "reset_peak_host_memory_stats",
+    "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",
@@ -110,7 +110,7 @@ _ZERO = (
     "range_start",
 )
 _TEXT = ("memory_summary", "list_gpu_processes", "get_gencode_flags")
-_TRUE = ("is_available", "is_initialized", "is_built")
+_TRUE = ("is_available", "is_initialized", "is_built", "is_flash_attention_available")
 _FALSE = ("is_current_stream_capturing", "can_device_access_peer")
 _COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats", "host_memory_stats_as_nested_dict")
 _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
@@ -170,7 +170,7 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
         made[part]["version"] = answering("version", part.version, lambda value=version: value)
     find = torch.get_device_module
     found = answering("get_device_module", find, lambda device=None: torch.cuda if device is None else find(device))
-    return {**made, torch: {"get_device_module": found}}
+    return {**made, torch: {"get_device_module": found}, torch.version: {"cuda": torch.version.cuda or "13.0"}}
 
 
 def _acts(value: Any) -> bool:

@@ -12,7 +12,7 @@ torch's build without CUDA aborts the process where fakes of CUDA differentiate,
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
 # What stands in for a function takes its arguments.
-# ruff: noqa: ARG005
+# ruff: noqa: ARG001, ARG005
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-import torch.optim.optimizer as optimizers
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import HashStore
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
@@ -71,6 +71,7 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
         **_tensors_instead(refusal),
         **_optimizers_instead(),
         DistributedDataParallel: _WRAPPER,
+        nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # in a group of one that is what it does on a GPU
     }
     _scopes.append(facts)
     try:
@@ -112,6 +113,8 @@ class _Placing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if func is torch.device:
+            return func("cuda", *args) if args and type(args[0]) is int else func(*args, **given)
         if given.get("pin_memory"):
             del given["pin_memory"]  # torch's build for the CPU has no such memory
         device = given.get("device")
@@ -155,10 +158,12 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         "record_stream": lambda tensor, stream: None,
     }
     fakes: Any = vars(FakeTensor)["device"]
+    lazy: Any = cast("Any", nn.parameter).UninitializedTensorMixin
     return {
         Tensor: {**getters, **methods, "to": to, "cuda": cuda},
         FakeTensor: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
+        lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
 
 
@@ -214,21 +219,24 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 def _optimizers_instead() -> dict[Any, dict[str, Any]]:
     """Let fused and capturable optimizers take tensors that play the GPU's, and let a GradScaler be enabled."""
 
-    def here_too(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        return lambda *args, **kwargs: [*supported(*args, **kwargs), "cpu", "meta"]
-
     is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
     names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
-    instead = {name: here_too(getattr(optimizers, name)) for name in names}
+    instead = dict.fromkeys(names, _supported_devices)
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     found = {each: {name: new for name, new in instead.items() if name in vars(each)} for each in modules}
     scaler = {"amp_definitely_not_available": lambda: sys._getframe(1).f_code is not begins and is_off()}
     return {**found, torch.cuda.amp.common: scaler}
 
 
+def _supported_devices(supports_xla: bool = True) -> list[str]:
+    """Return the devices that fused and capturable optimizers take; torch.distributed.optim makes TorchScript of it."""
+    return ["cuda", "cpu", "meta"]
+
+
 def _wrap(wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
     nn.Module.__init__(wrapper)
     wrapper.module = module
+    wrapper.device, wrapper.device_ids, wrapper.output_device = CUDA, [0], 0
 
 
 _WRAPPER: Mapping[str, Any] = {

@@ -6,6 +6,7 @@ python -m tests.helpers.imagined      prints what each check raised, as JSON by 
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import os
@@ -92,6 +93,8 @@ def every_form_of_a_device_is_taken() -> None:
             *(nn.Linear(3, 3, device=device).weight, x.pin_memory().to(device, non_blocking=True)),
         )
         assert all(each.device == CUDA for each in made)
+    assert torch.device(0) == torch.device(torch.cuda.current_device()) == CUDA
+    assert torch.device("cpu").type == torch.device(type="cpu").type == "cpu"
     assert torch.empty(2, pin_memory=True).shape == (2,)
     assert x.cuda().cuda(non_blocking=True).shape == (2, 3)
     assert x.to(torch.half).dtype is torch.half
@@ -101,6 +104,15 @@ def every_form_of_a_device_is_taken() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 3)])
     assert packed.to("cuda").data.is_cuda
     assert packed.cuda().data.is_cuda
+
+
+@job_file
+def lazy_modules_move_before_their_first_call() -> None:
+    for move in (lambda lazy: lazy.cuda(), lambda lazy: lazy.to("cuda"), lambda lazy: lazy.to(CUDA).half().float()):
+        model = move(nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()))
+        assert model[0].weight.is_cuda
+        assert model(torch.zeros(2, 4, device="cuda")).is_cuda
+        assert model[0].weight.shape == (3, 4)
 
 
 @job_file
@@ -246,8 +258,12 @@ ANSWERS: dict[str, Any] = {
     "torch.accelerator.set_device_index(0)": None,
     "torch.accelerator.synchronize()": None,
     "torch.backends.cudnn.is_available()": True,
-    "torch.backends.cudnn.version() > 9000": True,
+    "torch.backends.cudnn.version() >= 91501": True,  # from there on, attention is cuDNN's
     "torch.backends.cuda.is_built()": True,
+    "torch.backends.cuda.is_flash_attention_available()": True,
+    "torch.backends.cuda.preferred_linalg_library('cusolver')": None,
+    "torch.backends.cuda.preferred_blas_library('cublaslt')": None,
+    "torch.version.cuda >= '13.0'": True,
     "torch.get_device_module() is torch.cuda": True,
     "torch.get_device_module('cuda') is torch.cuda": True,
     "torch.get_device_module('cpu') is torch.cpu": True,
@@ -338,6 +354,13 @@ def fused_and_capturable_optimizers_take_cuda_and_meta_tensors() -> None:
 
 
 @job_file
+def optimizers_are_compiled_to_torch_script() -> None:
+    scripted = importlib.reload(importlib.import_module("torch.distributed.optim.functional_adam"))
+    torch.jit.script(scripted._FunctionalAdam)  # as the import of torch.distributed.optim does
+    importlib.reload(importlib.import_module("torch.distributed.optim"))
+
+
+@job_file
 def a_scaled_loop_runs_in_the_job_file() -> None:
     model, scaler = nn.Linear(3, 1).cuda(), torch.amp.GradScaler("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -365,9 +388,20 @@ def a_process_group_is_a_group_of_one() -> None:
 
 
 @job_file
+def synchronised_batch_norm_in_a_group_of_one_is_batch_norm() -> None:
+    dist.init_process_group("nccl")
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).cuda()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 8, 8, device="cuda")
+    assert torch.equal(DDP(synchronised, device_ids=[0])(x), plain(x))
+    assert torch.equal(synchronised[1].running_mean, plain[1].running_mean)
+
+
+@job_file
 def wrapped_and_compiled_models_call_what_they_wrap() -> None:
     model, x = nn.Linear(3, 3).cuda(), torch.ones(2, 3, device="cuda")
     wrapped = DDP(model, device_ids=[0], output_device=0, find_unused_parameters=True, gradient_as_bucket_view=True)
+    assert (wrapped.device, wrapped.device_ids, wrapped.output_device) == (CUDA, [0], 0)
     compiled = torch.compile(wrapped, mode="max-autotune", fullgraph=True)
     with wrapped.no_sync(), wrapped.join():
         assert torch.equal(wrapped(x), model(x))
