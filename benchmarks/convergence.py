@@ -54,13 +54,13 @@ OWNERS = dict.fromkeys(TASKS, (OwnerResidual.KEPT, OwnerResidual.DROPPED)) | {"q
 """The fate of the owner's residual in two shots: kept, dropped or miscounted, by task."""
 
 
-def train(task: Task, optimizer: str, exchange: Exchange, momentum: float = MOMENTUM) -> float:
+def train(task: Task, optimizer: str, exchange: Exchange) -> float:
     """The final loss; infinity where it diverges. The learning rate falls to zero along a cosine."""
     weights = torch.nn.Parameter(task.start.clone())
     rate = task.rates[optimizer]
     update: torch.optim.Optimizer
     if optimizer == "sgd":
-        update = torch.optim.SGD([weights], lr=rate, momentum=momentum)
+        update = torch.optim.SGD([weights], lr=rate, momentum=MOMENTUM)
     else:
         update = torch.optim.AdamW([weights], lr=rate)
     for step in range(task.steps):

@@ -34,7 +34,7 @@ STEPS_TAKEN = 2
 """The number in the host's counters: with 0, corrections for a start at zero would be divided by zero."""
 
 _KIND = {
-    **dict.fromkeys(("pack", "cast", "in_place", "turn", "save", "accumulate", "mask_velocity"), "pack"),
+    **dict.fromkeys(("pack", "cast", "in_place", "turn", "save"), "pack"),
     **dict.fromkeys(("propose", "compress"), "encode"),
     **dict.fromkeys(("decompress", "keep"), "decode"),
     **dict.fromkeys(("launch", "wait"), "collective"),

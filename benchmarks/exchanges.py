@@ -35,24 +35,6 @@ def compressed(
     return lambda gradients: average(bound, gradients, replicas, segments, shapes)
 
 
-def corrected(compressor: Compressor, shapes: Sequence[Sequence[int]], workers: int) -> Exchange:
-    """The same with error feedback and momentum correction: train with momentum=0, for each worker has its own."""
-    bound, segments = compressor.bound_to(shapes, workers), tuple(map(math.prod, shapes))
-    replicas = replicas_of(bound, segments, workers, feedback=True)
-    velocities = [torch.zeros(sum(segments)) for _ in range(workers)]
-
-    def exchange(gradients: list[Tensor]) -> Tensor:
-        for velocity, gradient in zip(velocities, gradients, strict=True):
-            velocity.mul_(MOMENTUM).add_(gradient)
-        mean = average(bound, [velocity.clone() for velocity in velocities], replicas, segments, shapes)
-        if bound.sends_values:
-            for velocity, replica in zip(velocities, replicas, strict=True):
-                velocity[residual_of(replica) == 0] = 0
-        return mean
-
-    return exchange
-
-
 def fitted(compressor: Compressor, task: Task) -> Compressor:
     """The compressor, with a fixed threshold of five times the gradient's root mean square at the start."""
     if not any(parameter.name == "value" for parameter in compressor.facts.parameters):

@@ -18,7 +18,7 @@ from fxcomp.cluster.cluster import Cluster, check_is_cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.compress import BALANCED, Compress
-from fxcomp.plan.error_feedback import UpdateKind, check_momentum, check_rates
+from fxcomp.plan.error_feedback import UpdateKind, check_rates
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.verified_steps import SAMPLED, VerifiedSteps
@@ -108,7 +108,6 @@ class StepOptions:
                 object.__setattr__(self, "skip_nonfinite", True)
             else:
                 object.__setattr__(self, "scaler", None)
-        self._check_unused()
         if self.checks.replan == "auto" and self.why_not_replan:
             raise BadOption(f"replan='auto' cannot be done here: {self.why_not_replan}")
 
@@ -130,27 +129,10 @@ class StepOptions:
             compress=given, cluster=cluster, costs=costs, scaler=scaler, process_group=process_group, checks=UNCHECKED
         )
 
-    def _check_unused(self) -> None:
-        """Refuse what does not go with parameters that are used for some batches only."""
-        if not self.find_unused_parameters:
-            return
-        if self.compress.feedback.momentum:
-            raise BadOption(
-                "find_unused_parameters=True does not go with ErrorFeedback(momentum=...): a velocity goes on where"
-                " there is no gradient, and an unused parameter would move.\n  Leave the momentum to the optimizer."
-            )
-
-    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], *, alone: bool) -> None:
+    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that the options do not go with. Raises BadOption."""
-        feedback = self.compress.feedback
         for optimizer in optimizers:
-            check_momentum(
-                feedback,
-                optimizer,
-                clips=self.max_grad_norm is not None or self.max_grad_value is not None,
-                alone=alone,
-            )
-            check_rates(feedback, optimizer)
+            check_rates(self.compress.feedback, optimizer)
 
     def check_moves(self, plan: Plan, kinds: Collection[UpdateKind]) -> None:
         """Refuse to exchange momenta where that is not built, or not safe. Raises BadOption and BadPlan."""
@@ -197,7 +179,7 @@ class StepOptions:
             "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
             "max_grad_value=": (self.max_grad_value is not None, "the mean gradient is not known then"),
         }
-        for name in ("momentum", "scale_with_lr", "everywhere"):
+        for name in ("scale_with_lr", "everywhere"):
             why = "residuals would have another unit, or be scaled twice"
             options[f"ErrorFeedback({name}=...)"] = (bool(getattr(feedback, name)), why)
         return {name: why for name, (is_given, why) in options.items() if is_given}
@@ -214,11 +196,6 @@ class StepOptions:
             return (
                 'within="aggressive" has chosen for the whole job, and residuals of momenta and of gradients have other'
                 ' units.\n  Compile another step, which goes on from the optimizer\'s state, or pass at="gradient".'
-            )
-        if self.compress.feedback.momentum:
-            return (
-                "velocities of momentum correction belong to the plan that they were gathered under.\n"
-                "  Save a state, compile another step, and load it there."
             )
         if self.checks.verified.is_all:
             return (

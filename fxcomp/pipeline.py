@@ -32,7 +32,6 @@ from fxcomp.passes.bucket_gradients import bucket_gradients
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
 from fxcomp.passes.clip_in_lists import clip_in_lists
 from fxcomp.passes.commit_if_finite import commit_if_finite
-from fxcomp.passes.correct_momentum import correct_momentum
 from fxcomp.passes.end_at_sums import end_at_sums
 from fxcomp.passes.fuse_updates import fuse_updates
 from fxcomp.passes.label_gradients import label_gradients
@@ -87,7 +86,6 @@ class Compiler:
             (partial(lower_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             (
                 partial(thread_state, surrounds=self.feedback.surrounds),
-                partial(correct_momentum, momentum=self.feedback.momentum),
                 partial(remove_dead_nodes),
                 partial(commit_if_finite, skip_nonfinite=self.skip_nonfinite),
             ),
@@ -139,11 +137,7 @@ class Compiler:
         """
         note_work(graph)
         gm = run(graph, (*self.labelling(), *self._annotating(costs)))
-        workload = replace(
-            read_workload(gm, costs.feed_us),
-            host_us=self.micro_batches * costs.host_us,
-            keeps_velocity=self.feedback.momentum > 0,
-        )
+        workload = replace(read_workload(gm, costs.feed_us), host_us=self.micro_batches * costs.host_us)
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
             after = run(graph, (*self.labelling(), *bucketing, *self._annotating(costs)))

@@ -68,7 +68,6 @@ class ChunkMax(Compressor):
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         parameters=(Parameter("ratio", "share of values sent", 1 / _PLACES, 0.5),),
         use="Slow links and few ranks: about half of top-k's time, and its quality where energy is spread.",
         avoid="Where a few places of a parameter hold most of the energy: embeddings, and the kernels of convolutions.",

@@ -11,8 +11,7 @@ reaches, and no third.
 The sample has 1 % of the values, and at least 64 / ratio, so that about 64 of it reach the threshold or more: the
 count is off by 12 % then, less for large segments. The stride is odd, so that it does not fall into step with the rows
 of a matrix, and the start changes with each step. What is left out is as with topk: 0.92 of the squared norm at 1 % of
-Gaussian values, 0.84 for Laplace. Momentum correction, which belongs to the method, is error feedback's part, for any
-compressor: ErrorFeedback(momentum=0.9).
+Gaussian values, 0.84 for Laplace.
 
 State: the stream of random starts, one a rank and segment.
 """
@@ -65,7 +64,6 @@ class DGC(SurvivorCompressor):
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         parameters=(Parameter("ratio", "share of values to send", 1e-6, 1.0),),
         state="16",
         state_dtype=torch.int64,

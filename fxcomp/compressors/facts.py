@@ -120,8 +120,6 @@ class Facts:
     proposal: str = "none"
     """Bytes of the proposal, as a formula."""
     proposal_dtype: torch.dtype = torch.float32
-    sends_values: bool = False
-    """True if values are sent exactly: the residual is 0 where a value was sent, and the whole value elsewhere."""
     grain: str = ""
     """The parameter that counts the values which share something, such as a scale: shards are cut at its multiples.
     Empty if a shard may be cut anywhere; where it depends on more, override `grain`."""
@@ -253,10 +251,6 @@ class Declared(ABC):
     @property
     def bias(self) -> Bias:
         return self.facts.bias
-
-    @property
-    def sends_values(self) -> bool:
-        return self.facts.sends_values
 
     @property
     def has_state(self) -> bool:

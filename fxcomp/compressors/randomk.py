@@ -87,7 +87,6 @@ class RandomK(Compressor):
         is_linear=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         parameters=(
             Parameter("ratio", "share of values sent", 1e-6, 1.0),
             Parameter("scaled", "times n/k, which makes it unbiased and forbids feedback", 0, 1),
@@ -104,10 +103,6 @@ class RandomK(Compressor):
     @property
     def feedback(self) -> Feedback:
         return Feedback.FORBIDDEN if self.scaled else Feedback.REQUIRED
-
-    @property
-    def sends_values(self) -> bool:
-        return not self.scaled
 
     @property
     def bias(self) -> Bias:

@@ -162,7 +162,6 @@ class Sidco(SurvivorCompressor):
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         parameters=(
             Parameter("ratio", "share of values to send", 1e-6, 1.0),
             Parameter(

@@ -46,7 +46,6 @@ class Threshold(SurvivorCompressor):
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         parameters=(
             Parameter("value", "smallest magnitude sent", 1e-30, 1e30),
             Parameter("ratio", "share of values for which the payload has room, and 30 % more", 1e-6, 1.0),

@@ -106,7 +106,6 @@ class TopK(Compressor):
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
-        sends_values=True,
         passes=2,
         parameters=(Parameter("ratio", "share of values sent", 1e-6, 1.0),),
         use="Slow links and few ranks.",

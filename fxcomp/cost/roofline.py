@@ -26,14 +26,6 @@ class MemoryPrices:
         """Time making a summed payload of `size` bytes a compressor's next state."""
         return self.pack_us(size)
 
-    def accumulate_us(self, size: float) -> float:
-        """Time accumulating a bucket of `size` bytes into its velocity: it moves twice what a copy does."""
-        return 2 * self.pack_us(size)
-
-    def mask_us(self, size: float) -> float:
-        """Time clearing the velocity where a value was sent: it reads the residual, and writes little."""
-        return self.pack_us(size)
-
 
 ASSUMED = "assumed"
 

@@ -103,7 +103,7 @@ def compile_step(
             find_unused_parameters=find_unused_parameters,
             checks=checks,
         )
-        options.check_optimizers(all_optimizers(optimizer), alone=ranks.world_size == 1)
+        options.check_optimizers(all_optimizers(optimizer))
         return options
 
     with compiling("compile_step"), Ranks.meeting(cluster, "compile_step", process_group) as ranks:

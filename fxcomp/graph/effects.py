@@ -307,5 +307,5 @@ def _looked_at(node: Node, inside: Collection[Node]) -> Node:
 
 def _read_by(node: Node, line: Line) -> list[Node]:
     """Find the values that a line reads, without those that it only replaces."""
-    replaced = {"mask_velocity": 1, "restore": 0, "keep": 0}.get(line.method)
+    replaced = {"restore": 0, "keep": 0}.get(line.method)
     return [source for source in node.all_input_nodes if replaced is None or source is not node.args[replaced]]

@@ -29,7 +29,6 @@ class Role(Enum):
     GRADIENT = "gradient"  # the node that makes a parameter's local gradient
     PART = "part"  # some elements of a local gradient, for a bucket of their own
     PACK = "pack"  # gradients into one flat bucket
-    VELOCITY = "velocity"  # a rank's own momentum, before what is compressed
     PROPOSE = "propose"  # what ranks agree on before they compress
     COMPRESS = "compress"
     COLLECTIVE = "collective"
@@ -47,7 +46,7 @@ class Role(Enum):
 
 
 BUCKET_LINES = (
-    *(Role.PACK, Role.VELOCITY, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
+    *(Role.PACK, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
 """Roles between a bucket's gradients and their means. Buffers have some of them, too, and no `bucket`."""
@@ -65,7 +64,6 @@ class InputKind(Enum):
     COUNT = "count"  # of the elements that a weighted loss is a sum over, in the group so far
     SCALE = "scale"  # of the loss, live: what the gradients of the backward pass are too large by
     FACTOR = "factor"  # what gradients are multiplied by, live: one number for all
-    VELOCITY = "velocity"  # a rank's own momentum of a bucket
     RESIDUAL = "residual"  # what compression left out of a bucket
     COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
 
@@ -179,7 +177,6 @@ ARGUMENTS = {
     InputKind.COUNT: "counts",
     InputKind.SCALE: "scales",
     InputKind.FACTOR: "factors",
-    InputKind.VELOCITY: "velocities",
     InputKind.RESIDUAL: "residuals",
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",

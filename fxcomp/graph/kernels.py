@@ -307,7 +307,7 @@ def _order_of(node: Node) -> tuple[Order, int]:
 # Kernels beside forward and backward
 
 _KINDS = {
-    **dict.fromkeys((Role.PACK, Role.VELOCITY, Role.COPY, Role.PART), "pack"),
+    **dict.fromkeys((Role.PACK, Role.COPY, Role.PART), "pack"),
     **dict.fromkeys((Role.PROPOSE, Role.COMPRESS), "encode"),
     **dict.fromkeys((Role.DECOMPRESS, Role.KEEP), "decode"),
     Role.COMMIT: "check",

@@ -24,7 +24,6 @@ from fxcomp.compressors.operators import in_pieces
 from fxcomp.graph.edit import collective_kind, value_bytes
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import (
-    ACCUMULATE,
     ALL_FINITE,
     ALL_GATHER,
     ALL_REDUCE,
@@ -35,7 +34,6 @@ from fxcomp.graph.ops import (
     H2D,
     IN_PLACE,
     KEEP,
-    MASK_VELOCITY,
     MOVES,
     PACK,
     REDUCE_SCATTER,
@@ -111,11 +109,6 @@ def _with_compressor(node: Node) -> Sequence[Any]:
     return compressor_at(node), value, second, pieces[0] if len(pieces) == 1 else pieces
 
 
-def _velocity_bucket_residual(node: Node) -> Sequence[Any]:
-    bucket, velocity, left_out = node.args
-    return velocity, bucket, before_replacement(left_out)
-
-
 def _residual_own_bucket(node: Node) -> Sequence[Any]:
     left_out, own, bucket = node.args
     return before_replacement(left_out), own, bucket
@@ -176,14 +169,6 @@ def _copying(prices: Prices, node: Node, _: Device) -> float:
 
 def _keeping(prices: Prices, node: Node, _: Device) -> float:
     return prices.keep_us(value_bytes(node))
-
-
-def _accumulating(prices: Prices, node: Node, _: Device) -> float:
-    return prices.accumulate_us(value_bytes(node))
-
-
-def _masking(prices: Prices, node: Node, _: Device) -> float:
-    return prices.mask_us(value_bytes(node))
 
 
 def _proposing(prices: Prices, node: Node, device: Device) -> float:
@@ -251,10 +236,6 @@ BY_OPERATOR: dict[Any, Line] = {
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
     H2D: Line("h2d", price=_copying, stream=Stream.H2D),
     KEEP: Line("keep", _as_in_graph, CostKind.PACK, _keeping, _ARRIVING, _nothing, has_buffer=False),
-    ACCUMULATE: Line("accumulate", _as_in_graph, CostKind.PACK, _accumulating, _CPU, has_buffer=False),
-    MASK_VELOCITY: Line(
-        "mask_velocity", _velocity_bucket_residual, CostKind.PACK, _masking, _CPU, _nothing, has_buffer=False
-    ),
     ALL_FINITE: Line("all_finite", _as_in_graph, CostKind.PACK, _looking, has_buffer=False),
     RNG_STATE: Line("rng_state", _with_device_by_name, has_buffer=False, is_free=True),
     SEED_RNG: Line("seed_rng", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
@@ -286,8 +267,6 @@ def line_of(node: Node) -> Line | None:
     role, target = info(node).role, cast("Any", node.target)
     if role is Role.ROLL_BACK:
         return UNDOING.get(target, _DECOMPRESS_OWN)
-    if role is Role.VELOCITY and target is KEEP:
-        return None  # the bucket's line replaces the velocity in place
     if role is Role.COUNT and target is not WAIT:
         return COUNT
     return BY_ROLE.get(role) or BY_OPERATOR.get(target)

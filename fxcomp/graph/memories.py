@@ -15,17 +15,7 @@ from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import collective_kind, is_collective
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.lines import line_of
-from fxcomp.graph.ops import (
-    ACCUMULATE,
-    D2H,
-    H2D,
-    IN_PLACE,
-    KEEP,
-    MASK_VELOCITY,
-    MOVES,
-    ROLL_BACK,
-    WAIT,
-)
+from fxcomp.graph.ops import D2H, H2D, IN_PLACE, KEEP, MOVES, ROLL_BACK, WAIT
 from fxcomp.plan.kinds import POOL, CollectiveKind
 
 Names = frozenset[str]
@@ -39,7 +29,7 @@ _MAY_BE_VIEWS = (
 )
 """Operators that copy, or make a view where they can."""
 
-_REPLACED: dict[Any, int] = {ACCUMULATE: 0, KEEP: 0, MASK_VELOCITY: 1, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
+_REPLACED: dict[Any, int] = {KEEP: 0, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
 """The argument in whose memory a line's result lies."""
 
 
@@ -72,8 +62,6 @@ class Memories:
             return self.of_all([*replaced, *(part for part in node.users if part.args[1] == 0)])
         if node.target is IN_PLACE:
             return self.of(node) if node.args[-1] != 1.0 else _NOTHING
-        if node.target is ACCUMULATE:
-            return self.of_all(cast("tuple[Node, ...]", node.args[:2]))
         if node.target is ROLL_BACK:
             return self.of_all(cast("tuple[Node, ...]", node.args[:2]))
         return self.of(node)

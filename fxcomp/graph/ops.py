@@ -89,14 +89,6 @@ def _keep(state: Tensor, value: Tensor) -> Tensor:
     return torch.where(value.isfinite(), value.to(state.dtype), state)
 
 
-def _accumulate(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:
-    return velocity * momentum + bucket
-
-
-def _mask_velocity(new: Tensor, old: Tensor, residual: Tensor) -> Tensor:
-    return torch.where(new.isfinite(), torch.where(residual == 0, 0.0, new), old)
-
-
 def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
     """Fill one scalar for each number: counters are mostly equal, and a fill waits for no copy."""
     known: dict[float, Tensor] = {}
@@ -178,10 +170,6 @@ _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _like_first)
 # The next state: the value where it is finite.
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
-# momentum · velocity + bucket.
-_define("accumulate(Tensor bucket, Tensor velocity, float momentum) -> Tensor", _accumulate, _like_first)
-# The next velocity: 0 where the value was sent.
-_define("mask_velocity(Tensor new, Tensor old, Tensor residual) -> Tensor", _mask_velocity, _like_first)
 # Counters that the host keeps, on the device of other tensors, where an operator reads them.
 _define("counters_on(Tensor[] counters, Tensor[] there) -> Tensor[]", _counters_on, _counters_on_fake)
 # A collective that the loss function asks for.
@@ -217,8 +205,6 @@ SAVE = torch.ops.fxcomp.save.default
 ALL_FINITE = torch.ops.fxcomp.all_finite.default
 ROLL_BACK = torch.ops.fxcomp.roll_back.default
 KEEP = torch.ops.fxcomp.keep.default
-ACCUMULATE = torch.ops.fxcomp.accumulate.default
-MASK_VELOCITY = torch.ops.fxcomp.mask_velocity.default
 COUNTERS_ON = torch.ops.fxcomp.counters_on.default
 EXCHANGE = torch.ops.fxcomp.exchange.default
 ARRIVE = torch.ops.fxcomp.arrive.default

@@ -24,7 +24,7 @@ PARTS = ("parameters", "optimizer", "residuals", "buckets", "payloads", "gradien
 _OF_INPUTS = {
     InputKind.PARAMETER: "parameters",
     InputKind.STATE: "optimizer",
-    **dict.fromkeys((InputKind.RESIDUAL, InputKind.VELOCITY, InputKind.COMPRESSOR_STATE), "residuals"),
+    **dict.fromkeys((InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE), "residuals"),
     InputKind.SUM: "gradients",
 }
 
@@ -92,7 +92,7 @@ def _part_kept(node: Node) -> str:
     source = info(node).source
     if source is not None:
         return _OF_INPUTS.get(source.kind, "inputs")
-    return "buckets" if info(node).role in (Role.PACK, Role.DECOMPRESS, Role.VELOCITY) else "payloads"
+    return "buckets" if info(node).role in (Role.PACK, Role.DECOMPRESS) else "payloads"
 
 
 def _part_made(value: Node) -> str:

@@ -64,7 +64,7 @@ def _extent(part: Node) -> range:
 
 
 def _lost_state(gm: GraphModule) -> list[str]:
-    """Every velocity, residual and state of a compressor that comes in goes out."""
+    """Every residual and state of a compressor that comes in goes out."""
     entering = [n for n in gm.graph.nodes if _is_carried(n)]
     returned: Any = gm.graph.output_node().args[0]
     leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
@@ -78,7 +78,7 @@ def _is_carried(node: Node) -> bool:
     return source is not None and source.kind in _CARRIED
 
 
-_CARRIED = (InputKind.VELOCITY, InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
+_CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _early_updates(gm: GraphModule) -> list[str]:

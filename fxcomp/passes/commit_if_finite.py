@@ -9,8 +9,7 @@ Every payload decodes to something not finite where a rank's gradient was not, a
 finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is
 what it was, to rounding, once the rank's own payload is added and its bucket taken off; where something was not finite
 the kernel has left it alone. With a live scale of the loss, where such steps are routine, residuals are saved and put
-back to the bit. A payload that is summed in place is saved before it leaves; so are a compressor's state
-and a velocity.
+back to the bit. A payload that is summed in place is saved before it leaves; so is a compressor's state.
 
 The emitted step does the roll back in the branch where it returns early. order_for_overlap moves the updates after it.
 """
@@ -25,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp.graph.edit import call, collective_kind, gradients, has_scale, is_collective, slot_text
 from fxcomp.graph.info import NodeInfo, Role, info
-from fxcomp.graph.ops import ACCUMULATE, ALL_FINITE, ROLL_BACK, SAVE
+from fxcomp.graph.ops import ALL_FINITE, ROLL_BACK, SAVE
 
 
 def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
@@ -42,9 +41,6 @@ def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
         state = compress.kwargs.get("state")
         if isinstance(state, Node):
             _restore(gm, compress, state, "")
-    for accumulate in [n for n in graph.nodes if n.target is ACCUMULATE]:
-        velocity: Any = accumulate.args[1]
-        _restore(gm, accumulate, velocity, "velocity_")
     if arrived:
         with graph.inserting_before(graph.output_node()):
             call(graph, ALL_FINITE, (arrived,), NodeInfo(Role.COMMIT), name="finite")

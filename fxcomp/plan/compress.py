@@ -182,12 +182,11 @@ class Compress:
                 'at="momentum" takes a plan that is given.\n'
                 '  Name one, such as plan="cmax(8)", or let fxcomp choose: within="aggressive", steps=N.'
             )
-        for name in ("momentum", "scale_with_lr"):
-            if getattr(self.feedback, name):
-                raise BadOption(
-                    f'at="momentum" does not go with ErrorFeedback({name}=...): what is fed back is part of the'
-                    " optimizer's own momentum, which is free of the learning rate.\n  Leave one of them out."
-                )
+        if self.feedback.scale_with_lr:
+            raise BadOption(
+                'at="momentum" does not go with ErrorFeedback(scale_with_lr=...): what is fed back is part of the'
+                " optimizer's own momentum, which is free of the learning rate.\n  Leave one of them out."
+            )
 
     @classmethod
     def of(cls, given: object) -> Compress:
@@ -221,9 +220,8 @@ class Compress:
 
     def check_is_of_gradients(self, whose: str) -> None:
         """Refuse what needs the optimizer, or whole steps, where they are the user's own; `whose` says so."""
-        for name in ("scale_with_lr", "momentum"):
-            if getattr(self.feedback, name):
-                raise _needs_whole_steps(f"ErrorFeedback.{name} needs the optimizer", whose)
+        if self.feedback.scale_with_lr:
+            raise _needs_whole_steps("ErrorFeedback.scale_with_lr needs the optimizer", whose)
         if self.warmup:
             raise _needs_whole_steps("warmup= counts the steps of the optimizer", whose)
         moves = isinstance(self.plan, Plan) and self.plan.moves_exchange

@@ -5,11 +5,7 @@
 
 A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs after the mean of the
 payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
-2019). With momentum correction a rank compresses its own momentum instead of its gradient (Lin et al. 2018):
-
-    u <- m u + g         the velocity of its own gradients
-    p = u + e
-    u <- 0               where a value was sent as it is: momentum does not go on from before what is new by then
+2019).
 """
 
 from __future__ import annotations
@@ -79,14 +75,6 @@ class ErrorFeedback:
     what a large rate left out is applied at the small one. A rate of zero is passed over. A step whose rate did not
     change does nothing more; otherwise residuals are read and written once.
 
-    `momentum`: each rank keeps the momentum of its own gradients before compression, in the place of the optimizer's,
-    which must have none (Lin et al. 2018). What waits in a residual then gathers momentum as it would have if it had
-    been sent at once. Where compressors send values as they are, such as topk, the velocity of what was sent starts
-    again. In all other buckets, dense ones too, the mean of the ranks' velocities is the velocity of the mean: a dense
-    plan trains as with the optimizer's momentum. One more fp32 value an element and rank, in the optimizer's stead.
-    The optimizer's weight decay stays after it, outside of the velocity: what `SGD(momentum=m, weight_decay=w)`
-    does needs about w / (1 - m) here.
-
     `everywhere`: also around compressors that can do without, such as bf16 and int8: what a rank rounds away is not
     lost, for one more pass. Sums on the wire still round.
 
@@ -94,22 +82,18 @@ class ErrorFeedback:
     """
 
     scale_with_lr: bool = False
-    momentum: float = 0.0
     everywhere: bool = False
     off: bool = False
     allow_diverging: bool = False
 
     def __post_init__(self) -> None:
         given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("scale_with_lr", "everywhere", "off", "allow_diverging"):
-            if not isinstance(given[name], bool):
-                raise BadOption(f"ErrorFeedback.{name} is True or False; it is {given[name]!r}")
-        momentum = given["momentum"]
-        if not isinstance(momentum, int | float) or isinstance(momentum, bool) or not 0 <= momentum < 1:
-            raise BadOption(f"ErrorFeedback.momentum is from 0 (none) to below 1; it is {momentum!r}")
-        if self.off and (self.everywhere or self.scale_with_lr or self.momentum):
+        for name, value in given.items():
+            if not isinstance(value, bool):
+                raise BadOption(f"ErrorFeedback.{name} is True or False; it is {value!r}")
+        if self.off and (self.everywhere or self.scale_with_lr):
             raise BadOption(
-                "ErrorFeedback(off=True) has nothing to scale, to correct or to put everywhere.\n"
+                "ErrorFeedback(off=True) has nothing to scale or to put everywhere.\n"
                 "  Leave off=True out, or the other options."
             )
 
@@ -145,38 +129,6 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
                 f"ErrorFeedback({name}=True) is for experiments with a given plan: fxcomp chooses none that needs it.\n"
                 f"  Name a plan, or leave {name}=True out."
             )
-
-
-def check_momentum(
-    options: ErrorFeedback, optimizer: torch.optim.Optimizer, *, clips: bool = False, alone: bool = False
-) -> None:
-    """Refuse what momentum correction cannot go with: another momentum, clipping, and one rank alone."""
-    if not options.momentum:
-        return
-    which = f"ErrorFeedback(momentum={options.momentum:g})"
-    kind = type(optimizer).__name__
-    if is_adaptive(optimizer):
-        raise BadOption(
-            f"{which} keeps the momentum of gradients, but {kind} has one of its own, and divides by the root of the"
-            f" mean square of what it is given.\n  Use torch.optim.SGD without momentum, or leave momentum= out."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("momentum", 0.0) != 0:
-            raise BadOption(
-                f"{which} keeps the momentum before compression, but parameter group {number} of {kind} has"
-                f" momentum={group['momentum']:g}: it would be applied twice.\n"
-                f"  Give {kind} momentum=0, or leave momentum= of ErrorFeedback out."
-            )
-    if clips:
-        raise BadOption(
-            f"max_grad_norm and max_grad_value clip the mean of what the ranks send, which with {which} is momentum"
-            " and no gradient.\n  Leave clipping or momentum= of ErrorFeedback out."
-        )
-    if alone:
-        raise BadOption(
-            f"{which} keeps the momentum of what ranks send each other, and there is one rank: nothing is sent.\n"
-            f"  On one rank, give momentum={options.momentum:g} to {kind}."
-        )
 
 
 def check_rates(options: ErrorFeedback, optimizer: torch.optim.Optimizer) -> None:
@@ -229,11 +181,6 @@ def check_plan(
             " of pins= that pins these. To do it all the same, pass"
             " Compress(feedback=ErrorFeedback(allow_diverging=True), ...)."
         )
-
-
-def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer divides by the root of the gradient's mean square, as Adam does."""
-    return any("betas" in group for group in optimizer.param_groups)
 
 
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:

@@ -204,9 +204,6 @@ class Route:
     """Gradients are multiplied by it while they are packed."""
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
-    first: Piece
-    """The piece that a rank holds after the leading splits; its velocity lies there."""
-    first_unit: Unit
     element_type: ElementType = ElementType.F32
     """Of dense values that travel."""
 

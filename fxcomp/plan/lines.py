@@ -22,7 +22,7 @@ from fxcomp.plan.kinds import Stream
 from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
 
 FP32 = 4
-"""Bytes of an element as compressors take and give it, and as velocities are kept."""
+"""Bytes of an element as compressors take and give it."""
 
 
 class LineKind(Enum):
@@ -32,8 +32,6 @@ class LineKind(Enum):
     CAST = "cast"
     D2H = "d2h"
     H2D = "h2d"
-    ACCUMULATE = "accumulate"
-    """The bucket is added to its velocity."""
     TURN = "turn"
     PROPOSE = "propose"
     AGREE = "agree"
@@ -77,12 +75,9 @@ class BucketLine(NamedTuple):
 Stages = tuple[tuple[BucketLine, ...], ...]
 
 
-def lines_of(route: Route, accumulates_at: Leg | None = None) -> Stages:
-    """List the lines of each stage of a route; after them those that leave the mean on the device, in its type.
-
-    A velocity is accumulated right before the leg that is named, if one is.
-    """
-    return _LineWriter(route, accumulates_at).stages()
+def lines_of(route: Route) -> Stages:
+    """List the lines of each stage of a route; after them those that leave the mean on the device, in its type."""
+    return _LineWriter(route).stages()
 
 
 def sent(stages: Stages) -> list[BucketLine]:
@@ -93,8 +88,8 @@ def sent(stages: Stages) -> list[BucketLine]:
 class _LineWriter:
     """Writes the lines of a route, and tracks where the tensor lies and how large it is between them."""
 
-    def __init__(self, route: Route, accumulates_at: Leg | None) -> None:
-        self.route, self.accumulates_at = route, accumulates_at
+    def __init__(self, route: Route) -> None:
+        self.route = route
         self.dense = route.element_type.itemsize
         self.itemsize = FP32 if route.packs_fp32 else self.dense
         """Bytes of an element, while the tensor is not compressed."""
@@ -123,7 +118,6 @@ class _LineWriter:
             case Encode():
                 self._cast(FP32)
                 self._bring_to(leg.device)
-                self._accumulate(leg)
                 self._encode(leg)
             case Decode():
                 self._bring_to(leg.device)
@@ -133,9 +127,8 @@ class _LineWriter:
             case Send():
                 if leg.slot is None:
                     self._bring_to(Device.GPU)
-                self._accumulate(leg)
-                if leg.slot is None and leg.ranks > 1:
-                    self._cast(self.dense)
+                    if leg.ranks > 1:
+                        self._cast(self.dense)
                 self._send(leg)
 
     def _bring_to(self, device: Device) -> None:
@@ -152,11 +145,6 @@ class _LineWriter:
             read, self.held = self.held, self.held // self.itemsize * itemsize
             self.itemsize = itemsize
             self._add(LineKind.CAST, (read + self.held) // 2, stream=Stream.COMPUTE)
-
-    def _accumulate(self, leg: Leg) -> None:
-        if leg is self.accumulates_at:
-            self._cast(FP32)
-            self._add(LineKind.ACCUMULATE, self.held)
 
     def _encode(self, leg: Encode) -> None:
         if leg.is_proposal:

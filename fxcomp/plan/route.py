@@ -102,17 +102,12 @@ class _Walk:
     def route(self) -> Route:
         strategy = self.strategy
         stages: list[list[Leg]] = [[]]
-        first: tuple[Piece, Unit] | None = None
         for number, (held, step) in enumerate(zip(self.held, strategy.steps, strict=False)):
-            if number == len(self.leading):
-                first = self.extents[-1], self._unit(held)
             stages[-1].append(self._leg(number, held, step))
             if isinstance(step, Collective):
                 stages.append([])
-        if first is None:  # a reduce_scatter alone
-            first = self.extents[-1], self._unit(self.held[-1])
         whole = range(self.edges[-1])
-        return Route(self.scale, whole, tuple(map(tuple, stages)), *first, self.element_type)
+        return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
         """Count the ranks that this rank's values meet: where hosts differ, first ranks meet more than others."""
@@ -298,7 +293,7 @@ class _Walk:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
-        # A plan's dense warm-up has the same leading splits, and a rank's velocity stays where it is.
+        # Leading splits cut values that nothing has compressed: no block of a compressor lies across their borders.
         grain = 1 if split in self.leading else self.grain
         return shards(self.edges, extent, ranks, grain)
 

@@ -249,7 +249,6 @@ def _lines_of(compressor: Compressor) -> tuple[object, ...]:
         compressor.grain,
         compressor.feedback,
         compressor.bias,
-        compressor.sends_values,
         compressor.has_state,
         compressor.payload_dtype,
     )

@@ -37,9 +37,9 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
 _NAMES = {
-    # The graph says corrected, proposal and mean for what the search calls accumulate, propose and decompress.
-    "compute": ("region", "arrive", "backward", "update", "finish", "accumulate", "corrected", "feed", "hand"),
-    "compression": ("mask", "propose", "proposal", "compress", "next", "decompress", "mean"),
+    # The graph says proposal and mean for what the search calls propose and decompress.
+    "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
+    "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}

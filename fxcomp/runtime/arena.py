@@ -1,4 +1,4 @@
-"""Keep residuals and velocities: one flat arena each, with a part for each slot of a bucket that needs one.
+"""Keep residuals in one flat arena, with a part for each slot of a bucket that needs one.
 
 A bucket has a slot for each time that its strategy compresses. Two shots compress twice, so a rank keeps two residuals:
 of its own gradients, and of the mean of the shard that it owns. What is kept is named by parameter:
@@ -199,23 +199,3 @@ def _covered(layout: Mapping[Key, SlotLayout]) -> dict[str, tuple[range, ...]]:
             for part in slot.bucket:
                 covered[part.name].append(part.extent)
     return {name: tuple(extents) for name, extents in covered.items()}
-
-
-class Velocities(Arena):
-    """The momentum of one rank's own gradients, or in a sharded bucket of its host's mean, in the buckets' units.
-
-    The mean over all ranks is the momentum of the mean gradient, whatever the buckets.
-    """
-
-    def take_over(self, other: Velocities) -> None:
-        """Go on from where another plan, with the same shards, has come on this rank."""
-        for name, pieces in self.slices.items():
-            for piece, before in zip(pieces, other.slices[name], strict=True):
-                assert piece.lies_like(before), f"{name!r} would change hands between ranks"
-                piece.go_on_from(before)
-
-    def forget(self, name: str, value: Tensor) -> None:
-        """Take out what every rank has added to its own gradient of a parameter: it was no gradient of this step."""
-        for piece in self.slices.get(name, ()):
-            part = value[piece.start : piece.extent.stop]
-            piece.values.sub_(part.to(piece.values.device), alpha=float(1 / piece.total))

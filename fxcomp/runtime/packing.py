@@ -1,4 +1,4 @@
-"""Run the small operators of an emitted step's own lines: packing, momentum, rolling back, random generators."""
+"""Run the small operators of an emitted step's own lines: packing, rolling back, random generators."""
 
 from __future__ import annotations
 
@@ -13,24 +13,6 @@ from torch import Tensor
 from fxcomp.compressors import kernels
 
 _torch = cast("Any", torch)  # partly untyped
-
-
-def accumulate(bucket: Tensor, velocity: Tensor, momentum: float) -> Tensor:
-    """Make both momentum · velocity + bucket; the velocity only where that is finite."""
-    if _have_kernel(bucket, velocity):
-        kernels.run("fxcomp_accumulate", bucket, velocity, float(momentum), bucket.numel())
-    else:
-        torch.add(velocity * momentum, bucket, out=bucket)
-        torch.where(bucket.isfinite(), bucket, velocity, out=velocity)
-    return bucket
-
-
-def mask_velocity(velocity: Tensor, bucket: Tensor, residual: Tensor) -> Tensor:
-    """Make the velocity 0 where nothing was left out of a finite bucket."""
-    if _have_kernel(bucket, velocity, residual):
-        kernels.run("fxcomp_mask_velocity", bucket, velocity, residual, bucket.numel())
-        return velocity
-    return velocity.masked_fill_((residual == 0) & bucket.isfinite(), 0.0)
 
 
 def turn(payloads: Tensor, outer: int, sizes: Sequence[int], buffer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -67,17 +49,9 @@ def all_finite(values: Sequence[Tensor]) -> bool:
 
 
 def _is_finite(value: Tensor) -> bool:
-    if _have_kernel(value):
+    if value.dtype is torch.float32 and value.is_contiguous() and kernels.can_run_on(value):
         return bool(kernels.run("fxcomp_all_finite", value, value.numel()))
     return bool(value.isfinite().all())
-
-
-def _have_kernel(*values: Tensor) -> bool:
-    """Return whether values are what kernels take."""
-    size = values[0].numel()
-    return all(
-        v.dtype is torch.float32 and v.numel() == size and v.is_contiguous() and kernels.can_run_on(v) for v in values
-    )
 
 
 def rng_state(device: torch.device | str) -> Tensor:

@@ -121,14 +121,6 @@ class Runtime:
         buffer = functools.partial(self.buffers.like, name)
         return self.pool.after(packing.turn, payloads, outer, sizes, buffer)
 
-    def accumulate(self, bucket: Tensor | OnHost, velocity: Tensor, momentum: float) -> Tensor | OnHost:
-        """Make bucket and velocity momentum · velocity + bucket, in place; the velocity only where that is finite."""
-        return self.pool.after(packing.accumulate, bucket, velocity, momentum)
-
-    def mask_velocity(self, velocity: Tensor, bucket: Tensor | OnHost, residual: Tensor) -> None:
-        """Forget the velocity where the bucket's value was sent, so that nothing is left out of it."""
-        self.pool.after(packing.mask_velocity, velocity, bucket, residual)
-
     def propose(
         self,
         name: str,

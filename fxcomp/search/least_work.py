@@ -5,8 +5,7 @@ the lower of several lines. A line through its value at the largest size that ma
 is below it everywhere: a + r x with a >= 0. Sizes themselves are at least proportional to a bucket's elements, because
 payloads are rounded up, segment by segment; a shard may be short of its part by one grain, which is taken off a.
 
-What need not be there for the bound to hold is left out: copies to the host, casts, turns, what commits and velocities
-add.
+What need not be there for the bound to hold is left out: copies to the host, casts, turns, what commits add.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task
 from fxcomp.plan.kinds import POOL, CollectiveKind, ElementType, Stream, wire_of
-from fxcomp.plan.legs import Encode, Leg, Route, Send
+from fxcomp.plan.legs import Encode, Route, Send
 from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
 from fxcomp.plan.plan import Plan, launch_order
 from fxcomp.plan.prices import Prices
 from fxcomp.plan.route import route_of
-from fxcomp.plan.strategy import Device, Strategy
+from fxcomp.plan.strategy import Strategy
 from fxcomp.search.prices import Measure, Size
 from fxcomp.search.workload import Gradient, Workload
 
@@ -182,8 +182,7 @@ def price_bucket(
         return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
     element_type = gradients[0].element_type if gradients else ElementType.F32
     route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    first = next(iter(route.legs[strategy.leading_splits :]), None)
-    writer = _PlanTaskWriter(k, route, first, workload, costs, cluster)
+    writer = _PlanTaskWriter(k, route, workload, costs, cluster)
     stages = [writer.stage(number) for number in range(strategy.started_stages)]
     final = writer.final(is_started=strategy.pool_takes_arrivals)
     return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
@@ -192,14 +191,10 @@ def price_bucket(
 class _PlanTaskWriter:
     """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
 
-    def __init__(self, k: int, route: Route, first: Leg | None, workload: Workload, costs: Prices, cluster: Cluster):
-        self.commits, self.velocity = workload.commits, workload.keeps_velocity
-        self.saves_residuals = workload.saves_residuals
+    def __init__(self, k: int, route: Route, workload: Workload, costs: Prices, cluster: Cluster):
+        self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
         self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
-        self.first = first
-        """Before it, a velocity is accumulated; None where nothing comes after the leading splits."""
-        self.lines = lines_of(route, first if self.velocity else None)
-        self.encoded_by = ""
+        self.lines = lines_of(route)
         self.previous = f"region {k}"
         self.names = Counter[str]()
 
@@ -231,11 +226,6 @@ class _PlanTaskWriter:
         copy_us = self.costs.copy_us(self._size(line))
         return [self._task(line.kind.value, line.stream, copy_us)] if copy_us else []
 
-    def accumulate(self, line: BucketLine) -> list[Task]:
-        size = self._size(line)
-        saved = [self._task("save velocity", Stream.COMPUTE, self.costs.pack_us(size))] if self.commits else []
-        return [*saved, self._task("accumulate", line.stream, self.costs.accumulate_us(size))]
-
     def propose(self, line: BucketLine) -> list[Task]:
         leg = line.encode
         return [self._task("propose", line.stream, self.costs.propose_us(leg.compressor, leg.elements, leg.device))]
@@ -245,7 +235,6 @@ class _PlanTaskWriter:
         us = self.costs.encode_us(leg.compressor, leg.elements, leg.device)
         saved = [*self._saved_residual(leg), *self._saved_state(leg)]
         compress = self._task("compress", line.stream, us, *[task.name for task in saved])
-        self.encoded_by = compress.name
         return [*saved, compress, *self._saved_payload(line)]
 
     def _saved_residual(self, leg: Encode) -> list[Task]:
@@ -269,15 +258,6 @@ class _PlanTaskWriter:
             return []
         return [self._task("save", line.stream, self.costs.pack_us(self._made(leg, Measure.PAYLOAD, line.size)))]
 
-    def _mask(self, leg: Encode) -> list[Task]:
-        """Mask the velocity, while the payload travels on without waiting."""
-        is_first = leg is self.first or (isinstance(self.first, Encode) and self.first.is_proposal)
-        if not self.velocity or not is_first or not leg.compressor.sends_values:
-            return []
-        us, stream = self.costs.mask_us(FP32 * leg.elements), _device_stream(leg.device)
-        load = self.costs.pool_load if stream is Stream.CPU else 0.0
-        return [Task(f"mask {self.k}", stream, us, (self.encoded_by,), load)]
-
     def decompress(self, line: BucketLine) -> list[Task]:
         leg, encoder = line.decode, line.of
         us = self.costs.decode_us(leg.compressor, leg.elements, leg.payloads, leg.device)
@@ -286,18 +266,16 @@ class _PlanTaskWriter:
         return [self._task("decompress", line.stream, us)]
 
     def send(self, line: BucketLine) -> list[Task]:
-        """Start a collective and price it; what masks the velocity runs beside it."""
+        """Start a collective and price it."""
         leg = line.send
         if leg.ranks == 1:
             return []
-        has_just = line.kind is LineKind.SEND and self.previous in (self.encoded_by, f"save {self.k}")
-        alongside = self._mask(line.of) if line.of is not None and has_just else []
         what, name = (leg.kind, leg.level, self._size(line), self.cluster), _name_of(line)
         start = self._task(f"start {name}", line.stream, self.costs.launch_us)
         us, load, beside = self.costs.collective_us(*what), self.costs.load_of(*what), self.costs.overlap_speed(*what)
         sent = Task(self._named(name), wire_of(leg.level, self.cluster.hosts), us, (self.previous,), load, beside)
         self.previous = sent.name
-        return [start, sent, *alongside]
+        return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """Make a task after the bucket's previous one."""
@@ -330,7 +308,6 @@ _TASKS: dict[LineKind, Callable[[_PlanTaskWriter, BucketLine], list[Task]]] = {
     LineKind.TURN: _PlanTaskWriter.pack,
     LineKind.D2H: _PlanTaskWriter.copy,
     LineKind.H2D: _PlanTaskWriter.copy,
-    LineKind.ACCUMULATE: _PlanTaskWriter.accumulate,
     LineKind.PROPOSE: _PlanTaskWriter.propose,
     LineKind.COMPRESS: _PlanTaskWriter.compress,
     LineKind.DECOMPRESS: _PlanTaskWriter.decompress,
@@ -342,7 +319,3 @@ _TASKS: dict[LineKind, Callable[[_PlanTaskWriter, BucketLine], list[Task]]] = {
 def _name_of(line: BucketLine) -> str:
     """Name a collective in timelines."""
     return line.kind.value if line.kind is LineKind.AGREE else line.send.kind.value
-
-
-def _device_stream(device: Device) -> Stream:
-    return Stream.COMPUTE if device is Device.GPU else Stream.CPU

@@ -72,7 +72,7 @@ COMPRESSOR_ERROR = (
     0.25  # assumed: compressors are timed by themselves, with caches that the step's compute does not fill
 )
 
-COMPRESSING = ("compress", "decompress", "propose", "mask")
+COMPRESSING = ("compress", "decompress", "propose")
 """The first words of a compressor's tasks."""
 
 LEAST_GAIN = 0.01

@@ -81,8 +81,6 @@ class Workload:
     """The time of copying them back."""
     host_us: float = 0.0
     """The host's time for handing the step out to a device that works later, which hides it."""
-    keeps_velocity: bool = False
-    """Each bucket has a velocity, which error feedback keeps in the optimizer's place."""
 
     def __post_init__(self) -> None:
         for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us", "host_us"):

@@ -1,1 +1,1 @@
-"""Keep what lasts from step to step: residuals, velocities, compressors' memory; feed, hand over and save it."""
+"""Keep what lasts from step to step: residuals, compressors' memory; feed, hand over and save it."""

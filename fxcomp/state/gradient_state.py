@@ -1,4 +1,4 @@
-"""Keep the state of gradients on one rank: what compression left out, momentum before compression, compressors' memory.
+"""Keep the state of gradients on one rank: what compression left out, and compressors' memory.
 
 Its layout follows from plan and cluster: a slot for each time that a strategy compresses.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.legs import Encode, row_shards
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.strategy import Compress, Device, Propose
-from fxcomp.runtime.arena import Arena, Key, Part, SlotLayout, Velocities, parts_in
+from fxcomp.plan.strategy import Device
+from fxcomp.runtime.arena import Arena, Key, Part, SlotLayout, parts_in
 from fxcomp.runtime.compressor_states import CompressorStates, StateLayout
 from fxcomp.site import Site
 from fxcomp.state.handover import Holding, Sharing, hand_over
@@ -55,19 +55,6 @@ def residual_layout(
                 takes_over=leg is fed_back[0],
                 on_host=leg.device is Device.CPU,
             )
-    return found
-
-
-def velocity_layout(plan: Plan, cluster: Cluster, rank: int) -> dict[Key, SlotLayout]:
-    """Lay out velocities: every bucket has one, where the splits that it begins with end."""
-    found: dict[Key, SlotLayout] = {}
-    for number, bucket, parts in _buckets(plan):
-        strategy = bucket.strategy
-        route = route_of(strategy, [(size,) for size in bucket.sizes], cluster, rank)
-        held, following = strategy.held[strategy.leading_splits], strategy.steps[strategy.leading_splits]
-        place = cluster.place_along(Level.WORLD.axes - held.summed, rank)
-        on_host = isinstance(following, Propose | Compress) and following.device is Device.CPU
-        found[number, 0] = SlotLayout(parts, (route.first,), 0, place, *route.first_unit, on_host=on_host)
     return found
 
 
@@ -157,8 +144,6 @@ class GradientState:
 
     residuals: Arena
     compressor_states: CompressorStates
-    velocities: Velocities | None = None
-    """This rank's own momentum; None where it is the optimizer's."""
     owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Flat values by parameter that no compressor feeds back any more: the next gradients bring them."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
@@ -167,27 +152,20 @@ class GradientState:
     @classmethod
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
         """Start with nothing left out. Random compressors draw from `seed`, which all ranks share."""
-        state = cls(
+        return cls(
             Arena(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
             CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
         )
-        return replace(state, velocities=_velocities(plan, site)) if feedback.momentum else state
 
     @property
     def keeps_something(self) -> bool:
-        """Steps leave something here: a residual, a velocity, what a compressor remembers."""
-        return bool(self.residuals.layout) or self.velocities is not None or not self.compressor_states.is_empty
+        """Steps leave something here: a residual, or what a compressor remembers."""
+        return bool(self.residuals.layout) or not self.compressor_states.is_empty
 
     @property
     def owes_something(self) -> bool:
         """Something that was left out is still to be sent. Waits for the device."""
         return bool(self.owed) or not self.residuals.is_zero
-
-    def enter_stage(self, plan: Plan, site: Site) -> None:
-        """Follow a plan of the same buckets, in whose units velocities go on."""
-        if self.velocities is not None:
-            before, self.velocities = self.velocities, _velocities(plan, site)
-            self.velocities.take_over(before)
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
         """Return the memory of compressors, for a plan with other parameters of the same ones. No rank asks another."""
@@ -202,12 +180,8 @@ class GradientState:
 
         `sizes` has each parameter that gets a gradient, in the same order on all ranks.
         """
-        ranks = sharing.peers.world_size
-        residuals = Holding.of(ranks, self.residuals.slices, self.owed)
+        residuals = Holding.of(sharing.peers.world_size, self.residuals.slices, self.owed)
         fresh.owed = hand_over(residuals, fresh.residuals, sizes, sharing)
-        if self.velocities is not None and fresh.velocities is not None:
-            velocities = Holding.of(ranks, self.velocities.slices)
-            hand_over(velocities, fresh.velocities, sizes, sharing, "velocities")
         if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
             fresh.compressor_states = self.compressor_states
         else:
@@ -236,10 +210,7 @@ class GradientState:
             self.owed[name] = value if known is None else known + value
 
     def settle(self) -> None:
-        """Forget what a step's gradients have delivered. It was no gradient of that step, so no velocity keeps it."""
-        if self.velocities is not None:
-            for name, value in self.owed.items():
-                self.velocities.forget(name, value)
+        """Forget what a step's gradients have delivered."""
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:
@@ -273,7 +244,3 @@ class GradientState:
                     piece.values.mul_(before / rate)
                 if name in self.owed:
                     self.owed[name].mul_(before / rate)
-
-
-def _velocities(plan: Plan, site: Site) -> Velocities:
-    return Velocities(velocity_layout(plan, site.cluster, site.rank), site.device)

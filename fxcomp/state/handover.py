@@ -1,4 +1,4 @@
-"""Hand over what ranks owe, or their momentum, from one layout to another: the sum over the ranks stays what it was.
+"""Hand over what ranks owe from one layout to another: the sum over the ranks stays what it was.
 
 What a rank keeps stands for `weight · values` of the mean gradient, in every slot, and what waits for its next gradient
 counts as it is: `owed / ranks`. Together the ranks owe E, the sum of all that. Under another plan, or for another
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -57,12 +57,12 @@ class Holding:
 
     ranks: int
     slices: Mapping[str, Sequence[Slice]]
-    owed: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
+    owed: Mapping[str, Sequence[Tensor]]
 
     @classmethod
-    def of(cls, ranks: int, slices: Mapping[str, Sequence[Slice]], owed: Mapping[str, Tensor] | None = None) -> Holding:
+    def of(cls, ranks: int, slices: Mapping[str, Sequence[Slice]], owed: Mapping[str, Tensor]) -> Holding:
         """Take what one rank holds by itself."""
-        return cls(ranks, slices, {n: [w] for n, w in (owed or {}).items()})
+        return cls(ranks, slices, {name: [waits] for name, waits in owed.items()})
 
     def lies(self, name: str, into: Arena, ranks: int) -> bool:
         """Tell a parameter of which everything can stay where it is, or that has nothing."""
@@ -99,9 +99,7 @@ class Holding:
         return next((value.clone() for value in self.owed.get(name, ())), None)
 
 
-def hand_over(
-    holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing, what: str = "residuals"
-) -> dict[str, Tensor]:
+def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing) -> dict[str, Tensor]:
     """Fill an arena with what is held, and return what waits for the next gradients; every rank calls it.
 
     `sizes` has every parameter that gets a gradient, in the same order on all ranks. The arena must not share memory
@@ -115,7 +113,7 @@ def hand_over(
         owed = [k for k, name in enumerate(names) if name in holding.owed and name not in into.covered]
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
-    everyone = sharing.gather(f"where {what} lie", sharing.attempt(f"reading {what}", looked_at))
+    everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
     # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same. What one
     # rank lacks and another has moves too: they may have to hold the same.
     moving = {k for theirs, _, _ in everyone for k in theirs}
@@ -132,7 +130,7 @@ def hand_over(
             holding.add_to(name, mean)
         return whole, means
 
-    whole, means = sharing.attempt(f"adding up {what}", adding)
+    whole, means = sharing.attempt("adding up residuals", adding)
     if moved:
         sharing.sum_over_ranks(whole)
 
@@ -149,7 +147,7 @@ def hand_over(
                 owed[name] = stays.to(sharing.device)
         return owed
 
-    return sharing.attempt(f"placing {what}", placing)
+    return sharing.attempt("placing residuals", placing)
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:

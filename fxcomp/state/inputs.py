@@ -238,9 +238,6 @@ class Inputs:
 def _kept(source: Source, state: GradientState) -> Tensor:
     """Find what a rank keeps of a bucket."""
     match source.kind:
-        case InputKind.VELOCITY:
-            assert state.velocities is not None, "a step with momentum correction has velocities"
-            return state.velocities.of(source.index)
         case InputKind.RESIDUAL:
             return state.residuals.of(source.index, source.slot)
         case _:

@@ -35,7 +35,6 @@ Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:
     """Copy a rank's state as plain data and tensors, keyed by parameter name."""
-    velocities = {} if state.velocities is None else {"velocities": _described(state.velocities.slices)}
     return {
         "version": VERSION,
         "plan": plan.digest,
@@ -45,7 +44,6 @@ def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: i
         "learning_rates": dict(state.rates),
         "residuals": _described(state.residuals.slices),
         "owed": {name: value.detach().clone() for name, value in state.owed.items()},
-        **velocities,
         **state.compressor_states.state_dict(),
     }
 
@@ -94,7 +92,6 @@ class Saved:
     steps: int
     rates: Mapping[int, float]
     residuals: Mapping[str, Sequence[Slice]]
-    velocities: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     compressors: Mapping[str, Any]
     """As it was given: compressors read their own."""
@@ -123,18 +120,24 @@ def _read(given: Any, here: Here) -> Saved:
             f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
             f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
+    if "velocities" in given:
+        raise BadState(
+            "this state holds velocities of momentum correction, which was removed: ranks exchange the optimizer's"
+            " momenta instead.\n"
+            "  Load it with the fxcomp that saved it, or load None on every rank, with a momentum in the optimizer and"
+            ' Compress(plan="cmax(8)", at="momentum").'
+        )
     try:
         saved = Saved(
             int(given["rank"]), int(given["ranks"]), int(given["steps"]), _rates(given),
-            _slices_of(given["residuals"]), _slices_of(given.get("velocities", {})), dict(given["owed"]),
+            _slices_of(given["residuals"]), dict(given["owed"]),
             {key: given[key] for key in ("compressors", "compressor_layout")},
         )  # fmt: skip
         for name, size in Plan.from_json(given[PLAN]).sizes.items() if PLAN in given else ():
             _check("buckets", name, Slice(torch.empty(0), 0, size), here)
-        for what, slices in (("residuals", saved.residuals), ("velocities", saved.velocities)):
-            for name, pieces in slices.items():
-                for kept in pieces:
-                    _check(what, name, kept, here)
+        for name, pieces in saved.residuals.items():
+            for kept in pieces:
+                _check("residuals", name, kept, here)
         for name, value in saved.owed.items():
             _check("residuals", name, Slice(value, 0, value.numel()), here)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -266,14 +269,6 @@ def restore(agreed: Agreed, into: GradientState, here: Here, sharing: Sharing) -
     sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
     owed = hand_over(residuals, into.residuals, here.trained_sizes, sharing)
-    any_velocities = any(sharing.gather("looking for velocities", any(s.velocities for s in states)))
-    if into.velocities is not None:
-        if not any_velocities:
-            _warn("the state was saved without momentum correction: velocities start at zero.")
-        velocities = Holding(agreed.ranks, _joined([s.velocities for s in states]))
-        hand_over(velocities, into.velocities, here.trained_sizes, sharing, "velocities")
-    elif any_velocities:
-        _warn("the state holds velocities of momentum correction, which this step does not use.")
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
     _restore_compressors([saved.compressors for saved in own_first], into.compressor_states, sharing)
     into.owed, into.rates = owed, dict(agreed.rates)

@@ -264,7 +264,7 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, velocities and compressors' states; the model and the optimizer have their own."""
+        """This rank's residuals and compressors' states; the model and the optimizer have their own."""
         self._execution.group.check_is_over()
         saved = self.in_force.state_dict(self.steps)
         return saved if self.errors is None else {**saved, "errors": self.errors.state()}

@@ -2,7 +2,7 @@
 
 carry_to            another decision: all that is kept changes hands           every rank talks
 line_up             other plans, to take turns with the one in force
-take_turn           one of them, with a state of its own                       nobody talks, but for velocities
+take_turn           one of them, with a state of its own                       no rank talks
 settle_on           the one that stays: it takes over what others owe
 state_dict, load    on any ranks, under any plan
 """
@@ -24,7 +24,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.site import Site
 from fxcomp.state.checkpoint import SCALE
 from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
-from fxcomp.state.handover import Holding, Sharing, hand_over
+from fxcomp.state.handover import Sharing
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
 
@@ -152,7 +152,6 @@ class Follower:
             if units is not None:
                 self.state.carry_to(fresh, self.trained_sizes, self.sharing("the next stage of the warm-up"))
             self.now.state = fresh
-        self.state.enter_stage(stage, self._site)
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
         """Make a state for a stage, where it lies otherwise than that of now; one that keeps nothing has the last's."""
@@ -172,17 +171,10 @@ class Follower:
         self.racing = (self.now, *others)
 
     def take_turn(self, number: int) -> None:
-        """Follow a plan that was lined up; the states of the others stay where they are.
-
-        Nothing is sent, but for velocities of momentum correction, which go on under each plan: every rank calls it.
-        """
-        before, self.now = self.state, self.racing[number]
+        """Follow a plan that was lined up; the states of the others stay where they are. Nothing is sent."""
+        self.now = self.racing[number]
         if self.now.state is None:
             self.now.state = self.trained.fresh(self.decision.plan)
-        velocities = self.state.velocities
-        if self.state is not before and before.velocities is not None and velocities is not None:
-            held = Holding.of(self._site.ranks.world_size, before.velocities.slices)
-            hand_over(held, velocities, self.trained_sizes, self.sharing("racing"), "velocities")
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
         """End the race on a plan that stays; the others' residuals go out with the next gradients.

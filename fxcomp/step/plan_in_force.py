@@ -14,7 +14,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.run_passes import Turns, finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import NO_WARMUP, Warmup
-from fxcomp.plan.error_feedback import check_momentum, check_rates
+from fxcomp.plan.error_feedback import check_rates
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
@@ -179,7 +179,7 @@ class PlanInForce:
         """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
 
         Every rank calls it after the same step, with the first capture's program if that is made. Nothing is sent,
-        captured or emitted. Residuals and velocities stay, and compressors go on from what they remember.
+        captured or emitted. Residuals stay, and compressors go on from what they remember.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         trained = self._follower.trained
@@ -207,7 +207,7 @@ class PlanInForce:
             self._adopt(program, each.number)
 
     def take_turn(self, number: int) -> None:
-        """Follow a plan that was lined up; where velocities go on under each plan, every rank calls it."""
+        """Follow a plan that was lined up."""
         if self._follower.racing[number] is not self._follower.now:
             self._follower.take_turn(number)
             self._go_on()
@@ -270,8 +270,7 @@ class PlanInForce:
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
         """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
         for optimizer in self.inputs.training.optimizers:
-            check_momentum(self._compiler.feedback, optimizer)  # its options may have changed
-            check_rates(self._compiler.feedback, optimizer)
+            check_rates(self._compiler.feedback, optimizer)  # its options may have changed
         self.inputs.expect_other_state()
         captured = self._capture.again(batch, varying)
         return self._compiler.emit(captured, self.plan, self.decision.costs)

@@ -55,7 +55,7 @@ class Steering(Observer):
         self._in_force, self._monitor, self._planner = in_force, monitor, planner
         self._options, self._site, self._ranks, self._note = options, site, site.ranks, note
         self._calendar = in_force.calendar
-        self.referee = Referee(in_force.calendar, monitor.times, site, self._take_turn, self._settle)
+        self.referee = Referee(in_force.calendar, monitor.times, site, in_force.take_turn, self._settle)
         """It sees each step after this one, so that a race which has just ended is judged from the next step on."""
         self._planned_for: Plan | None = None
         """The plan that was followed before ranks planned again, until the race after that is over."""
@@ -101,13 +101,6 @@ class Steering(Observer):
             self._drop_adaptation(step)
             self._in_force.line_up([runner.plan for runner in runners[1:]], topic)
             self.referee.line_up(runners, step)
-
-    def _take_turn(self, number: int) -> None:
-        if self._in_force.state.velocities is None:
-            self._in_force.take_turn(number)
-        else:  # they change hands
-            with self._ranks.together("racing"):
-                self._in_force.take_turn(number)
 
     def _settle(self, raced: Raced) -> None:
         step = raced.last_step

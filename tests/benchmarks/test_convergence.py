@@ -20,9 +20,9 @@ from convergence import (
     trials,
 )
 from convergence_page import report
-from exchanges import Exchange, OwnerResidual, Pair, compressed, corrected, exact_mean, parse_pair
+from exchanges import Exchange, OwnerResidual, Pair, compressed, exact_mean, parse_pair
 from planted_mistakes import CONTROLS, short_places
-from tasks import ALL_TASKS, TASKS, WORKERS, Task, make_task
+from tasks import ALL_TASKS, TASKS, WORKERS, Task
 from torch import Tensor
 from trials import DENSE, Record, Trial
 
@@ -70,24 +70,6 @@ def test_a_planted_mistake_shows_in_the_loss(name: str, dense_loss: float) -> No
     band = expected(trial)
     assert band is not None
     assert run_trial(trial)[1] / dense_loss - 1 in band
-
-
-@pytest.mark.slow
-def test_momentum_correction_wins_where_little_is_sent_and_changes_nothing_where_nothing_is_lost(
-    dense_loss: float,
-) -> None:
-    """Masking costs a little at 1 %: what was sent loses its momentum. Lin et al. use it at 0.1 %."""
-    task = make_task("logreg")
-    excess = {
-        c: train(task, "sgd", corrected(c, task.shapes, WORKERS), momentum=0.0) / dense_loss - 1 for c in CORRECTED
-    }
-    uncorrected = train(task, "sgd", compressed(TopK(0.001), task.shapes, WORKERS, feedback=True)) / dense_loss - 1
-    assert abs(excess[Int8()]) < 0.002
-    assert 0 < excess[TopK(0.01)] < 0.04
-    assert 0.03 < excess[TopK(0.001)] < uncorrected
-
-
-CORRECTED = (Int8(), TopK(0.01), TopK(0.001))
 
 
 def bowl(size: int) -> Task:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxcomp
 
 OWN = """
-    parameters buffers states numbers velocities residuals compressor_states batch rt aten math operator torch step
+    parameters buffers states numbers residuals compressor_states batch rt aten math operator torch step
     region region_0 region_1 update_0 optimizer_step_0 float slice complex int8 Int8 pack_0 payload_0 payloads_0 mean_0
     wait_0 all_reduce_0 residual_0 batch_0 lr momentum gradient parameter getitem mul None lambda class print len
 """

@@ -303,7 +303,7 @@ def refusals() -> dict[str, str]:
     divided.set_gradient_divide_factor(3.0)  # type: ignore[operator]
     refused("a divisor", divided)
     refused("no values", fully_shard(nn.Linear(4, 4, device="meta"), mesh=shard))
-    refused("momentum", sharded(shard), feedback=fxcomp.ErrorFeedback(momentum=0.9))
+    refused("rates", sharded(shard), feedback=fxcomp.ErrorFeedback(scale_with_lr=True))
 
     raised("fp16", sharded(shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)))
     hooked = sharded(shard)
@@ -328,7 +328,7 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do():
             ("a part", "UnsupportedParameter", "'1.0.weight' is trained and not sharded"),
             ("a divisor", "UnsupportedFeature", "scale the loss"),
             ("no values", "UnsupportedParameter", "'weight' has no values yet"),
-            ("momentum", "BadOption", "fully_shard leaves yours"),
+            ("rates", "BadOption", "fully_shard leaves yours"),
             ("fp16", "UnsupportedFeature", "reduce_dtype=torch.float32"),
             ("a hook of a gradient", "UnsupportedFeature", "Step the optimizer after backward"),
             ("never", "UnsupportedFeature", "no gradients of module 'layers.1'"),

@@ -179,7 +179,7 @@ def refusals() -> dict[str, str]:
     refused("two shots", sharded(), plan=str(Strategy.two_shots(parse_compressor("int4"), parse_compressor("int8"))))
     refused("another plan", sharded(), plan=Plan(()))
     refused("no values", fully_shard(nn.Linear(4, 4, device="meta")))
-    refused("momentum", sharded(), feedback=fxcomp.ErrorFeedback(momentum=0.9))
+    refused("rates", sharded(), feedback=fxcomp.ErrorFeedback(scale_with_lr=True))
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     refused("no scaler", sharded(), scaler=optimizer)
     refused("different options", sharded(), within="balanced" if dist.get_rank() else "lossy")
@@ -205,7 +205,7 @@ def test_what_cannot_be_scattered_is_refused_with_what_to_do():
             ("two shots", "BadPlan", "compressed once at most"),
             ("another plan", "BadPlan", "the plan has no bucket of"),
             ("no values", "UnsupportedParameter", "'weight' has no values yet"),
-            ("momentum", "BadOption", "fully_shard leaves yours"),
+            ("rates", "BadOption", "fully_shard leaves yours"),
             ("no scaler", "BadOption", "it is a SGD"),
             ("different options", "ModelsDiffer", "mode"),
             ("twice", "UnsupportedFeature", "call it once a model"),

@@ -393,8 +393,8 @@ def test_a_killed_rank_ends_backward_on_the_others():
 
 
 def test_options_that_need_the_optimizer_are_refused():
-    with pytest.raises(BadOption, match=r"ErrorFeedback.momentum needs the optimizer, which DistributedDataParallel"):
-        fxcomp.ddp_hook(compress=fxcomp.Compress(feedback=fxcomp.ErrorFeedback(momentum=0.9)))
+    with pytest.raises(BadOption, match=r"ErrorFeedback.scale_with_lr needs the optimizer, which DistributedDataPara"):
+        fxcomp.ddp_hook(compress=fxcomp.Compress(feedback=fxcomp.ErrorFeedback(scale_with_lr=True)))
 
 
 def test_what_is_no_scaler_is_refused_where_the_hook_is_made():

@@ -22,7 +22,6 @@ from fxcomp.graph.happens_before import races_of
 from fxcomp.graph.info import KEY, info
 from fxcomp.graph.regions import Region, cut
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.strategy import Strategy
 
 IN_STAGES = {
@@ -42,15 +41,14 @@ NOT_ASIDE = {
 
 
 @functools.cache
-def final(strategy: str, momentum: float = 0.0, commits: bool = False) -> GraphModule:
+def final(strategy: str, commits: bool = False) -> GraphModule:
     """The graph of a device's step whose buckets all have this strategy."""
     model, text = JOBS["mlp"].build(), {**STRATEGIES, **NOT_ASIDE}[strategy]
     plan = plan_in_turns(model, [Strategy.parse(text)], 1)
-    feedback = ErrorFeedback(momentum=momentum) if momentum else CLASSIC
     cluster = TWO_BY_TWO if "intra" in text else TWO
     with as_accelerator():
         graph = captured(model, JOBS["mlp"].batch(0)).graph
-        return Compiler(cluster, 0, feedback, commits).rewrite(graph, plan, COSTS)
+        return Compiler(cluster, skip_nonfinite=commits).rewrite(graph, plan, COSTS)
 
 
 def events_before(events: Sequence[Event], place: int) -> set[int]:
@@ -90,11 +88,10 @@ def test_in_line_it_would(strategy: str):
     assert waits_of_backward(in_line(clone(final(strategy))))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_goes_aside_has_no_races(strategy: str, commits: bool, momentum: float):
-    gm = final(strategy, momentum, commits)
+def test_what_goes_aside_has_no_races(strategy: str, commits: bool):
+    gm = final(strategy, commits)
     lists = list(traces(gm, True))
     assert any(event.where == ASIDE for events in lists for event in events)
     assert [races_of(events) for events in lists] == [[]] * len(lists)
@@ -127,7 +124,7 @@ def test_what_compute_waits_for_anyway_stays(strategy: str):
 @pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_value_crosses_before_it_is_taken(strategy: str, commits: bool):
-    gm = final(strategy, 0.9, commits)
+    gm = final(strategy, commits)
     pieces = cut(gm)
     *before, end = crossings(gm, pieces)
     aside: dict[Node, int] = {}

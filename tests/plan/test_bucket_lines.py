@@ -45,18 +45,6 @@ def test_the_host_s_pool_is_reached_by_a_copy_and_starts_what_it_holds():
     ]
 
 
-def test_a_velocity_is_accumulated_in_fp32_where_it_is_named():
-    route = route_of(Strategy.parse("all_reduce@world"), [(1024, 8)], PAIRS, 0, ElementType.BF16)
-    stage, *_ = lines_of(route, route.legs[0])
-    assert [(line.kind, line.size) for line in stage] == [
-        (LineKind.PACK, 16384),
-        (LineKind.CAST, 24576),
-        (LineKind.ACCUMULATE, 32768),
-        (LineKind.CAST, 24576),
-        (LineKind.SEND, 16384),
-    ]
-
-
 def test_proposals_travel_before_payloads():
     strategy = (
         "propose(powersgd(2))@gpu > all_reduce@world > compress(powersgd(2))@gpu > all_reduce@world > decompress@gpu"

@@ -92,8 +92,8 @@ def test_what_says_nothing_is_refused_with_what_does(given: Any, what: str):
         ({"at": "momentum"}, "takes a plan that is given"),
         ({"at": "update", "plan": "int8"}, "'gradient' or 'momentum' or 'auto'; it is 'update'"),
         (
-            {"at": "momentum", "plan": "int8", "feedback": ErrorFeedback(momentum=0.9)},
-            r"does not go with ErrorFeedback\(momentum=",
+            {"at": "momentum", "plan": "int8", "feedback": ErrorFeedback(scale_with_lr=True)},
+            r"does not go with ErrorFeedback\(scale_with_lr=",
         ),
         ({"steps": 0}, "number of steps of the whole job, 1 or more; it is 0"),
         ({"steps": "10"}, "it is '10'"),

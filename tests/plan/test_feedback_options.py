@@ -109,8 +109,6 @@ def test_which_compressors_get_a_residual(options: ErrorFeedback, around: tuple[
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"momentum": "0.9"}, r"momentum is from 0 \(none\) to below 1; it is '0.9'"),
-        ({"momentum": float("nan")}, r"momentum is from 0 \(none\) to below 1; it is nan"),
         ({"off": 1}, r"off is True or False; it is 1"),
         ({"scale_with_lr": None}, r"scale_with_lr is True or False; it is None"),
         ({"off": True, "everywhere": True}, r"off=True\) has nothing to scale.*\n  Leave off=True out"),
@@ -280,7 +278,6 @@ def test_residuals_are_not_scaled_by_a_rate_that_no_group_has():
     ("options", "what"),
     [
         ({"feedback": ErrorFeedback(scale_with_lr=True)}, "ErrorFeedback.scale_with_lr needs the optimizer"),
-        ({"feedback": ErrorFeedback(momentum=0.9)}, "ErrorFeedback.momentum needs the optimizer"),
         ({"warmup": Warmup(dense_steps=1)}, "warmup= counts the steps of the optimizer"),
         ({"warmup": Warmup(int8_steps=1)}, "warmup= counts the steps of the optimizer"),
         ({"measured": True}, "measured=True looks at gradients in whole steps"),

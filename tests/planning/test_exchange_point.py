@@ -189,10 +189,9 @@ def test_where_momenta_cannot_be_exchanged_gradients_are_and_the_reason_is_said(
     assert what in why(asked(make()))
 
 
-def test_error_feedback_with_a_momentum_of_its_own_keeps_gradients():
-    own = replace(AUTO, feedback=ErrorFeedback(momentum=0.9))
-    found = asked(job(torch.optim.SGD), own)
-    assert "does not go with ErrorFeedback(momentum=...)" in why(found)
+def test_residuals_that_know_the_learning_rate_keep_gradients():
+    scaled = replace(AUTO, feedback=ErrorFeedback(scale_with_lr=True))
+    assert "does not go with ErrorFeedback(scale_with_lr=...)" in why(asked(job(torch.optim.AdamW), scaled))
 
 
 def test_other_optimizers_of_adams_kind_may():

@@ -57,9 +57,8 @@ def trained() -> list[str]:
     for setting in SETTINGS:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-        is_corrected = "ErrorFeedback(momentum" in setting
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if is_corrected else 0.9)
-        is_adam = 'at="momentum"' in setting or "aggressive" in setting
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+        is_adam = 'at="momentum", warmup=' in setting or "aggressive" in setting
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3) if is_adam else sgd
         batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
         with fxcomp.compile_step(model, loss_fn, optimizer, batch, compress=meant(setting)) as step:

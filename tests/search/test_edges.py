@@ -34,7 +34,8 @@ def workload_of(*shapes: tuple[int, ...], **options: object) -> Workload:
 
 def selections(plan: Plan) -> list[range]:
     """The parts of gradients that a selection carries."""
-    chosen = [bucket for bucket in plan.buckets if any(each.facts.sends_values for each in bucket.strategy.compressors)]
+    selecting = ("topk", "sidco")
+    chosen = [bucket for bucket in plan.buckets if any(each.name in selecting for each in bucket.strategy.compressors)]
     return [extent for bucket in chosen for extent in bucket.extents]
 
 

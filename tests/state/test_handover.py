@@ -15,12 +15,9 @@ from helpers.books import CLUSTERS, CPU, EVERYWHERE, EXACT, SIZES, Books, Job, d
 from helpers.virtual_ranks import VirtualRank, run_virtual
 from torch import Tensor
 
-from fxcomp.cluster.cluster import Cluster
-from fxcomp.cluster.link import Link
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.runtime.arena import Arena, Key, Part, Slice, SlotLayout, Velocities
-from fxcomp.state.gradient_state import velocity_layout
+from fxcomp.runtime.arena import Arena, Key, Part, Slice, SlotLayout
 from fxcomp.state.handover import Holding, hand_over
 
 Layout = Mapping[Key, SlotLayout]
@@ -100,12 +97,12 @@ def c_and_a(rank: int) -> Layout:
     return {(0, 0): summed, (1, 0): whole("b", place=rank, weight=Fraction(1, 2))}
 
 
-def filled(arena: Arena | Velocities, rank: int) -> Any:
+def filled(arena: Arena, rank: int) -> Any:
     arena.arena.normal_(generator=torch.Generator().manual_seed(rank))
     return arena
 
 
-def values_of(arena: Arena | Velocities, name: str) -> Tensor:
+def values_of(arena: Arena, name: str) -> Tensor:
     return torch.cat([torch.empty(0), *(piece.values for piece in arena.slices.get(name, ()))])
 
 
@@ -115,7 +112,7 @@ def moved(layouts: Sequence[tuple[Layout, Layout]]) -> list[tuple[Arena, Arena]]
     def work(peer: VirtualRank) -> tuple[Arena, Arena]:
         before, after = (Arena(layout, CPU) for layout in layouts[peer.rank])
         filled(before, peer.rank)
-        assert hand_over(Holding.of(len(layouts), before.slices), after, SMALL, peer.sharing()) == {}
+        assert hand_over(Holding.of(len(layouts), before.slices, {}), after, SMALL, peer.sharing()) == {}
         return before, after
 
     return run_virtual(len(layouts), work)
@@ -147,7 +144,7 @@ def test_three_ranks_that_become_two_owe_what_they_owed():
     def work(peer: VirtualRank) -> list[float]:
         held = [Slice(torch.full((1,), value), 0, 1, weight=Fraction(1, 3)) for value in ([3.0, 9.0], [6.0])[peer.rank]]
         into = Arena({(0, 0): SlotLayout((Part("a", 0, 1, 1),), (range(1),), place=peer.rank)}, CPU)
-        hand_over(Holding(3, {"a": held}), into, {"a": 1}, peer.sharing())
+        hand_over(Holding(3, {"a": held}, {}), into, {"a": 1}, peer.sharing())
         return into.of(0).tolist()
 
     assert run_virtual(2, work) == [[6.0], [6.0]]
@@ -266,7 +263,7 @@ def test_of_a_parameter_in_two_buckets_waits_the_part_that_is_not_fed_back():
     def work(peer: VirtualRank) -> tuple[list[float], list[float]]:
         held = Slice(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0, 4, place=peer.rank, weight=Fraction(1, 2))
         into = Arena({(1, 0): SlotLayout((Part("a", 2, 2, 4),), (range(2),), place=peer.rank)}, CPU)
-        waiting = hand_over(Holding.of(2, {"a": [held]}), into, {"a": 4}, peer.sharing())
+        waiting = hand_over(Holding.of(2, {"a": [held]}, {}), into, {"a": 4}, peer.sharing())
         return waiting["a"].tolist(), into.of(1).tolist()
 
     assert run_virtual(2, work) == [([1.0, 2.0, 0.0, 0.0], [3.0, 4.0])] * 2
@@ -285,82 +282,3 @@ def test_what_waits_on_one_rank_waits_on_all():
         return {name: value.tolist() for name, value in found.items()}
 
     assert run_virtual(2, work) == [{"a": [1.5, 1.5], "b": [1.0]}] * 2
-
-
-# Velocities
-
-
-@pytest.mark.filterwarnings("ignore:fxcomp. what compressors remember")
-@pytest.mark.parametrize(("before", "after"), [("1x2", "2x1"), ("2x2", "2x2"), ("2x2", "1x3"), ("2x1", "2x2")])
-def test_the_mean_velocity_goes_on_whatever_the_buckets_and_the_ranks(before: str, after: str):
-    """Saved by one plan on one cluster, loaded by another plan on another."""
-    clusters = [Cluster.parse(shape, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1)) for shape in (before, after)]
-    draw = random.Random(3)
-    for _ in range(5):
-        plans = [some_plan(draw, cluster) for cluster in clusters]
-        jobs = [Job(cluster, plan) for cluster, plan in zip(clusters, plans, strict=True)]
-        for job in jobs:
-            for rank, kept in enumerate(job.carried):
-                kept.velocities = filled(Velocities(velocity_layout(job.plan, job.cluster, rank), CPU), rank)
-                kept.velocities.arena.mul_(0 if job is jobs[1] else 1)
-        means = mean_velocities(jobs[0])
-        jobs[1].load(dealt(draw, jobs[0].saved(), clusters[1].world_size))
-        for name, mean in mean_velocities(jobs[1]).items():
-            torch.testing.assert_close(mean, means[name])
-
-
-def mean_velocities(job: Job) -> dict[str, Tensor]:
-    means = {name: torch.zeros(size) for name, size in SIZES.items()}
-    for kept in job.carried:
-        assert kept.velocities is not None
-        for name, pieces in kept.velocities.slices.items():
-            for piece in pieces:
-                piece.add_to(means[name])
-    return means
-
-
-def test_a_stage_with_other_divisors_takes_over_velocities_in_its_own_unit():
-    before, after = filled(Velocities(a_and_b(0), CPU), 0), Velocities(c_and_a(0), CPU)
-    after.take_over(before)
-    torch.testing.assert_close(values_of(after, "c") * 2, values_of(before, "c"))
-    assert torch.equal(values_of(after, "b"), values_of(before, "b"))
-
-
-@pytest.mark.parametrize("cluster", EVERYWHERE, ids=str)
-def test_velocities_go_on_where_the_same_buckets_are_sent_dense(cluster: Cluster):
-    draw = random.Random(0)
-    for plan in (some_plan(draw, cluster) for _ in range(20)):
-        dense = plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets])
-        for rank in range(cluster.world_size):
-            before = filled(Velocities(velocity_layout(plan, cluster, rank), CPU), rank)
-            between, after = (Velocities(velocity_layout(each, cluster, rank), CPU) for each in (dense, plan))
-            between.take_over(before)
-            after.take_over(between)
-            torch.testing.assert_close(after.arena, before.arena)
-
-
-def test_what_every_rank_brought_is_taken_out_of_velocities():
-    """Of value 1 on every rank, whatever the unit: the mean velocity is less by 1."""
-    draw, gone = random.Random(0), {name: torch.ones(size) for name, size in SIZES.items()}
-    for cluster in EVERYWHERE[1:]:
-        job = Job(cluster, some_plan(draw, cluster))
-        for rank, kept in enumerate(job.carried):
-            kept.velocities = Velocities(velocity_layout(job.plan, cluster, rank), CPU)
-            for name, value in gone.items():
-                kept.velocities.forget(name, value)
-        for mean in mean_velocities(job).values():
-            torch.testing.assert_close(mean, -torch.ones_like(mean))
-
-
-def test_a_state_without_velocities_starts_them_at_zero_and_says_so():
-    cluster = CLUSTERS[1, 2]
-    plan = some_plan(random.Random(0), cluster)
-    job, other = Job(cluster, plan), Job(cluster, plan)
-    for rank, kept in enumerate(job.carried):
-        kept.velocities = filled(Velocities(velocity_layout(plan, cluster, rank), CPU), rank)
-    states = job.saved()
-    with pytest.warns(UserWarning, match="velocities of momentum correction, which this step does not use"):
-        other.load(states)
-    with pytest.warns(UserWarning, match="without momentum correction: velocities start at zero"):
-        job.load(other.saved())
-    assert all(kept.velocities is not None and not kept.velocities.arena.any() for kept in job.carried)

@@ -110,6 +110,13 @@ def test_a_state_of_something_else_is_refused_on_all(change: Any, what: str):
     assert re.search(what, other)
 
 
+def test_a_state_with_velocities_of_momentum_correction_is_refused_on_all():
+    states = trained(compressed("int4"))[0].saved()
+    one, other = refusals([states[0], {**states[1], "velocities": states[1]["residuals"]}])
+    assert one.startswith("rank 1 failed in a topic: reading: BadState")
+    assert re.search(r"momentum correction, which was removed: ranks exchange .* momenta instead\.\n  Load", other)
+
+
 # What is missing
 
 

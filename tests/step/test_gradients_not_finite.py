@@ -13,7 +13,6 @@ from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.compress import Warmup
-from fxcomp.plan.error_feedback import ErrorFeedback
 
 FAST, LONG = 40, 100
 
@@ -36,10 +35,6 @@ BY_LEVEL = {
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def plain(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -91,10 +86,8 @@ def test_a_fault_in_one_shard_leaves_the_step_out_on_all_hosts():
     check(run_ranks(4, trained, LONG, 23, jobs, timeout_s=1200), 23)
 
 
-VELOCITY = ErrorFeedback(momentum=0.9)
 WITH = {
     "in a micro-batch": {"micro_batches": 3, "optimizers": adamw, "plan": "int4"},
-    "velocities": {"optimizers": plain, "plan": "topk(0.1)", "feedback": VELOCITY},
     "warming up": {"plan": "int4", "warmup": Warmup(dense_steps=20)},
     "clipped": {"plan": "powersgd(2)", "max_grad_norm": 0.5},
     "clipped by value": {"plan": "int8", "max_grad_value": 0.05},

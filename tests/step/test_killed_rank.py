@@ -21,7 +21,6 @@ from helpers.virtual_time import VirtualTime, virtual_time
 
 import fxcomp
 from fxcomp import compat
-from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.transport import Launch
@@ -112,15 +111,14 @@ A_COLLECTIVE = r"step 4 did not end: \w+@world of bucket 0 did not end \(line \w
 A_TURN = r"step 5 did not end: all_gather@world of what a turn's steps took did not end: .*rank.* left"
 
 
-def one_is_killed_in_a_race(rank: int, killer: tuple[type, str], momentum: float) -> None:
+def one_is_killed_in_a_race(rank: int, killer: tuple[type, str]) -> None:
     """Kill one rank in the second turn of a race, when it calls a method."""
 
     def killed(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    feedback = ErrorFeedback(momentum=momentum)
     with virtual_time(VirtualTime(sees_threads=True)):
-        step = racing(table(0.8), optimizer="plain", race="auto", verify=0, feedback=feedback)
+        step = racing(table(0.8), optimizer="plain", race="auto", verify=0)
         first = step.plan
         while step.plan == first:
             step(JOB.batch(0, dist.get_rank()))
@@ -131,17 +129,17 @@ def one_is_killed_in_a_race(rank: int, killer: tuple[type, str], momentum: float
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("victim", "killer", "momentum", "cause"),
+    ("victim", "killer", "cause"),
     [
-        (0, (Launch, "start"), 0.9, A_COLLECTIVE),
-        (1, (Site, "gather_numbers"), 0.0, A_TURN),
+        (0, (Launch, "start"), A_COLLECTIVE),
+        (1, (Site, "gather_numbers"), A_TURN),
     ],
-    ids=["in a step, with momentum", "at the end of a turn"],
+    ids=["in a step", "at the end of a turn"],
 )
 def test_all_others_name_what_is_left_by_a_rank_that_is_killed_in_a_race(
-    victim: int, killer: tuple[type, str], momentum: float, cause: str
+    victim: int, killer: tuple[type, str], cause: str
 ):
-    outcomes = try_ranks(RANKS, one_is_killed_in_a_race, victim, killer, momentum)
+    outcomes = try_ranks(RANKS, one_is_killed_in_a_race, victim, killer)
     assert outcomes[victim].error == "RankDied"
     for rank in {*range(RANKS)} - {victim}:
         assert outcomes[rank].error == "PeerFailed"

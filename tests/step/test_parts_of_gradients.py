@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.step.verify.update import weighted_sum
@@ -53,11 +52,10 @@ def train(cuts: Sequence[int], strategies: Sequence[str], **options: Any) -> tup
     """Train with every step verified: parameters, their fingerprint, the distance to DDP, left-out steps."""
     torch.manual_seed(0)
     model, reference = JOB.build(), DistributedDataParallel(JOB.build())
-    momentum = 0.0 if "feedback" in options else MOMENTUM
     step = fxcomp.compile_step(
         model,
         cross_entropy,
-        torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum),
+        torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM),
         JOB.batch(0, dist.get_rank()),
         **gathered(plan=plan_of(model, cuts, strategies), verify=1, **options),
     )
@@ -74,15 +72,11 @@ def train(cuts: Sequence[int], strategies: Sequence[str], **options: Any) -> tup
 
 CASES: dict[str, tuple[Sequence[int], Sequence[str], dict[str, Any]]] = {
     "dense": ((40, 101), (DENSE,) * 3, {"skip_nonfinite": True}),
-    "dense, own momentum": ((40, 101), (DENSE,) * 3, {"feedback": ErrorFeedback(momentum=MOMENTUM)}),
     "dense, clipped": ((40,), (DENSE,) * 2, {"max_grad_norm": 100.0}),
     "whole": ((), (INT4,), {"skip_nonfinite": True}),
     "two parts": ((200,), (INT4, POWER), {"skip_nonfinite": True}),
     "three parts": ((40, 101), (TWO_SHOTS, TOPK, INT4), {"skip_nonfinite": True}),
-    "three parts, own momentum": (
-        (60, 200), (POWER, DENSE, TOPK),
-        {"skip_nonfinite": True, "feedback": ErrorFeedback(momentum=MOMENTUM)},
-    ),
+    "a dense part between others": ((60, 200), (POWER, DENSE, TOPK), {"skip_nonfinite": True}),
     "int4, cut at blocks": ((200,), (INT4, INT4), {}),
     "int4, not cut": ((), (INT4,), {}),
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -338,16 +338,6 @@ def test_a_state_is_loaded_in_the_middle_of_a_race():
 # All at once
 
 
-def with_velocities(seed: int) -> Found:
-    options: dict[str, Any] = {"race": "auto", "costs": table(0.3), "feedback": ErrorFeedback(momentum=0.9)}
-    with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
-        job = Job(seed, optimizers=plain, **options)
-        while job.step.is_racing:
-            job.run(1)
-        job.run(3)
-    return job.found()
-
-
 def all_at_once(seed: int) -> Found:
     """A race, a plan that follows the gradients and the costs, three micro-batches, two optimizers, some verified."""
     clock = VirtualTime(sees_threads=True)
@@ -364,7 +354,6 @@ def all_at_once(seed: int) -> Found:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", [with_velocities, all_at_once])
-def test_a_scaler_goes_with_all_at_once(work: Callable[[int], Found]):
-    found = check(run_ranks(2, work, 19), 19)
+def test_a_scaler_goes_with_all_at_once():
+    found = check(run_ranks(2, all_at_once, 19), 19)
     assert len(found.plans) >= 2

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.errors import BadOption, StepChanged
-from fxcomp.plan.error_feedback import ErrorFeedback
+from fxcomp.errors import StepChanged
 
 
 class Heads(nn.Module):
@@ -166,20 +165,6 @@ def test_a_parameter_that_was_frozen_when_the_step_was_compiled_needs_another_st
     model.trunk.requires_grad_(True)
     with pytest.raises(StepChanged, match="compile_step again"):
         step(batch(0, 0, 0))
-
-
-def test_momentum_correction_does_not_go_with_it():
-    model, feedback = built(), ErrorFeedback(momentum=0.9)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadOption, match=r"(?s)does not go with ErrorFeedback.*Leave the momentum"):
-        fxcomp.compile_step(
-            model,
-            loss_of,
-            optimizer,
-            batch(0, 0, 0),
-            find_unused_parameters=True,
-            compress=fxcomp.Compress(feedback=feedback),
-        )
 
 
 GROUPS = [((0, 1), (0, 0)), ((1, 1), (1, 1)), ((0, 2), (0, 0)), ((0, 0), (0, 1))]

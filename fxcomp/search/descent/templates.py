@@ -148,7 +148,6 @@ class Setting:
     cluster: Cluster
     commits: bool
     saves_residuals: bool
-    keeps_velocity: bool
     copies: bool
     """Between host and device."""
     element_type: ElementType = ElementType.F32
@@ -157,7 +156,7 @@ class Setting:
     @classmethod
     def of(cls, workload: Workload, copy_gb_per_s: float | None, cluster: Cluster) -> Self:
         saved = workload.commits, workload.saves_residuals
-        return cls(cluster, *saved, workload.keeps_velocity, copy_gb_per_s is not None)
+        return cls(cluster, *saved, copy_gb_per_s is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -179,7 +178,6 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
         0.0,
         commits=setting.commits,
         saves_residuals=setting.saves_residuals,
-        keeps_velocity=setting.keeps_velocity,
     )
     return price_bucket(0, probe, strategy, step, _Recorder(copies=setting.copies), setting.cluster)
 
@@ -221,12 +219,6 @@ class _Recorder:
 
     def keep_us(self, size: float) -> float:
         return _price("keep_us", size)
-
-    def accumulate_us(self, size: float) -> float:
-        return _price("accumulate_us", size)
-
-    def mask_us(self, size: float) -> float:
-        return _price("mask_us", size)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         return _price("encode_us", elements, (compressor,), (device,))

@@ -127,15 +127,10 @@ class ErrorLooks(Observer):
         self._begun = self._steps = steps
         calendar = self._calendar
         calendar.look_from = steps if calendar.look_from is None else calendar.look_from
-        if not self._checks:
+        if not self.table.is_measured:  # there is nothing to compare with
             calendar.check_from = None
         elif calendar.check_from is None:
             calendar.check_from = steps
-
-    @property
-    def _checks(self) -> bool:
-        """Return whether checks are taken: there is a table to compare with, and residuals hold all that is owed."""
-        return self.table.is_measured and self._force.state.velocities is None
 
     # In a step
 
@@ -227,7 +222,7 @@ class ErrorLooks(Observer):
         table = joined(self._tables).lagging(self._lags, others)
         rows = {name: replace(row, squares=self._shares.get(name, row.squares)) for name, row in table.rows.items()}
         self.table = replace(table, rows=rows)
-        if self._calendar.check_from is None and self._checks:
+        if self._calendar.check_from is None and self.table.is_measured:
             self._calendar.check_from = self._steps
 
     def _slowest(self, seen: ErrorLook | AppliedError) -> float:

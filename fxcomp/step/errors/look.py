@@ -8,8 +8,8 @@ Lines, updates and random numbers are those of a step without a look, so paramet
 
 A bucket is packed before its compression replaces its residual, so what was left out is copied when a gradient is seen.
 Both are in the unit of a rank's gradient. Where hosts add up before they compress, a rank has a shard of its host's
-residual, and v is the rank's gradient plus that: sums over the ranks are right, a rank's squares are not. Velocities
-and what another plan owes are not in v.
+residual, and v is the rank's gradient plus that: sums over the ranks are right, a rank's squares are not. What another
+plan owes is not in v.
 
 Memory: all gradients, which would else be freed one after the other, and a copy of the residuals.
 """

@@ -126,7 +126,7 @@ class Verification:
         self._step, self._runtime, self._batch = step.number, step.runtime, step.batch
         state = step.force.state
         plan = step.force.plan
-        self._is_plain = plan.is_dense and not plan.moves_exchange and state.velocities is None and not state.owed
+        self._is_plain = plan.is_dense and not plan.moves_exchange and not state.owed
         """Updates get the mean of local gradients: nothing is compressed or owed."""
         self._ranks = verifier.ranks.world_size
         self._needed = needed_bytes(self._training, step.batch)

@@ -39,7 +39,7 @@ class Blocks:
 
     @classmethod
     def of(cls, tasks: BucketTasks) -> Blocks | None:
-        """Reduce a bucket's tasks; None where some wait for others than the one before, as a velocity's do."""
+        """Reduce a bucket's tasks; None where some wait for others than the one before, as a saved residual's do."""
         chain = [task for stage in (*tasks.stages, tasks.final) for task in stage]
         if any(not after.after or after.after[0] != before.name for before, after in pairwise(chain)):
             return None

@@ -70,10 +70,9 @@ def optimum(
 ) -> Optimum:
     """Find the fastest plan. `known` is one to begin with, which saves time and changes no result.
 
-    Raises TooLarge. The workload shares no buffers and keeps no velocity; nothing is pinned.
+    Raises TooLarge. The workload shares no buffers; nothing is pinned.
     """
     assert not workload.broadcast_bytes, "the oracle knows no broadcast of buffers"
-    assert not workload.keeps_velocity, "the oracle knows no velocity"
     job = _Job(workload, costs, cluster)
     begun = known or Plan(())
     best = Optimum(begun, job.step_us(begun) if known or not workload.gradients else math.inf, 0)

@@ -49,13 +49,13 @@ def random_parts(search: PlanSearch, chance: random.Random) -> Parts:
     return tuple(Part(0, start, stop, chance.randrange(len(search.options[0]))) for start, stop in pairwise(borders))
 
 
-KEEPING = {"commits": True, "keeps_velocity": True, "clips": True, "finish_us": 100.0}
+COMMITTING = {"commits": True, "clips": True, "finish_us": 100.0}
 SHARING = {"broadcast_bytes": 10_000, "broadcast_ready_us": 30_000.0, "buffers_us": 50.0}
 
 
 @pytest.mark.parametrize(
     ("hosts", "extra"),
-    [((2, 1), {}), ((4, 1), KEEPING), ((2, 4), SHARING), ((8, 8), {**KEEPING, **SHARING})],
+    [((2, 1), {}), ((4, 1), COMMITTING), ((2, 4), SHARING), ((8, 8), {**COMMITTING, **SHARING})],
     ids=["2x1", "4x1", "2x4", "8x8"],
 )
 def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int, int], extra: dict[str, float]):
