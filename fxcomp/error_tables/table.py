@@ -201,7 +201,7 @@ def legal(columns: Columns, rows: Mapping[str, ErrorRow], notes: Sequence[str] =
     """
     made = {name: _repaired(columns, row) for name, row in rows.items()}
     found = [f"{name}: {problem}" for name, (_, problems) in made.items() for problem in problems]
-    repaired = {name: row for name, (row, _) in made.items()}
+    repaired = {name: replace(row, squares=_without_traces(row.squares)) for name, (row, _) in made.items()}
     known = [row for row in repaired.values() if _is_size(row.squares)]
     elements, largest = sum(row.size for row in known), max((row.squares for row in known), default=0.0)
     # Divided by the largest, so that no sum overflows.
@@ -263,6 +263,11 @@ def _repaired(columns: Columns, row: ErrorRow) -> tuple[ErrorRow, list[str]]:
 def _is_size(value: float) -> bool:
     """Sums of such are finite; fp32 values have no larger squares."""
     return 0 <= value <= _MOST
+
+
+def _without_traces(squares: float) -> float:
+    """Return 0 for squares that are smaller than of any fp32 value, 2e-90: a share of them would overflow."""
+    return 0.0 if 0 < squares < 1 / _MOST else squares
 
 
 def _row_of(data: Mapping[str, Any]) -> ErrorRow:
