@@ -112,7 +112,7 @@ class Facts:
     """Bytes kept from step to step besides the residual, as a formula; `state_elements` computes it."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
-    """Decoding is given the state that this step's encoding returned (random-k draws its places again)."""
+    """Decoding is given the state that this step's encoding returned, to draw the same random numbers again."""
     state_from_payload: bool = False
     """The payload summed over the ranks is the next step's state (PowerSGD's warm start)."""
     agreement: ProposalReduction | None = None

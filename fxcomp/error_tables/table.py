@@ -21,9 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, RandomK, parse_compressor
+from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.compressors.topk import counts
 from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.errors import BadErrorTable, FxcompError
 
@@ -41,12 +40,10 @@ LEAST_LAG = 0.25
 
 
 class ErrorSource(Enum):
-    """The source of an error: a measurement, a formula or an assumption."""
+    """The source of an error: a measurement or an assumption."""
 
     MEASURED = "measured"
     """In the running job."""
-    EXACT = "exact"
-    """It does not depend on the values."""
     ASSUMED = "assumed"
     """Of Gaussian values."""
 
@@ -88,9 +85,6 @@ class ErrorTable:
     def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> Error:
         """Look up what a compressor loses of a gradient, and whether that is measured."""
         row = self.rows.get(gradient)
-        if row is not None and isinstance(compressor, RandomK) and row.size:
-            kept = counts((row.size,), compressor.ratio)[0] / row.size
-            return Error(1 / kept - 1 if compressor.scaled else 1 - kept, ErrorSource.EXACT)
         if row is not None and row.samples:
             found = self.columns.find(row.errors, compressor, row.shape)
             if found is not None:

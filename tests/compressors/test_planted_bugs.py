@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fxcomp_more import RandomK, SharedInt8
 from torch import Tensor
 
 from fxcomp.compressors import (
@@ -17,8 +18,6 @@ from fxcomp.compressors import (
     DecoderInput,
     EncoderInput,
     Int8,
-    RandomK,
-    SharedInt8,
     TopK,
     randomness,
 )

@@ -1,5 +1,6 @@
 """Velocities enter and leave the step, before what is compressed; what was sent is forgotten."""
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 from helpers.before_after import before_after
 from helpers.graphs import COSTS, TWO, TWO_BY_TWO, one_bucket, part, two_buckets

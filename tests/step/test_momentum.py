@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 import torch.distributed as dist

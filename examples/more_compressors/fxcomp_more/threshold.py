@@ -23,11 +23,16 @@ from typing import ClassVar
 
 import torch
 
-from fxcomp.compressors import survivors
-from fxcomp.compressors.base import Compressed
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.inputs import EncoderInput
+from fxcomp.compressors import (
+    Bias,
+    Compressed,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    register,
+    survivors,
+)
 from fxcomp.compressors.survivors import SurvivorCompressor
 
 
