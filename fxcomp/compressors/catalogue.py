@@ -37,7 +37,7 @@ ENTRY_POINTS = "fxcomp.compressors"
 """The group in which a package announces a compressor; docs/plugins.md shows how."""
 
 IN_EXAMPLES = dict.fromkeys(
-    ("chunkmax", "fp8_e4m3", "fp8_e5m2", "randomk", "shared_int8", "threshold"), "examples/more_compressors"
+    ("chunkmax", "dgc", "fp8_e4m3", "fp8_e5m2", "randomk", "shared_int8", "threshold"), "examples/more_compressors"
 )
 """The folder of the example package that has a compressor, by the compressor's name."""
 

@@ -1,7 +1,7 @@
 """Say what an error table has an entry for, and which entry a compressor finds.
 
     family      entry                       serves
-    largest     share of values kept        topk; dgc and sidco, which send about as many
+    largest     share of values kept        topk; sidco, which sends about as many
     low rank    rank of the best matrix     powersgd
     codecs      the compressor itself       whatever rounds: bf16, fp16, int8, int4, int2, sign
 
@@ -18,7 +18,7 @@ from itertools import pairwise
 from math import prod
 from typing import TypeGuard
 
-from fxcomp.compressors import DGC, Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
+from fxcomp.compressors import Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.block_codes import BlockCompressor, SymmetricCompressor
 from fxcomp.compressors.topk import counts
 from fxcomp.errors import BadErrorTable
@@ -28,7 +28,7 @@ RANKS = (1, 2, 4, 8, 16)
 CODECS = ("bf16", "fp16", "int8", "int4", "int2", "sign")
 
 _LEAST_DENSITY = 1e-5
-_ABOUT_K = (TopK, DGC, Sidco)
+_ABOUT_K = (TopK, Sidco)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from helpers.compressor_cases import WITH_KERNELS
 from helpers.ranks import run_alone
 from torch import Tensor
 
-from fxcomp.compressors import DGC, Int8, PowerSGD, TopK, parse_compressor
+from fxcomp.compressors import Int8, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.errors import BadPayload, BadTensor, FxcompError
 
 AGREEING = PowerSGD(1, columns=(3,))
 ON_META = torch.zeros(3, device="meta")
 RANDOM = Int8(stochastic=True)
-SELECTING = ("topk(0.01)", "dgc(0.01)", "sidco(0.01)")
+SELECTING = ("topk(0.01)", "sidco(0.01)")
 
 
 def _payload(text: str, size: int) -> Tensor:
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_what_where_and_what_to_do(case: str) 
 @WITH_KERNELS
 @pytest.mark.parametrize(
     ("text", "byte"),
-    [("topk(0.01)", 0), ("dgc(0.1)", 255), ("sidco(0.1)", 255)],
+    [("topk(0.01)", 0), ("sidco(0.1)", 255)],
 )
 def test_a_damaged_payload_is_refused(text: str, byte: int) -> None:
     compressor = parse_compressor(text)
@@ -217,15 +217,15 @@ for call in (
 
 def compresses_in_a_child() -> bool:
     torch.set_num_threads(3)
-    dgc, bucket, segments = DGC(0.01), torch.randn(1_000_000), (1_000_000,)
-    payload = torch.zeros(dgc.payload_elements(segments), dtype=torch.uint8)
+    sidco, bucket, segments = Sidco(0.01), torch.randn(1_000_000), (1_000_000,)
+    payload = torch.zeros(sidco.payload_elements(segments), dtype=torch.uint8)
     again = payload.clone()
-    state = dgc.fresh_state(1_000_000, 1, 0)
+    state = sidco.fresh_state(1_000_000, 1, 0)
     copy = state.clone()
-    dgc.encode(bucket, None, payload, segments, state)
+    sidco.encode(bucket, None, payload, segments, state)
     child = os.fork()
     if child == 0:
-        dgc.encode(bucket, None, again, segments, copy)
+        sidco.encode(bucket, None, again, segments, copy)
         os._exit(0 if bytes(again.numpy()) == bytes(payload.numpy()) else 1)
     return os.waitpid(child, 0)[1] == 0
 

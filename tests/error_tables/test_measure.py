@@ -104,7 +104,7 @@ def test_powersgd_loses_that_much_once_its_factors_have_turned(table: ErrorTable
     assert table.error_of(kind, PowerSGD(rank)).value == pytest.approx(settled, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["sidco(0.01)", "dgc(0.01)", "sidco(0.01, fit=gamma)"])
+@pytest.mark.parametrize("text", ["sidco(0.01)", "sidco(0.01, fit=gamma)"])
 @pytest.mark.parametrize("kind", ["gaussian", "heavy tails"])
 def test_fitted_thresholds_lose_about_what_top_k_does(table: ErrorTable, text: str, kind: str):
     expected = lost(parse_compressor(text), KINDS[kind].flatten(), SHAPE)

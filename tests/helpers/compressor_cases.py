@@ -13,7 +13,6 @@ from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK, kernels
 from fxcomp.compressors.examples import ours
 
 TYPICAL = {
-    "dgc": ["dgc(0.01)", "dgc(0.3)"],
     "powersgd": ["powersgd(1)", "powersgd(6)"],
     "sidco": ["sidco(0.01)", "sidco(1.0)", "sidco(0.01, fit=exponential)", "sidco(0.01, fit=gamma)"],
     "topk": ["topk(0.01)", "topk(0.3)", "topk(1.0)"],

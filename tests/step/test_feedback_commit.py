@@ -36,7 +36,7 @@ PLANS = {
     "states": [flat("int4(stochastic=true)"), flat("powersgd(1)"), flat("sidco(0.3)"), flat("int8(stochastic=true)")],
     "states on the pool": [
         *(flat(name, Device.CPU) for name in ("int4(stochastic=true)", "powersgd(2)", "sidco(0.3)")),
-        flat("dgc(0.3)"),
+        flat("topk(0.3)"),
     ],
 }
 """The strategies of 2.bias, 2.weight, 0.bias and 0.weight."""

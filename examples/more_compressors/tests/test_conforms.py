@@ -10,6 +10,8 @@ FAST = ("chunkmax(0.3)", "fp8_e4m3", "threshold(2.0, 0.01)")
 SLOW = (
     "chunkmax(0.01)",
     "chunkmax(0.0001)",
+    "dgc(0.01)",
+    "dgc(0.3)",
     "fp8_e4m3(block=3)",
     "fp8_e5m2",
     "randomk(0.01)",
