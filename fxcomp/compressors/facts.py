@@ -48,17 +48,6 @@ class Bias(Enum):
     BIASED = "biased"
 
 
-class Case(Enum):
-    """Why fxcomp has a compressor: docs/decisions/0012-fewer-compressors.md."""
-
-    MODE = "mode"
-    """A mode offers it."""
-    SYSTEM = "system"
-    """A published system that we build on needs it."""
-    CHOICE = "choice"
-    """A user would pick it over every other for some job, which `Facts.use` names."""
-
-
 class ProposalReduction(Enum):
     """The reduction that makes the ranks' proposals one, before they compress."""
 
@@ -135,7 +124,6 @@ class Facts:
     """The jobs that it is not for."""
     source: str
     """The publication of the method."""
-    case: Case = Case.CHOICE
 
 
 SCHEMA = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple[int, ...]": "int[]"}

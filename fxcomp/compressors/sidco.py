@@ -39,7 +39,7 @@ from torch import Tensor
 from fxcomp.compressors import randomness, survivors
 from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.survivors import INFINITY_BITS
 from fxcomp.compressors.tail_fits import TailFit, fit_threshold
@@ -187,7 +187,6 @@ class Sidco(Compressor):
         use="As topk, where its selection costs too much.",
         avoid="Where ratio is above one over the number of ranks.",
         source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
-        case=Case.MODE,
     )
 
     @property
