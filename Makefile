@@ -7,6 +7,9 @@ BIN := .venv/bin
 # machine (the CUDA build on Linux), or `pinned`, which takes what constraints.txt and pip's own settings say.
 BUILDS ?= pinned 2.13.0
 
+# The package of compressors that tests import too.
+MORE := $(addprefix examples/more_compressors/,pyproject.toml setup.py fxcomp_more/chunkmax.cpp)
+
 # Tests start many processes, and each would compile the modules that it loads.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -43,19 +46,21 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.venv/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+.venv/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*) $(MORE)
 	@echo 'Installing into .venv, which takes minutes the first time.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e examples/more_compressors
 	$(BIN)/python -c 'from fxcomp.compressors import kernels; print(kernels.describe())'
 	touch $@
 
 .PRECIOUS: .venv-%/installed
 
 # torch's own versions ask for other versions of setuptools than ours.
-.venv-%/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+.venv-%/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*) $(MORE)
 	@echo 'Installing torch $* into .venv-$*, which takes minutes and gigabytes the first time.'
 	$(PYTHON) -m venv .venv-$*
 	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-$*/constraints.txt
 	PIP_FIND_LINKS= PIP_CONFIG_FILE=/dev/null .venv-$*/bin/pip install -q -c .venv-$*/constraints.txt torch==$* -e '.[dev]'
+	.venv-$*/bin/pip install -q --no-deps --no-build-isolation -e examples/more_compressors
 	touch $@

@@ -177,24 +177,19 @@ def torch_alternative(compressor: Compressor, bench: Bench) -> tuple[str, Callab
     ratio = getattr(compressor, "ratio", None)
     if compressor.name in CASTS:
         return compressor.name, partial(values.to, CASTS[compressor.name])
-    if compressor.name in ("int8", "shared_int8"):
+    if compressor.name == "int8":
         return "quantise", partial(quantise_as_the_hook, values)
     if compressor.name == "powersgd":
         rank = int(getattr(compressor, "rank", 1))
         random = torch.Generator().manual_seed(0)
         start = torch.randn(bench.shape[1], rank, generator=random).to(values.device)
         return f"powersgd {rank}", partial(powersgd_as_the_hook, values.view(bench.shape), start)
-    if ratio is not None and compressor.name != "randomk":
+    if ratio is not None:
         return f"topk {ratio}", partial(select, values, max(1, round(ratio * bench.n)))
     return None
 
 
-CASTS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def select(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

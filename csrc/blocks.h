@@ -1,4 +1,4 @@
-// Quantise a bucket block by block: int8, int4, int2, fp8 and sign are this with different codecs.
+// Quantise a bucket block by block: int8, int4, int2 and sign are this with different codecs.
 //
 // A payload holds the fp32 scales of all blocks, then the codes of b bits, each segment's from a new byte on, then zeros
 // up to a multiple of four; fxcomp/compressors/block_codes.py is the reference. A codec has

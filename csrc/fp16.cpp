@@ -1,21 +1,51 @@
 // IEEE half precision: fxcomp/compressors/casts.py has the formulas and the layout.
 //
 // One pass. Written out with integers, which every compiler vectorises, because C++17 has no fp16.
-#include "fp8.h"
+#include "common.h"
+#include "stream.h"
+#include "threads.h"
+
+constexpr int kMantissa = 10;
+constexpr int kBias = 15;
+
+// A magnitude up to the format's end, rounded to nearest, ties to even: its code, and what that is. Adding a power of two
+// whose last bit is worth one code rounds; it follows the magnitude's exponent down to the smallest normal number.
+struct Rounded {
+    uint32_t code;
+    float value;
+};
+
+FXCOMP_INLINE Rounded round_to_half(uint32_t magnitude) {
+    constexpr int kDropped = 23 - kMantissa;
+    constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
+    constexpr uint32_t kUp = static_cast<uint32_t>(kDropped) << 23;
+    const uint32_t exponent = std::max(magnitude & kInfinityBits, kSmallestNormal);
+    const float power = float_of(exponent + kUp);
+    const float sum = float_of(magnitude) + power;
+    const uint32_t code = bits_of(sum) - exponent + (exponent >> kDropped) - (kUp + (kSmallestNormal >> kDropped));
+    return {code, sum - power};
+}
+
+FXCOMP_INLINE float widen_half(uint32_t code) {
+    constexpr uint32_t kUnit = static_cast<uint32_t>(128 - kBias - kMantissa) << 23;  // what the code 1 is worth
+    const uint32_t normal = (code << (23 - kMantissa)) + (static_cast<uint32_t>(127 - kBias) << 23);
+    const float evenly = static_cast<float>(static_cast<int32_t>(code)) * float_of(kUnit);
+    return code < (1u << kMantissa) ? evenly : float_of(normal);
+}
 
 constexpr uint32_t kOverflow = 0x477ff000u;  // 65520, from which on rounding gives inf
 
 // The code, and what it is worth where fp16 can hold the value.
 FXCOMP_INLINE Rounded round_to_fp16(float value) {
     const uint32_t magnitude = magnitude_bits(value), sign = bits_of(value) & 0x80000000u;
-    const Rounded finite = round_to_small_float<10, 15>(magnitude);
+    const Rounded finite = round_to_half(magnitude);
     const uint32_t other = magnitude > kInfinityBits ? 0x7e00u : 0x7c00u;
     return {(magnitude < kOverflow ? finite.code : other) | (sign >> 16), float_of(bits_of(finite.value) | sign)};
 }
 
 FXCOMP_INLINE float widen_fp16(uint16_t half) {
     const uint32_t code = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-    const uint32_t finite = bits_of(widen_small_float<10, 15>(code));
+    const uint32_t finite = bits_of(widen_half(code));
     return float_of((code < 0x7c00u ? finite : (code << 13) | kInfinityBits) | sign);
 }
 

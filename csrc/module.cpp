@@ -6,7 +6,7 @@
 #include "common.h"
 
 // Raise this, and kernels.py's copy, when a kernel's arguments or a payload's layout change.
-FXCOMP_EXPORT int32_t fxcomp_abi_version() { return 15; }
+FXCOMP_EXPORT int32_t fxcomp_abi_version() { return 16; }
 
 static PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
 

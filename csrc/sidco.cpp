@@ -314,7 +314,7 @@ static void advance(Controller& c, double fitted, double reached, double most_st
     }
 }
 
-static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, int64_t fit, double most_stages,
+static void encode(const Segment& segment, int64_t stride, int64_t thin_stride, int64_t fit, double most_stages,
                    Controller& controller, Scratch& scratch) {
     const auto calls = static_cast<int64_t>(controller.calls);
     const Magnitudes sample = take_magnitudes(segment, stride, calls, fit, scratch);
@@ -329,10 +329,10 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
     const int64_t reached = widest<count_reaching>(sample.values, sample.size, bits);
     if (controller.resamples > 0.0f) {
         const uint32_t random = mix_bits(static_cast<uint32_t>(calls));
-        bits = survivors::take_sample(segment, dgc_stride, random, scratch).threshold();
+        bits = thin_threshold(segment, thin_stride, random, scratch);
     } else if (is_contradicted(reached, reaching, stride)) {
         const auto rank = static_cast<int64_t>(std::floor(reaching + 0.5));
-        bits = kth_largest(sample.values, sample.size, std::max<int64_t>(1, rank), scratch.merged);
+        bits = kth_largest(sample.values, sample.size, std::max<int64_t>(1, rank), scratch.memory);
     }
     const Sent sent = send(segment, bits, scratch);
     if (!sent.is_finite) return;
@@ -342,12 +342,12 @@ static void encode(const Segment& segment, int64_t stride, int64_t dgc_stride, i
 
 FXCOMP_EXPORT void fxcomp_sidco_encode(const float* bucket, float* residual, uint8_t* payload, float* state,
                                        const void*, const int64_t* segments, const int64_t* ks, const int64_t* slots,
-                                       int64_t segment_count, const int64_t* strides, const int64_t* dgc_strides,
+                                       int64_t segment_count, const int64_t* strides, const int64_t* thin_strides,
                                        int64_t fit, int64_t most_stages) {
     auto* const controllers = reinterpret_cast<Controller*>(state);
     encode_segments({bucket, residual, payload, 0, 0, 0}, segments, ks, slots, segment_count,
                      [=](int64_t index, const Segment& segment, Scratch& scratch) {
-                         encode(segment, strides[index], dgc_strides[index], fit, static_cast<double>(most_stages),
+                         encode(segment, strides[index], thin_strides[index], fit, static_cast<double>(most_stages),
                                 controllers[index], scratch);
                      });
 }

@@ -119,8 +119,8 @@ FXCOMP_EXPORT int32_t fxcomp_topk_decode(const uint8_t* payloads, int64_t ranks,
     return decode_all(payloads, ranks, 0, segments, ks, segment_count, out);
 }
 
-FXCOMP_EXPORT int32_t fxcomp_survivors_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*,
-                                              const void*, const int64_t* segments, const int64_t*,
-                                              const int64_t* slots, int64_t segment_count) {
+FXCOMP_EXPORT int32_t fxcomp_sidco_decode(const uint8_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                          const int64_t* segments, const int64_t*, const int64_t* slots,
+                                          int64_t segment_count) {
     return decode_all(payloads, ranks, 4, segments, slots, segment_count, out);
 }

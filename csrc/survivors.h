@@ -14,7 +14,7 @@ using namespace selection;
 
 struct Scratch {
     std::vector<Found> parts;
-    Found first, merged;  // of two looks
+    Found memory;  // of a search in a sample
     std::vector<float> sample;
     std::vector<double> products;
 };
@@ -42,15 +42,6 @@ FXCOMP_BODY void collect_and_clear(const float* bucket, float* residual, int64_t
     }
 }
 
-// Collects again from what the first pass left in the residual. It holds v there, 0 where one survived already.
-FXCOMP_BODY void collect_left(float* residual, int64_t begin, int64_t end, uint32_t threshold, Found* found) {
-    for (int64_t i = begin; i < end; ++i) {
-        if (magnitude_bits(residual[i]) < threshold) continue;
-        found->append(residual[i], static_cast<int32_t>(i));
-        residual[i] = 0.0f;
-    }
-}
-
 // Calls body(begin, end, found) for ranges of a segment, and returns all that was found, in order.
 template <class Body>
 inline Found& in_ranges(int64_t size, Scratch& scratch, const Body& body) {
@@ -63,27 +54,6 @@ inline Found& in_ranges(int64_t size, Scratch& scratch, const Body& body) {
     });
     for (int64_t part = 1; part < parts; ++part) scratch.parts[0].append(scratch.parts[static_cast<size_t>(part)]);
     return scratch.parts[0];
-}
-
-// Puts the second look's survivors among the first's. Where one is not finite, the second look took the old residual
-// for v: that goes back.
-inline void merge(const Found& first, const Found& second, float* residual, Found& merged) {
-    merged.count = 0;
-    int64_t a = 0, b = 0;
-    while (a < first.count || b < second.count) {
-        const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
-        if (b == second.count || (a < first.count && first.places[i] < second.places[j])) {
-            merged.append(first.values[i], first.places[i]);
-            ++a;
-        } else {
-            if (a < first.count && first.places[i] == second.places[j]) {
-                residual[second.places[j]] = second.values[j];
-            } else {
-                merged.append(second.values[j], second.places[j]);
-            }
-            ++b;
-        }
-    }
 }
 
 // Fills the payload of a segment; what has no slot goes back into the residual.
@@ -131,35 +101,12 @@ FXCOMP_BODY Sent fill_payload(Found* found, const Segment* segment) {
     });
 }
 
-// Sends what reaches a magnitude's bit pattern; if fewer than k / 2 values do, what reaches second().
-template <class Second>
-inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch, const Second& second) {
-    const float* const bucket = segment.bucket;
-    float* const residual = segment.residual;
-    const auto collect_from = [&](uint32_t threshold) -> Found& {
-        return in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* found) {
-            widest<collect_and_clear>(bucket, residual, begin, end, threshold, found);
-        });
-    };
-    Found* found = &collect_from(bits);
-    const uint32_t lower = 2 * found->count < segment.k ? second() : bits;
-    if (lower < bits) {
-        if (residual == nullptr) {
-            found = &collect_from(lower);
-        } else {
-            std::swap(scratch.first, *found);  // the second look writes where the first one did
-            const Found& more = in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* left) {
-                widest<collect_left>(residual, begin, end, lower, left);
-            });
-            merge(scratch.first, more, residual, scratch.merged);
-            found = &scratch.merged;
-        }
-    }
-    return widest<fill_payload>(found, &segment);
-}
-
+// Sends what reaches a magnitude's bit pattern.
 inline Sent send(const Segment& segment, uint32_t bits, Scratch& scratch) {
-    return send(segment, bits, scratch, [bits] { return bits; });
+    Found* const found = &in_ranges(segment.size, scratch, [=](int64_t begin, int64_t end, Found* part) {
+        widest<collect_and_clear>(segment.bucket, segment.residual, begin, end, bits, part);
+    });
+    return widest<fill_payload>(found, &segment);
 }
 
 // Calls body(index, segment, scratch) for each segment that is not empty.
@@ -177,17 +124,8 @@ FXCOMP_BODY void gather(const float* bucket, const float* residual, int64_t star
     for (int64_t i = begin; i < end; ++i) out[i] = value_at(bucket, residual, start + i * stride);
 }
 
-// Every stride-th value, from which dgc.py's rule takes thresholds.
-struct Sample {
-    const float* values;
-    int64_t count, reaching;
-    Found& memory;
-
-    uint32_t threshold() const { return kth_largest(values, count, reaching, memory); }
-    uint32_t lower_threshold() const { return kth_largest(values, count, 2 * reaching, memory); }
-};
-
-inline Sample take_sample(const Segment& segment, int64_t stride, uint32_t random, Scratch& scratch) {
+// The magnitude that the share k / n of every stride-th value reaches.
+inline uint32_t thin_threshold(const Segment& segment, int64_t stride, uint32_t random, Scratch& scratch) {
     const int64_t n = segment.size;
     const int64_t start = std::min<int64_t>(random % stride, n - 1);
     const int64_t count = ceil_divide(n - start, stride);
@@ -196,8 +134,7 @@ inline Sample take_sample(const Segment& segment, int64_t stride, uint32_t rando
     in_parallel(count, kGrain / 16, [&segment, start, stride, sample](int64_t begin, int64_t end) {
         widest<gather>(segment.bucket, segment.residual, start, stride, sample, begin, end);
     });
-    const int64_t reaching = std::max<int64_t>(1, (2 * segment.k * count + n) / (2 * n));
-    return {sample, count, reaching, scratch.merged};
+    return kth_largest(sample, count, std::max<int64_t>(1, (2 * segment.k * count + n) / (2 * n)), scratch.memory);
 }
 
 }  // namespace survivors

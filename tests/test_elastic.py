@@ -39,7 +39,7 @@ class World:
 WORLDS = [
     World(4, ["topk(0.1)", None]),
     World(4, ["int4"], by_level=True, gives_up=True),
-    World(4, ["topk(0.1)", "randomk(0.2)"], by_level=True, options={"verify": 1}),
+    World(4, ["topk(0.1)", "sign"], by_level=True, options={"verify": 1}),
     World(2, ["powersgd(2)", "int4"]),
     World(1, [], options={"verify": 1}),
     World(2, ["topk(0.1)"], gives_up=True, options={"warmup": fxcomp.Warmup(int4_steps=40)}),

@@ -38,14 +38,13 @@ HEAD = f"""\
 Made by `python docs/make/describe_compressors.py` from what each compressor declares: edit `facts`, not this page.
 
 The first column is a compressor's text in plans and strategies. In formulas n is the number of values of one parameter,
-B a block's size, and ⌈ ⌉ rounds up.
+B a block's size, and ⌈ ⌉ rounds up. [Strategies](strategies.md#strategies-of-each-mode) says which mode offers what;
+[more compressors](../examples/more_compressors) are a package of their own.
 
 - *Bits* count all that a rank sends for a matrix of {SHAPE[0]} × {SHAPE[1]}, agreement included.
 - The network adds *linear* payloads up (all_reduce). All ranks gather the others.
 - *Passes* is how often encoding reads the gradient from main memory.
 - *State* is kept for a parameter from step to step, besides the residual.
-- *Case* is the reason to have it: a *mode* offers it, a published *system* that we build on needs it, or it is the best
-  *choice* for the job that its paragraph names ([decision 12](decisions/0012-fewer-compressors.md)).
 - *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values, on one rank, without error feedback.
   Error feedback delays it to the next step. An unbiased compressor's errors differ between ranks and average out: the
   mean over N ranks has ω/N.
@@ -86,7 +85,6 @@ def _table(compressors: Sequence[Compressor]) -> str:
         "feedback",
         "passes",
         "state bytes",
-        "case",
     )
     lines = ["| " + " | ".join((*heads, "ω Gaussian", "ω Laplace")) + " |", "|---" * (len(heads) + 2) + "|"]
     normal, double_exponential = gaussian(SAMPLE), laplace(SAMPLE)
@@ -101,7 +99,6 @@ def _table(compressors: Sequence[Compressor]) -> str:
             compressor.feedback.value,
             str(facts.passes),
             facts.state if compressor.has_state else "none",
-            facts.case.value,
             *(f"{relative_error(compressor, values, SAMPLE_SHAPE):.2g}" for values in (normal, double_exponential)),
         )
         lines.append("| " + " | ".join(cells) + " |")

@@ -47,8 +47,8 @@ STEPS = {
     "compress(int4)@gpu": "makes a payload of the values that a rank holds, by any compressor of "
     "[this list](compressors.md)",
     "decompress@gpu": "makes values of payloads again. Payloads of several ranks for the same values become their mean",
-    "propose(shared_int8)@gpu": "makes a proposal, which the all_reduce that follows reduces. Ranks so agree on "
-    "something before they compress, such as one scale for all",
+    "propose(powersgd(4))@gpu": "makes a proposal, which the all_reduce that follows reduces. Ranks so agree on "
+    "something before they compress, such as one basis for all",
     "all_reduce@world": "adds up what the ranks hold; every rank gets the sum",
     "reduce_scatter@world": "cuts the bucket into a shard for each rank; every rank gets the sum of its shard",
     "reduce@world": "adds up what the ranks hold; the first rank gets the sum",
@@ -118,7 +118,7 @@ BROKEN = (
     "propose(powersgd(4)) > all_reduce@world > all_reduce@world",
     "propose(powersgd(4)) > all_reduce@world > compress(powersgd(4)) > reduce_scatter@world > all_gather@world"
     " > decompress",
-    "propose(shared_int8) > all_reduce@intra > compress(shared_int8) > all_reduce@world > decompress",
+    "propose(powersgd(4)) > all_reduce@intra > compress(powersgd(4)) > all_reduce@world > decompress",
     "reduce_scatter@intra > propose(powersgd(4)) > all_reduce@inter > compress(powersgd(4)) > all_reduce@inter"
     " > decompress > all_gather@intra",
 )

@@ -36,15 +36,9 @@ CHAPTERS = (
             Shape(
                 "One shot of a linear compressor",
                 "Payloads that may be added travel like a dense bucket: bytes do not grow with the number of ranks. The"
-                " network rounds while it adds.",
+                " network rounds while it adds. `powersgd(4)` is linear once the ranks agree on a basis for each"
+                " matrix: `propose(powersgd(4))@gpu > all_reduce@world` comes first.",
                 "compress(bf16)@gpu > all_reduce@world > decompress@gpu",
-            ),
-            Shape(
-                "With an agreement",
-                "Some compressors are linear once the ranks agree on something small: here the largest value of each"
-                " block, so that all use the same scales.",
-                "propose(shared_int8(stochastic=false))@gpu > all_reduce@world"
-                " > compress(shared_int8(stochastic=false))@gpu > all_reduce@world > decompress@gpu",
             ),
             Shape(
                 "Two shots",

@@ -14,36 +14,26 @@ from fxcomp.compressors import triton
 from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
 from fxcomp.compressors.casts import BF16, FP16, CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
-from fxcomp.compressors.chunkmax import ChunkMax
 from fxcomp.compressors.cmax import CMax
-from fxcomp.compressors.dgc import DGC
 from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
-from fxcomp.compressors.fp8 import FP8E4M3, FP8E5M2
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
 from fxcomp.compressors.int8 import Int8
 from fxcomp.compressors.kernels import available as kernels_available
 from fxcomp.compressors.powersgd import PowerSGD
-from fxcomp.compressors.randomk import RandomK
-from fxcomp.compressors.shared_int8 import SharedInt8
 from fxcomp.compressors.sidco import Sidco
 from fxcomp.compressors.sign import Sign
-from fxcomp.compressors.threshold import Threshold
 from fxcomp.compressors.topk import TopK
 
 __all__ = [
     "BF16",
     "CATALOGUE",
-    "DGC",
-    "FP8E4M3",
-    "FP8E5M2",
     "FP16",
     "BadCompressor",
     "Bias",
     "CMax",
     "CastCompressor",
-    "ChunkMax",
     "Compressed",
     "Compressor",
     "DecoderInput",
@@ -56,11 +46,8 @@ __all__ = [
     "Parameter",
     "PowerSGD",
     "ProposalReduction",
-    "RandomK",
-    "SharedInt8",
     "Sidco",
     "Sign",
-    "Threshold",
     "TopK",
     "compressor_of",
     "kernels_available",

@@ -108,11 +108,6 @@ class Compressor(Declared):
     def propose_on_cuda(self, given: EncoderInput, out: Tensor) -> bool:
         return any(gpu.propose(self, given, out) for gpu in _on_cuda)
 
-    @classmethod
-    def kernel_name(cls, what: str) -> str:
-        """The function of csrc/ that does `what`: encode, decode or propose."""
-        return f"fxcomp_{cls.facts.name}_{what}"
-
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         """List the kernels' arguments after the tensors: how the bucket is cut, and the parameters."""
         return segments, len(segments), *self.parameters
@@ -217,8 +212,8 @@ def _can_run_on_cuda(tensor: Tensor) -> bool:
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """The kernel of csrc/ for it, if there is one; a class of another package gets none by a chance of its name."""
-    name = kind.kernel_name(what)
+    """The kernel of csrc/ that does `what` (encode, decode or propose), if there is one; a plug-in has none there."""
+    name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 
 

@@ -1,4 +1,4 @@
-"""A scale and codes of a few bits for each block: what int8, int4, int2, sign and fp8 share.
+"""A scale and codes of a few bits for each block: what int8, int4, int2 and sign share.
 
     scale   = of a block's values
     code    = of a value and its block's scale, b bits

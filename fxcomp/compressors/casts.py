@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback
+from fxcomp.compressors.facts import Bias, Facts, Feedback
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 
@@ -64,7 +64,6 @@ class BF16(CastCompressor):
         use="Always worth a try: half the bytes, no state, the plain all_reduce.",
         avoid="Where compute hides the dense collective anyway.",
         source="IEEE fp32 cut to bfloat16, round to nearest even",
-        case=Case.MODE,
     )
 
 

@@ -36,6 +36,11 @@ CATALOGUE: dict[str, type[Compressor]] = {}
 ENTRY_POINTS = "fxcomp.compressors"
 """The group in which a package announces a compressor; docs/plugins.md shows how."""
 
+IN_EXAMPLES = dict.fromkeys(
+    ("chunkmax", "dgc", "fp8_e4m3", "fp8_e5m2", "randomk", "shared_int8", "threshold"), "examples/more_compressors"
+)
+"""The folder of the example package that has a compressor, by the compressor's name."""
+
 _BY_OP: dict[OpOverload, type[Compressor]] = {}
 """The compressor of each op, those of replaced classes too."""
 
@@ -150,6 +155,11 @@ def _announced(name: str) -> EntryPoint:
     """The announcement of a name that we have not."""
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
+    if not ours and name in IN_EXAMPLES:
+        raise BadCompressor(
+            f"the compressor {name!r} is in a package of its own, which is not installed here.\n"
+            f"  Install it on every machine, from a clone of fxcomp: pip install ./{IN_EXAMPLES[name]}"
+        )
     if not ours:
         raise BadCompressor(
             f"there is no compressor {name!r}; {_suggest(name, {*CATALOGUE, *(p.name for p in points)})}"

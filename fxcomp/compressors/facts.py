@@ -48,17 +48,6 @@ class Bias(Enum):
     BIASED = "biased"
 
 
-class Case(Enum):
-    """Why fxcomp has a compressor: docs/decisions/0012-fewer-compressors.md."""
-
-    MODE = "mode"
-    """A mode offers it."""
-    SYSTEM = "system"
-    """A published system that we build on needs it."""
-    CHOICE = "choice"
-    """A user would pick it over every other for some job, which `Facts.use` names."""
-
-
 class ProposalReduction(Enum):
     """The reduction that makes the ranks' proposals one, before they compress."""
 
@@ -112,7 +101,7 @@ class Facts:
     """Bytes kept from step to step besides the residual, as a formula; `state_elements` computes it."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
-    """Decoding is given the state that this step's encoding returned (random-k draws its places again)."""
+    """Decoding is given the state that this step's encoding returned, to draw the same random numbers again."""
     state_from_payload: bool = False
     """The payload summed over the ranks is the next step's state (PowerSGD's warm start)."""
     agreement: ProposalReduction | None = None
@@ -133,7 +122,6 @@ class Facts:
     """The jobs that it is not for."""
     source: str
     """The publication of the method."""
-    case: Case = Case.CHOICE
 
 
 SCHEMA = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple[int, ...]": "int[]"}

@@ -9,8 +9,8 @@ which has a Gaussian's moments but for 2 % of the tails' weight (an excess kurto
 A compressor that knows shapes is bound to a matrix of `SHAPE`. Gaussian values have no low rank, which gradients have
 (Vogels et al. 2019): for a compressor that needs whole parameters the matrix has singular values 1 / k, between cosines
 of all frequencies, and the error is that of a step after `WARM_UP` others, which have taught it the factors. One that
-knows scales finds a variance of 1. With `ranks` it is bound to so many, where shared_int8 has fewer levels; the number
-stays that of one rank's part, of which averages of unbiased ones lose less.
+knows scales finds a variance of 1. With `ranks` it is bound to that number, on which its levels may depend; the error
+stays that of one rank's part. The mean of unbiased ones loses less.
 """
 
 from __future__ import annotations

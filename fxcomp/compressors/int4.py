@@ -25,7 +25,7 @@ import torch
 
 from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
 
@@ -54,7 +54,6 @@ class Int4(SymmetricCompressor):
         use="Slow links: an eighth of the bytes at the dense loss.",
         avoid="Where compute hides int8 already.",
         source="block-wise symmetric quantisation",
-        case=Case.MODE,
     )
 
     @property

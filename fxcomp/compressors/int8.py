@@ -26,7 +26,7 @@ import torch
 
 from fxcomp.compressors.block_codes import SymmetricCompressor, feedback_at_random
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the first-level cache between the two reads; scales add 1/128 byte a value
 
@@ -55,7 +55,6 @@ class Int8(SymmetricCompressor):
         use="The first choice where bf16 does not save enough.",
         avoid="Where a quarter of the bytes still takes too long.",
         source="block-wise symmetric quantisation",
-        case=Case.MODE,
     )
 
     @property

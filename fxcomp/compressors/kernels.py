@@ -17,7 +17,7 @@ from torch import Tensor
 
 _PACKAGE = Path(__file__).parent.parent
 
-ABI_VERSION = 15  # the same number as in csrc/module.cpp
+ABI_VERSION = 16  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:

@@ -59,7 +59,7 @@ from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter, ProposalReduction
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadTensor
 
@@ -189,7 +189,6 @@ class PowerSGD(Compressor):
         use="Large matrices on many ranks: the bytes do not grow with the ranks, and are fewer than any quantiser's.",
         avoid="Where a second latency costs more than bytes; for vectors, small matrices, and gradients of full rank.",
         source="Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019",
-        case=Case.MODE,
     )
 
     def __post_init__(self) -> None:

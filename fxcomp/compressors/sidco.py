@@ -20,8 +20,9 @@ What is left out is as with topk: 0.92 of the squared norm at 1 % of Gaussian va
 State, 9 fp32 a segment: the controller. Every five steps it compares the mean of what the fits alone would have
 selected with the target; if it is off by more than 20 %, one stage more or less, and the other way round from then on
 if the last change made it worse. If twice in a row less than a quarter or more than four times of k reached the
-threshold, the sample misleads: five steps use dgc's sample, and two stages are the start again. A step where something
-is not finite leaves the state alone, as one of zeros does.
+threshold, the sample misleads: five steps take the threshold from a thin sample instead, every stride-th value from a
+random start (as DGC, Lin et al. 2018), and two stages are the start again. A step where something is not finite leaves
+the state alone, as one of zeros does.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import randomness, survivors
-from fxcomp.compressors.base import Compressed
+from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.dgc import sampled_cut
-from fxcomp.compressors.dgc import strides as dgc_strides
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.survivors import INFINITY_BITS, Cut, SurvivorCompressor
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.survivors import INFINITY_BITS
 from fxcomp.compressors.tail_fits import TailFit, fit_threshold
 from fxcomp.compressors.topk import counts
 
@@ -56,6 +55,7 @@ _FAR = 1e30  # as the deviation before the first window: nothing is worse
 _SAMPLE_REACHED = 256
 _SMALLEST_SAMPLE = 1 << 15
 _LARGEST_SAMPLE = 1 << 17
+_THIN_SAMPLE_REACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,18 @@ def _stride(n: int, ratio: float) -> int:
     return max(1, (n // values - 1) | 1)
 
 
+@lru_cache(maxsize=4096)
+def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
+    """Of the thin sample, which has 1 % of the values and 64 / ratio at least; odd, so out of step with matrix rows."""
+    return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
+
+
+def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
+    """The magnitude that the share k / n of the thin sample reaches, as bits; `piece` is not empty."""
+    sample = piece[min(random % stride, len(piece) - 1) :: stride]
+    return survivors.kth_largest(sample, max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece))))
+
+
 def most_stages(ratio: float) -> int:
     """Each keeps half of the one before, at least."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
@@ -149,7 +161,7 @@ def _round_to_bits(threshold: float) -> int:
 
 @register
 @dataclass(frozen=True, slots=True)
-class Sidco(SurvivorCompressor):
+class Sidco(Compressor):
     """About k values for one pass, from fits of a distribution."""
 
     ratio: float
@@ -174,12 +186,14 @@ class Sidco(SurvivorCompressor):
         use="As topk, where its selection costs too much.",
         avoid="Where ratio is above one over the number of ranks.",
         source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
-        case=Case.MODE,
     )
 
     @property
     def tail_fit(self) -> TailFit:
         return TailFit[self.fit.upper()]
+
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return survivors.payload_bytes(segments, self.ratio)
 
     def state_elements(self, size: int) -> int:
         return STATE_ELEMENTS
@@ -192,7 +206,7 @@ class Sidco(SurvivorCompressor):
         ks = counts(given.segments, self.ratio)
         controllers = [Controller(*map(float, row)) for row in given.state.view(-1, STATE_ELEMENTS)]
         choices = self._choices(given, ks, controllers)
-        sent, counted = survivors.compress(given, self.ratio, [cut for cut, _ in choices])
+        sent, counted = survivors.compress(given, self.ratio, [threshold for threshold, _ in choices])
         new = [
             controller
             if fitted is None or not bool(piece.isfinite().all())
@@ -204,39 +218,41 @@ class Sidco(SurvivorCompressor):
         state = torch.tensor([astuple(controller) for controller in new], dtype=torch.float32).flatten()
         return sent._replace(state=state.to(given.state.device))
 
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        return survivors.decompress(received, self.ratio)
+
     def _choices(
         self, given: EncoderInput, ks: Sequence[int], controllers: Sequence[Controller]
-    ) -> list[tuple[Cut, float | None]]:
-        both = zip(strides(given.segments, self.ratio), dgc_strides(given.segments, self.ratio), strict=True)
+    ) -> list[tuple[int, float | None]]:
+        both = zip(strides(given.segments, self.ratio), thin_strides(given.segments, self.ratio), strict=True)
         return [
-            self._choose(piece, k, controller, stride, dgc_stride)
-            for piece, k, controller, (stride, dgc_stride) in zip(given.pieces, ks, controllers, both, strict=True)
+            self._choose(piece, k, controller, stride, thin_stride)
+            for piece, k, controller, (stride, thin_stride) in zip(given.pieces, ks, controllers, both, strict=True)
         ]
 
     def _choose(
-        self, piece: Tensor, k: int, controller: Controller, stride: int, dgc_stride: int
-    ) -> tuple[Cut, float | None]:
-        """Choose a segment's cut; also what the fit alone would have selected of the sample, relative to the target.
+        self, piece: Tensor, k: int, controller: Controller, stride: int, thin_stride: int
+    ) -> tuple[int, float | None]:
+        """Choose a segment's threshold, as bits; also the part of the target that the fit alone selects of the sample.
 
         None where there is nothing to fit.
         """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):
-            return Cut(1, 1), None
+            return 1, None
         reaching = k * len(sample) / len(piece)
         bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.tail_fit))
         reached = int((survivors.magnitude_bits(sample) >= bits).sum())
         if controller.resamples > 0:
-            bits = sampled_cut(piece, k, dgc_stride, int(randomness.mix(torch.tensor(calls)))).bits
+            bits = thin_threshold(piece, k, thin_stride, int(randomness.mix(torch.tensor(calls))))
         elif is_contradicted(reached, reaching, stride):
             bits = survivors.kth_largest(sample, max(1, math.floor(reaching + 0.5)))
-        return Cut(bits, bits), reached / reaching
+        return bits, reached / reaching
 
-    @classmethod
-    def kernel_name(cls, what: str) -> str:
-        return f"fxcomp_{'sidco' if what == 'encode' else 'survivors'}_{what}"
-
-    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        both = strides(segments, self.ratio), dgc_strides(segments, self.ratio)
-        return *both, self.tail_fit.value, most_stages(self.ratio)
+    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
+        layout = (segments, counts(segments, self.ratio), survivors.capacities(segments, self.ratio), len(segments))
+        if what == "decode":
+            return layout
+        both = strides(segments, self.ratio), thin_strides(segments, self.ratio)
+        return *layout, *both, self.tail_fit.value, most_stages(self.ratio)

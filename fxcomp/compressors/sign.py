@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxcomp.compressors.block_codes import BlockCompressor, mean_magnitude
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 512
 
@@ -48,7 +48,6 @@ class Sign(BlockCompressor):
         use="Very slow links, with error feedback and stochastic gradient descent.",
         avoid="Adam, and learning rates near the edge of stability.",
         source="Karimireddy et al. 2019, error feedback fixes SignSGD; a scale a block",
-        case=Case.MODE,
     )
 
     @property

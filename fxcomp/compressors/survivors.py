@@ -1,4 +1,4 @@
-"""Send what reaches a threshold, in a payload of fixed size: the selection whose policies are sidco, dgc and threshold.
+"""Send what reaches a threshold, in a payload of fixed size, as sidco does.
 
     survivors = the values with |v| >= threshold, at most `capacity` of them
     decoded   = v where it was sent, 0 elsewhere
@@ -17,56 +17,20 @@ sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fxcomp.compressors import places
-from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
+from fxcomp.compressors.base import Compressed, mean_over_ranks
 from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
 
 INFINITY_BITS = 0x7F800000
-
-
-class Cut(NamedTuple):
-    """The threshold of a segment as a bit pattern, and a lower one for when fewer than k / 2 values reach the first."""
-
-    bits: int
-    second: int
-
-
-class SurvivorCompressor(Compressor):
-    """A subclass is a policy: its `compress_reference` chooses a cut for each segment and hands them to `compress`."""
-
-    __slots__ = ()
-
-    ratio: float
-
-    def payload_elements(self, segments: Sequence[int]) -> int:
-        return payload_bytes(segments, self.ratio)
-
-    def decompress_reference(self, received: DecoderInput) -> Tensor:
-        segments = received.segments
-        return mean_over_ranks([_decompress_one(payload, segments, self.ratio) for payload in received.of_ranks])
-
-    @abstractmethod
-    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """The kernel's parameters for choosing cuts."""
-
-    @classmethod
-    def kernel_name(cls, what: str) -> str:
-        return f"fxcomp_{cls.facts.name if what == 'encode' else 'survivors'}_{what}"
-
-    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        layout = (segments, counts(segments, self.ratio), capacities(segments, self.ratio), len(segments))
-        return (*layout, *self.policy(segments)) if what == "encode" else layout
 
 
 @lru_cache(maxsize=4096)
@@ -89,17 +53,17 @@ def magnitude_bits(values: Tensor) -> Tensor:
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
-def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> tuple[Compressed, list[int]]:
-    """Send what reaches the cuts, and count for each segment what reached them, sent or not."""
+def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
+    """Send the values that reach each segment's threshold, a bit pattern; count all that reach it, sent or not."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
-    ks, room = counts(given.segments, ratio), capacities(given.segments, ratio)
-    for left, cut, k, slots in zip(split(left_out, given.segments), cuts, ks, room, strict=True):
+    room = capacities(given.segments, ratio)
+    for left, threshold, slots in zip(split(left_out, given.segments), thresholds, room, strict=True):
         if slots == 0:
             reached.append(0)
             continue
-        kept, total = _survivors(left, cut, k, slots)
+        kept, total = _survivors(left, threshold, slots)
         reached.append(total)
         sections += _section(left[kept], kept, len(left), slots)
         left[kept] = 0
@@ -109,6 +73,12 @@ def compress(given: EncoderInput, ratio: float, cuts: Sequence[Cut]) -> tuple[Co
     return Compressed(payload, torch.where(given.value.isfinite(), left_out, given.residual)), reached
 
 
+def decompress(received: DecoderInput, ratio: float) -> Tensor:
+    """Return the mean over ranks."""
+    segments = received.segments
+    return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in received.of_ranks])
+
+
 def kth_largest(values: Tensor, k: int) -> int:
     """The bit pattern of the k-th largest magnitude, at least 1: zeros reach no threshold."""
     if k > len(values):
@@ -116,12 +86,10 @@ def kth_largest(values: Tensor, k: int) -> int:
     return max(1, int(magnitude_bits(values).topk(k, sorted=True).values[-1]))
 
 
-def _survivors(piece: Tensor, cut: Cut, k: int, slots: int) -> tuple[Tensor, int]:
-    """The places to send, ascending, and how many values reached the threshold."""
+def _survivors(piece: Tensor, threshold: int, slots: int) -> tuple[Tensor, int]:
+    """Find the places to send, ascending, and count the values that reached the threshold."""
     magnitude = magnitude_bits(piece)
-    kept = (magnitude >= cut.bits).nonzero().flatten()
-    if 2 * len(kept) < k:
-        kept = (magnitude >= cut.second).nonzero().flatten()
+    kept = (magnitude >= threshold).nonzero().flatten()
     if len(kept) <= slots:
         return kept, len(kept)
     order = (magnitude[kept].to(torch.int64) << 32) - kept  # no two are equal

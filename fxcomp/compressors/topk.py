@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import BadCompressor, Bias, Case, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.places import bytes_of, read, write
 
@@ -111,7 +111,6 @@ class TopK(Compressor):
         use="Slow links and few ranks.",
         avoid="Where ratio is above one over the number of ranks.",
         source="Aji and Heafield 2017; radix selection",
-        case=Case.MODE,
     )
 
     def payload_elements(self, segments: Sequence[int]) -> int:

@@ -1,9 +1,9 @@
 """Say what an error table has an entry for, and which entry a compressor finds.
 
     family      entry                       serves
-    largest     share of values kept        topk; dgc and sidco, which send about as many
+    largest     share of values kept        topk; sidco, which sends about as many
     low rank    rank of the best matrix     powersgd
-    codecs      the compressor itself       whatever rounds: bf16, fp16, fp8, int8, int4, int2, sign, chunkmax
+    codecs      the compressor itself       whatever rounds: bf16, fp16, int8, int4, int2, sign
 
 Of sorted values and of singular values each one more is worth less than the one before it. So what is lost is convex in
 the number that is kept, and a straight line between two entries never says too little.
@@ -18,17 +18,17 @@ from itertools import pairwise
 from math import prod
 from typing import TypeGuard
 
-from fxcomp.compressors import DGC, Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
+from fxcomp.compressors import Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.block_codes import BlockCompressor, SymmetricCompressor
 from fxcomp.compressors.topk import counts
 from fxcomp.errors import BadErrorTable
 
 DENSITIES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.25)
 RANKS = (1, 2, 4, 8, 16)
-CODECS = ("bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "sign")
+CODECS = ("bf16", "fp16", "int8", "int4", "int2", "sign")
 
 _LEAST_DENSITY = 1e-5
-_ABOUT_K = (TopK, DGC, Sidco)
+_ABOUT_K = (TopK, Sidco)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, RandomK, parse_compressor
+from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.compressors.topk import counts
 from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.errors import BadErrorTable, FxcompError
 
@@ -41,12 +40,10 @@ LEAST_LAG = 0.25
 
 
 class ErrorSource(Enum):
-    """The source of an error: a measurement, a formula or an assumption."""
+    """The source of an error: a measurement or an assumption."""
 
     MEASURED = "measured"
     """In the running job."""
-    EXACT = "exact"
-    """It does not depend on the values."""
     ASSUMED = "assumed"
     """Of Gaussian values."""
 
@@ -88,9 +85,6 @@ class ErrorTable:
     def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> Error:
         """Look up what a compressor loses of a gradient, and whether that is measured."""
         row = self.rows.get(gradient)
-        if row is not None and isinstance(compressor, RandomK) and row.size:
-            kept = counts((row.size,), compressor.ratio)[0] / row.size
-            return Error(1 / kept - 1 if compressor.scaled else 1 - kept, ErrorSource.EXACT)
         if row is not None and row.samples:
             found = self.columns.find(row.errors, compressor, row.shape)
             if found is not None:
@@ -201,7 +195,7 @@ def legal(columns: Columns, rows: Mapping[str, ErrorRow], notes: Sequence[str] =
     """
     made = {name: _repaired(columns, row) for name, row in rows.items()}
     found = [f"{name}: {problem}" for name, (_, problems) in made.items() for problem in problems]
-    repaired = {name: row for name, (row, _) in made.items()}
+    repaired = {name: replace(row, squares=_without_traces(row.squares)) for name, (row, _) in made.items()}
     known = [row for row in repaired.values() if _is_size(row.squares)]
     elements, largest = sum(row.size for row in known), max((row.squares for row in known), default=0.0)
     # Divided by the largest, so that no sum overflows.
@@ -263,6 +257,11 @@ def _repaired(columns: Columns, row: ErrorRow) -> tuple[ErrorRow, list[str]]:
 def _is_size(value: float) -> bool:
     """Sums of such are finite; fp32 values have no larger squares."""
     return 0 <= value <= _MOST
+
+
+def _without_traces(squares: float) -> float:
+    """Return 0 for squares that are smaller than of any fp32 value, 2e-90: a share of them would overflow."""
+    return 0.0 if 0 < squares < 1 / _MOST else squares
 
 
 def _row_of(data: Mapping[str, Any]) -> ErrorRow:

@@ -23,7 +23,7 @@ _LARGEST_EXCESS = 3.0
 """Of a variance over what independent errors would have: 200 draws estimate it to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""The same for a compressor that draws places: they may come in runs, as random-k's 16."""
+"""The same for a compressor that draws places: they may come in runs, of 16 for example."""
 
 
 def has_stream(compressor: Compressor) -> bool:
@@ -84,7 +84,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
     one u for all of a block, do not average out over values as independent ones do.
 
     A factor 1 + b on all values is noticed from about |b| = 5.1 sqrt(w / (200 n)) on, where w is the relative squared
-    error and n = 70,000. Measured: 0.25 % with randomk(0.25, scaled=true), 0.2 % with int2(stochastic=true), 0.002 %
+    error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 %
     with int8(stochastic=true). What is smaller passes.
     """
     if compressor.bias is not Bias.UNBIASED:

@@ -19,7 +19,7 @@ from compressors import (
     verdicts,
 )
 
-from fxcomp.compressors import BF16, Compressor, Int8, SharedInt8, Sign, TopK
+from fxcomp.compressors import BF16, CMax, Compressor, Int8, Sign, TopK
 from fxcomp.compressors.examples import examples
 
 RECORD = Record("topk(0.01)", "cpu", 1, 2**24, 8.0, 9.0, 10.0, 0.8, 0.3, torch_ms=400.0, ours_ms=50.0)
@@ -69,8 +69,8 @@ def test_a_compressor_is_compared_with_what_torch_has_for_it() -> None:
 
 
 def test_targets_follow_from_what_a_compressor_declares() -> None:
-    assert [target_of(c) for c in (BF16(), TopK(0.01), SharedInt8())] == [0.8, 0.35, 0.4]
-    assert target_of(SharedInt8(stochastic=False)) is None
+    assert [target_of(c) for c in (BF16(), TopK(0.01), Int8(stochastic=True))] == [0.8, 0.35, 0.4]
+    assert target_of(CMax()) is None
 
 
 def test_only_the_judged_size_on_one_thread_gets_a_verdict() -> None:

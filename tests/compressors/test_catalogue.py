@@ -1,6 +1,9 @@
 """The text form of compressors, and what is said about a wrong one."""
 
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +17,19 @@ from fxcomp.compressors import (
     PowerSGD,
     Sign,
     TopK,
+    catalogue,
     compressor_of,
     parse_compressor,
 )
+from fxcomp.compressors.catalogue import ENTRY_POINTS, IN_EXAMPLES
 from fxcomp.compressors.facts import fields_of, read, text_of
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, BadStrategy
+from fxcomp.plan.strategy import Strategy
 
-KNOWN = ", ".join(sorted(CATALOGUE))
+
+def known() -> str:
+    """List all names: those of fxcomp and of packages that a test has imported or that are installed."""
+    return ", ".join(sorted({*CATALOGUE, *entry_points(group=ENTRY_POINTS).names}))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +77,10 @@ def test_a_default_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("itn8", f"there is no compressor 'itn8'; did you mean 'int8'? There are {KNOWN}"),
-        ("TopK(0.1)", f"there is no compressor 'TopK'; did you mean 'topk'? There are {KNOWN}"),
-        ("zstd", f"there is no compressor 'zstd'; there are {KNOWN}"),
-        *((gone, f"there is no compressor '{gone}'; there are {KNOWN}") for gone in ("qsgd", "natural", "terngrad")),
+        ("itn8", "there is no compressor 'itn8'; did you mean 'int8'? There are @KNOWN"),
+        ("TopK(0.1)", "there is no compressor 'TopK'; did you mean 'topk'? There are @KNOWN"),
+        ("zstd", "there is no compressor 'zstd'; there are @KNOWN"),
+        *((gone, f"there is no compressor '{gone}'; there are @KNOWN") for gone in ("qsgd", "natural", "terngrad")),
         ("topk(", "cannot read the compressor 'topk('; write for example int8(block=128) or topk(0.01)"),
         (
             "topk",
@@ -115,7 +124,7 @@ def test_a_default_is_not_written() -> None:
 def test_a_wrong_text_is_explained(text: str, complaint: str) -> None:
     with pytest.raises(BadCompressor) as caught:
         parse_compressor(text)
-    assert str(caught.value) == complaint
+    assert str(caught.value) == complaint.replace("@KNOWN", known())
     assert isinstance(caught.value, BadOption)
     assert isinstance(caught.value, ValueError)
 
@@ -136,6 +145,29 @@ def test_a_parameter_of_another_type_is_refused(make: Callable[[], Compressor], 
     with pytest.raises(BadCompressor) as caught:
         make()
     assert str(caught.value) == complaint
+
+
+@pytest.mark.parametrize("name", IN_EXAMPLES)
+def test_a_strategy_that_names_a_compressor_of_the_example_package_is_told_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(CATALOGUE, name, raising=False)
+    monkeypatch.setattr(catalogue, "entry_points", lambda group: ())  # noqa: ARG005
+    with pytest.raises(BadStrategy) as caught:
+        Strategy.parse(f"compress({name}) > all_gather@world > decompress")
+    assert str(caught.value) == (
+        f"cannot read 'compress({name})' in the strategy 'compress({name}) > all_gather@world > decompress':"
+        f" the compressor {name!r} is in a package of its own, which is not installed here.\n"
+        "  Install it on every machine, from a clone of fxcomp: pip install ./examples/more_compressors"
+    )
+    assert (Path(__file__).parents[2] / IN_EXAMPLES[name] / "pyproject.toml").exists()
+
+
+def test_the_names_to_install_are_the_announced_ones() -> None:
+    for folder in set(IN_EXAMPLES.values()):
+        project = tomllib.loads((Path(__file__).parents[2] / folder / "pyproject.toml").read_text())
+        announced = set(project["project"]["entry-points"][ENTRY_POINTS])
+        assert announced == {name for name, place in IN_EXAMPLES.items() if place == folder}
 
 
 def test_a_whole_number_will_do_for_a_float() -> None:

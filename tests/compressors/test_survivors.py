@@ -1,15 +1,12 @@
-"""The payload of fixed size that sidco, dgc and threshold share: what is sent when too much or nothing survives."""
+"""The payload of fixed size of sidco: which values are sent when too many or none survive."""
 
 import pytest
 import torch
 from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import DGC, EncoderInput, Threshold, places, randomness, survivors
-from fxcomp.compressors.dgc import strides
-from fxcomp.compressors.survivors import Cut
+from fxcomp.compressors import Compressed, EncoderInput, Sidco, places, survivors
 from fxcomp.errors import BadPayload
-from fxcomp.testing.samples import gaussian
 
 
 def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[int]]:
@@ -18,31 +15,30 @@ def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[i
     return int(words[0]), words[1 : 1 + slots].view(torch.float32).tolist(), kept[: int(words[0])].tolist()
 
 
+def _compress(bucket: Tensor, residual: Tensor | None, ratio: float, threshold: float) -> Compressed:
+    bits = int(torch.tensor(threshold).view(torch.int32))
+    return survivors.compress(EncoderInput(bucket, residual, (len(bucket),)), ratio, [bits])[0]
+
+
 def test_a_payload_holds_a_count_then_values_then_places_then_zeros() -> None:
     bucket = torch.tensor([0.5, -3.0, 0.0, 2.0, 1.0] + [0.0] * 15)
-    compressor = Threshold(2.0, 0.1)
-    payload = torch.full((compressor.payload_elements((20,)),), 77, dtype=torch.uint8)
-    compressor.encode(bucket, None, payload, (20,))
+    payload = _compress(bucket, None, ratio=0.1, threshold=2.0).payload
     assert _sent(payload, 20, 3) == (2, [-3.0, 2.0, 0.0], [1, 3])
 
 
 def test_where_too_many_survive_the_largest_are_sent_and_the_rest_stays() -> None:
     bucket = torch.tensor([5.0, 2.0, -5.0, 3.0, 2.0, 2.0] + [0.0] * 14)
-    residual = torch.zeros(20)
-    compressor = Threshold(1.0, 0.15)  # k = 3, 4 slots
-    payload = torch.empty(compressor.payload_elements((20,)), dtype=torch.uint8)
-    compressor.encode(bucket, residual, payload, (20,))
+    payload, residual, _ = _compress(bucket, torch.zeros(20), ratio=0.15, threshold=1.0)  # k = 3, 4 slots
+    assert residual is not None
     assert _sent(payload, 20, 4) == (4, [5.0, 2.0, -5.0, 3.0], [0, 1, 2, 3])
     assert residual.tolist() == [0.0] * 4 + [2.0, 2.0] + [0.0] * 14
 
 
 def test_nothing_is_sent_where_nothing_reaches_the_threshold_until_it_has_added_up() -> None:
     bucket, residual = torch.full((10,), 0.4), torch.zeros(10)
-    compressor = Threshold(1.0, 1.0)
-    payload = torch.empty(compressor.payload_elements((10,)), dtype=torch.uint8)
     counts: list[int] = []
     for _ in range(4):
-        compressor.encode(bucket, residual, payload, (10,))
+        payload, residual, _ = _compress(bucket, residual, ratio=1.0, threshold=1.0)
         counts.append(_sent(payload, 10, 10)[0])
     assert counts == [0, 0, 10, 0]
 
@@ -53,41 +49,11 @@ def test_there_are_thirty_per_cent_more_slots_than_values_to_send() -> None:
     assert survivors.payload_bytes((0, 1, 1000), 0.1) == (4 + 4 * 1 + 4) + (4 + 4 * 130 + 128)
 
 
-def test_a_second_look_happens_where_fewer_than_half_reach_the_threshold() -> None:
-    bucket = torch.arange(100.0)
-    _, few = survivors.compress(EncoderInput(bucket, None, (100,)), 0.1, [Cut(_bits(97.0), _bits(90.0))])
-    _, enough = survivors.compress(EncoderInput(bucket, None, (100,)), 0.1, [Cut(_bits(95.0), _bits(90.0))])
-    assert (few, enough) == ([10], [5])
-
-
-@WITH_KERNELS
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize(("large", "sent"), [(350, 350), (349, 349 + 78)])
-def test_half_of_the_values_asked_for_are_enough_for_the_kernel_too(large: int, sent: int, *, feedback: bool) -> None:
-    """k = 700, and 78 values of the sample decide: the first cut is 10, a second look would be from 5."""
-    n, compressor = 70_000, DGC(0.01)
-    (stride,) = strides((n,), 0.01)
-    state = compressor.fresh_state(n, 1, 0)
-    start = int(randomness.bits(randomness.stream_of(state, 0), 0, 1)) % stride
-    bucket = gaussian(n).clamp(-1, 1)
-    bucket[start::stride][:78] = 10.0
-    bucket[start::stride][78:156] = 5.0
-    bucket[(start + 1) % stride :: stride][: large - 78] = 10.0
-    residual = torch.zeros(n) if feedback else None
-    payload = torch.full((compressor.payload_elements((n,)),), 77, dtype=torch.uint8)
-    expected = compressor.compress_reference(EncoderInput(bucket, residual, (n,), state))
-    compressor.encode(bucket, residual, payload, (n,), state)
-    assert int(payload[:4].view(torch.int32)) == sent
-    assert torch.equal(payload, expected.payload)
-    if residual is not None:
-        assert torch.equal(residual, expected.residual)
-
-
 @WITH_KERNELS
 @pytest.mark.parametrize("count", [-1, 14, 2**31 - 1])
 def test_a_count_that_no_payload_has_is_refused_though_as_many_places_follow(count: int) -> None:
     """13 slots: the 14th value would be read from the places."""
-    compressor = Threshold(1.0, 0.1)
+    compressor = Sidco(0.1)
     payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
     payload.view(torch.int32)[0] = count
     payload[4 + 4 * 13 :][:2] = torch.tensor([0xFF, 0x3F], dtype=torch.uint8)
@@ -97,7 +63,7 @@ def test_a_count_that_no_payload_has_is_refused_though_as_many_places_follow(cou
 
 @WITH_KERNELS
 def test_a_payload_that_is_not_ours_is_refused() -> None:
-    compressor = Threshold(1.0, 0.1)
+    compressor = Sidco(0.1)
     payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
     payload.view(torch.int32)[0] = 14
     with pytest.raises(BadPayload, match="outside its segment"):
@@ -105,7 +71,3 @@ def test_a_payload_that_is_not_ours_is_refused() -> None:
     payload.view(torch.int32)[0] = 3  # and no bit says where
     with pytest.raises(BadPayload, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))
-
-
-def _bits(value: float) -> int:
-    return int(torch.tensor(value).view(torch.int32))

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 from describe_compressors import describe, relative_error
 
-from fxcomp.compressors import BF16, CATALOGUE, Int8, TopK, parse_compressor
+from fxcomp.compressors import BF16, Int8, TopK, parse_compressor
 from fxcomp.compressors.examples import bits_per_value, example_of, examples, ours
-from fxcomp.compressors.facts import Case
-from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.testing.samples import gaussian
 
 PAGE = Path(__file__).parents[2] / "docs" / "compressors.md"
@@ -38,8 +36,3 @@ def test_sizes_and_errors_are_those_of_the_formulas() -> None:
     assert bits_per_value(Int8(), (1024, 1024)) == 8 + 32 / 512
     assert relative_error(TopK(1.0), gaussian(1000), (1000,)) == 0
     assert relative_error(TopK(0.5), gaussian(1000), (1000,)) < 0.5
-
-
-def test_the_compressors_that_a_mode_offers_say_so() -> None:
-    offered = {compressor.name for mode in Mode for compressor in compressors_of(mode)}
-    assert offered == {name for name, kind in CATALOGUE.items() if kind.facts.case is Case.MODE}

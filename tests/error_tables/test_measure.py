@@ -38,7 +38,7 @@ KINDS = {
     "a vector": 100 * drawn(8, (5000,)),
     "a few values": drawn(9, (7, 3)),
 }
-TEXTS = ("bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "sign")
+TEXTS = ("bf16", "fp16", "int8", "int4", "int2", "sign")
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +104,15 @@ def test_powersgd_loses_that_much_once_its_factors_have_turned(table: ErrorTable
     assert table.error_of(kind, PowerSGD(rank)).value == pytest.approx(settled, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["sidco(0.01)", "dgc(0.01)", "sidco(0.01, fit=gamma)"])
+@pytest.mark.parametrize("text", ["sidco(0.01)", "sidco(0.01, fit=gamma)"])
 @pytest.mark.parametrize("kind", ["gaussian", "heavy tails"])
 def test_fitted_thresholds_lose_about_what_top_k_does(table: ErrorTable, text: str, kind: str):
     expected = lost(parse_compressor(text), KINDS[kind].flatten(), SHAPE)
     assert table.error_of(kind, parse_compressor(text)).value == pytest.approx(expected, rel=0.25)
 
 
-@pytest.mark.parametrize("text", ["randomk(0.1)", "randomk(0.1, scaled=true)"])
-def test_random_places_lose_the_expectation_whatever_the_values(table: ErrorTable, text: str):
-    found = table.error_of("gaussian", parse_compressor(text))
-    assert found.source is ErrorSource.EXACT
-    assert found.value == pytest.approx(lost(parse_compressor(text), KINDS["gaussian"].flatten(), SHAPE), rel=0.03)
-
-
 def test_codecs_may_be_chosen():
-    texts = ("int4(block=96)", "int4(stochastic=true)", "chunkmax(0.01)", "int8(block=4096)")
+    texts = ("int4(block=96)", "int4(stochastic=true)", "sign(block=64)", "int8(block=4096)")
     columns = Columns((0.01,), (2,), tuple(map(parse_compressor, texts)))
     table = measure({"g": KINDS["heavy tails"]}, columns=columns)
     for text in texts:
@@ -220,7 +213,7 @@ def test_zeros_weigh_nothing_and_empty_gradients_are_legal():
     table = measure({"zero": torch.zeros(SHAPE), "none": torch.zeros(0, 4), "fine": drawn(1)})
     assert table.rows["zero"].squares == table.rows["none"].squares == 0
     assert table.error_of("zero", TopK(0.01)).source is ErrorSource.ASSUMED
-    assert table.error_of("none", parse_compressor("randomk(0.1)")).source is ErrorSource.ASSUMED
+    assert table.error_of("none", parse_compressor("topk(0.1)")).source is ErrorSource.ASSUMED
     assert any("zero" in note for note in table.notes)
 
 

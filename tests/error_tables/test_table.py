@@ -54,7 +54,7 @@ def test_what_is_no_table_is_refused(data: dict[str, object]):
 
 
 def test_without_data_errors_are_those_of_gaussian_values():
-    for text in ("int4", "topk(0.01)", "powersgd(4)", "randomk(0.1)"):
+    for text in ("int4", "topk(0.01)", "powersgd(4)"):
         found = ASSUMED.error_of("anything", parse_compressor(text))
         assert found == (gaussian_error(parse_compressor(text)), ErrorSource.ASSUMED)
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 import torch.distributed as dist

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import torch
 from torch import Tensor
 

@@ -111,7 +111,7 @@ def _row(gradient: Gradient, chance: random.Random) -> ErrorRow:
 
 # Of Gaussian values, about; by integers it is more where a block has a large value, and less where all are alike.
 _ROUNDED = {
-    "bf16": 2.7e-6, "fp16": 4e-8, "fp8_e4m3": 7e-4, "fp8_e5m2": 2.7e-3,
+    "bf16": 2.7e-6, "fp16": 4e-8,
     "int8": 8e-5, "int4": 0.014, "int2": 0.2, "sign": 0.45,
 }  # fmt: skip
 

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import BF16, CATALOGUE, Compressor, Int4, Int8, Sign, TopK, kernels, parse_compressor
+from fxcomp.compressors import BF16, Compressor, Int4, Int8, Sign, TopK, kernels, parse_compressor
+from fxcomp.compressors.examples import ours
 
 TYPICAL = {
-    "randomk": ["randomk(0.01)", "randomk(0.3)", "randomk(1.0)", "randomk(0.25, scaled=true)"],
-    "chunkmax": ["chunkmax(0.01)", "chunkmax(0.3)", "chunkmax(0.002)", "chunkmax(0.0001)"],
-    "dgc": ["dgc(0.01)", "dgc(0.3)"],
     "powersgd": ["powersgd(1)", "powersgd(6)"],
     "sidco": ["sidco(0.01)", "sidco(1.0)", "sidco(0.01, fit=exponential)", "sidco(0.01, fit=gamma)"],
-    "threshold": ["threshold(2.0, 0.01)", "threshold(0.001, 0.3)"],
     "topk": ["topk(0.01)", "topk(0.3)", "topk(1.0)"],
 }
 """For compressors that need a parameter, or whose edges deserve a try."""
@@ -26,16 +23,15 @@ EXTREMES = {
     "int8": ["int8", "int8(block=128)", "int8(block=7)", "int8(block=9, stochastic=true)", "int8(stochastic=true)"],
     "int4": ["int4", "int4(block=2)", "int4(block=10)", "int4(block=1000)", "int4(block=6, stochastic=true)"],
     "int2": ["int2", "int2(block=4)", "int2(block=20, stochastic=true)"],
-    "fp8_e4m3": ["fp8_e4m3", "fp8_e4m3(block=3)"],
     "cmax": ["cmax", "cmax(8)", "cmax(2)", "cmax(64)", "cmax(128)"],
-    "shared_int8": ["shared_int8", "shared_int8(block=9, stochastic=false)"],
     "sign": ["sign", "sign(block=8)"],
 }
 
 
 def every_compressor() -> list[Compressor]:
-    """All that are registered, with usual parameters and with those at the edge of what they may be."""
-    texts = [text for name in sorted(CATALOGUE) for text in TYPICAL.get(name, EXTREMES.get(name, [name]))]
+    """All of fxcomp's own, with usual parameters and with the smallest and largest that are allowed."""
+    names = sorted(kind.facts.name for kind in ours())
+    texts = [text for name in names for text in TYPICAL.get(name, EXTREMES.get(name, [name]))]
     return [parse_compressor(text) for text in texts]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fxcomp.compressors.topk import counts
 from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
 
-_CODECS = {"bf16": 2.7e-6, "fp16": 1e-7, "int8": 5e-5, "fp8_e4m3": 7e-4, "fp8_e5m2": 2.8e-3, "int4": 0.013, "int2": 0.2}
+_CODECS = {"bf16": 2.7e-6, "fp16": 1e-7, "int8": 5e-5, "int4": 0.013, "int2": 0.2}
 
 
 def drawn_table(shapes: Mapping[str, tuple[int, ...]], seed: int) -> ErrorTable:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 from helpers.before_after import before_after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 from helpers.before_after import before_after
 from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket

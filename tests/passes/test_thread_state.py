@@ -1,5 +1,6 @@
 """Residuals enter and leave the step, for compressors that leave something out."""
 
+import fxcomp_more  # noqa: F401  registers its compressors
 from helpers.before_after import before_after
 from helpers.graphs import TWO, one_bucket, two_buckets
 from helpers.stages import lowered

@@ -83,9 +83,8 @@ def test_a_cast_stays_as_it_is_in_a_warm_up():
     assert [str(bucket.strategy.compressor) for bucket in warm.buckets] == ["bf16", "int8"]
 
 
-@pytest.mark.parametrize("name", ["shared_int8", "powersgd(2)", "randomk(0.1)"])
-def test_int8_cannot_take_the_place_of_what_ranks_agree_on_or_add_up(name: str):
-    plan = Plan((Bucket(("a",), (8,), Strategy.flat(parse_compressor(name))),))
+def test_int8_cannot_take_the_place_of_what_ranks_agree_on():
+    plan = Plan((Bucket(("a",), (8,), Strategy.flat(parse_compressor("powersgd(2)"))),))
     with pytest.raises(BadOption, match=r"int8_steps puts int8 in the place .*, which int8 cannot.\n  Use dense_steps"):
         Warmup(int8_steps=1).stages(plan)
     (bucket,) = with_gradients_in_int8(plan).buckets

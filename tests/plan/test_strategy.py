@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 
 from fxcomp.cluster.cluster import Cluster, Level

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 from helpers.legs import Walker, walk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 import torch.distributed as dist

@@ -63,7 +63,7 @@ def test_compressing_on_the_pool_gives_what_compressing_here_gives(rt: Runtime, 
 
 
 def test_a_compressor_draws_anew_for_every_bucket(rt: Runtime):
-    compressor = parse_compressor("randomk(0.5)")
+    compressor = parse_compressor("int8(stochastic=true)")
     state = compressor.fresh_state(40, 7, 0)
     payloads = [rt.compress("p", compressor, torch.arange(40.0), None, (40,), state=state).clone() for _ in range(2)]
     assert not torch.equal(*payloads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 from helpers.workloads import cluster

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
 import torch
 from helpers.graphs import COSTS

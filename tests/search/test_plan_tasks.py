@@ -144,8 +144,10 @@ def test_a_commit_waits_for_every_gradient_and_saves_what_it_may_have_to_put_bac
     workload = matrices(1000, 3000, commits=True, finish_us=7.0)
     last = ["backward", "decompress 0", "finish", "update 0", "update 1"]
     assert names(FLAT, DENSE, workload=workload)[-5:] == last
-    shared = names(Strategy.flat(parse_compressor("randomk(0.1)")), DENSE, workload=workload)
-    assert shared[1:6] == ["pack 0", "save state 0", "compress 0", "save 0", "start all_reduce 0"]
+    kept = names(Strategy.flat(parse_compressor("sidco(0.1)")), DENSE, workload=workload)
+    assert kept[1:5] == ["pack 0", "save state 0", "compress 0", "start all_gather 0"]
+    summed = names(Strategy.flat(parse_compressor("powersgd(1)")), DENSE, workload=workload)
+    assert summed[summed.index("compress 0") :][:3] == ["compress 0", "save 0", "start all_reduce 0"]
     buffers = replace(workload, broadcast_bytes=800, broadcast_ready_us=2000.0, buffers_us=3.0)
     assert names(FLAT, DENSE, workload=buffers)[-5:] == ["decompress 0", "update buffers", *last[2:]]
 

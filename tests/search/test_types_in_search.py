@@ -108,7 +108,7 @@ def test_a_plan_says_the_type_of_its_gradients():
 @pytest.mark.skipif(not kernels.available(), reason="needs the C++ search")
 def test_many_pins_of_several_types_are_priced_apart():
     """Sixty strands: two types of each of 14 pins, and what is not pinned."""
-    names = ("int8", "int4", "bf16", "sign", "int2", "fp16", "fp8_e4m3", *(f"topk({k / 100})" for k in range(1, 8)))
+    names = ("int8", "int4", "bf16", "sign", "int2", "fp16", "cmax", *(f"topk({k / 100})" for k in range(1, 8)))
     gradients = [
         Gradient(f"{number}.{kind}", (64 + number, 64), 10.0 * number, 1.0, kind)
         for number in range(len(names))

@@ -33,10 +33,10 @@ PLANS = {
     "mixed": [flat("int4"), DENSE, flat("sign"), flat("topk(0.1)")],
     "pool": [DENSE, flat("int4", Device.CPU), flat("topk(0.1)", Device.CPU), flat("bf16")],
     "linear": [flat("bf16"), flat("bf16", Device.CPU), DENSE, flat("int4")],
-    "states": [flat("shared_int8(block=8)"), flat("powersgd(1)"), flat("sidco(0.3)"), flat("int8(stochastic=true)")],
+    "states": [flat("int4(stochastic=true)"), flat("powersgd(1)"), flat("sidco(0.3)"), flat("int8(stochastic=true)")],
     "states on the pool": [
-        *(flat(name, Device.CPU) for name in ("randomk(0.5)", "powersgd(2)", "shared_int8")),
-        flat("dgc(0.3)"),
+        *(flat(name, Device.CPU) for name in ("int4(stochastic=true)", "powersgd(2)", "sidco(0.3)")),
+        flat("topk(0.3)"),
     ],
 }
 """The strategies of 2.bias, 2.weight, 0.bias and 0.weight."""

@@ -23,8 +23,8 @@ IN_TWO_SHOTS = (
 PLANS = {
     "dense": "dense", "int8": "int8", "in two shots": IN_TWO_SHOTS,
     "on the host": "compress(int4(block=32))@cpu > all_gather@world > decompress@cpu",
-    "topk": "topk(0.1)", "randomk": "randomk(0.3)", "powersgd": "powersgd(2)", "sidco": "sidco(0.1)",
-    "at random": "int4(stochastic=true)", "shared": "shared_int8", "bf16": "bf16",
+    "topk": "topk(0.1)", "powersgd": "powersgd(2)", "sidco": "sidco(0.1)",
+    "at random": "int4(stochastic=true)", "bf16": "bf16",
 }  # fmt: skip
 BY_LEVEL = {
     "shards": "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra",

@@ -189,7 +189,7 @@ def test_batches_of_all_shapes_follow_a_change_and_pass_verification():
     ("before", "after", "is_so"),
     [
         (ONE_SHOT.format("topk(0.1)"), ONE_SHOT.format("topk(0.2)"), True),
-        (ONE_SHOT.format("topk(0.1)"), ONE_SHOT.format("dgc(0.1)"), False),
+        (ONE_SHOT.format("topk(0.1)"), ONE_SHOT.format("sidco(0.1)"), False),
         (ONE_SHOT.format("topk(0.1)"), "all_reduce@world", False),
         (ONE_SHOT.format("int4"), ONE_SHOT.format("int8"), False),
         (ONE_SHOT.format("int4"), ONE_SHOT.format("int4(block=8)"), False),

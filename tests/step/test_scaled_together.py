@@ -299,7 +299,7 @@ def _optimizers(job: Job) -> list[dict[str, Any]]:
     ("plan", "micro_batches"),
     [
         (IN_TWO_SHOTS, 3),
-        *(pytest.param(p, 1, marks=pytest.mark.slow) for p in ("powersgd(2)", "sidco(0.1)", "randomk(0.1)")),
+        *(pytest.param(p, 1, marks=pytest.mark.slow) for p in ("powersgd(2)", "sidco(0.1)")),
     ],
 )
 def test_a_job_that_is_saved_in_the_middle_of_a_growth_interval_goes_on_to_the_bit(plan: str, micro_batches: int):

@@ -2,7 +2,7 @@
 
     take      copy the magnitudes of all segments' samples
     fit       a program a segment: the threshold by the fits (`fits.py`), and the check on the sample
-    resample  dgc's sample, of segments whose own sample misleads
+    resample  the thin sample, of segments whose own sample misleads
     settle    the largest of a sample (`send.py`), where the sample contradicts the fit or was taken again
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
@@ -19,9 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.dgc import strides as dgc_strides
 from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.sidco import RUN, Sidco, most_stages, strides
+from fxcomp.compressors.sidco import RUN, Sidco, most_stages, strides, thin_strides
 from fxcomp.compressors.topk import counts
 from fxcomp.compressors.triton.fits import count_reaching, fitted_level
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, mix, tl
@@ -45,9 +44,9 @@ _COLUMNS = 8  # of 512 mantissas that a program multiplies at once: 32 a thread 
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """The tiles of both samples of all segments, dgc's after the others, and how many are of the first sample; for each
+    """The tiles of both samples of all segments, the thin ones last, and how many are of the first sample; for each
     segment first value, n, k, both strides, first value of the sample and first of its products; and all products."""
-    steps, other_steps = strides(segments, ratio), dgc_strides(segments, ratio)
+    steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]
     other_sizes = [-(-n // step) for n, step in zip(segments, other_steps, strict=True)]
     rows: list[tuple[int, ...]] = []
@@ -126,7 +125,7 @@ def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
 
 @jit
 def _resampled_from(n, stride, calls):
-    """Return where this step's sample of dgc begins."""
+    """Return where this step's thin sample begins."""
     return tl.minimum(mix(calls.to(tl.uint32)).to(tl.int64) % stride, n - 1)
 
 
@@ -167,7 +166,7 @@ def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: conste
 
 @jit
 def _resample(table, bucket, residual, state, rows, segments, sample, decisions, SHAPE: constexpr):
-    """Take dgc's sample, where it is asked for."""
+    """Take the thin sample where it is needed."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     which, in_sample = segment_of(table)
     start, n, _, _, stride = _row(rows, which - segments)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fxcomp.compressors.inputs import DecoderInput
 from fxcomp.compressors.places import bytes_of, form_of
-from fxcomp.compressors.survivors import SurvivorCompressor, capacities
+from fxcomp.compressors.sidco import Sidco
+from fxcomp.compressors.survivors import capacities
 from fxcomp.compressors.topk import counts
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
 from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment_of, tile_of
@@ -77,7 +78,7 @@ _PIVOTS = 128  # of a search in a list
 BIT_COLUMNS = constant(3)
 
 
-def decode_survivors(compressor: SurvivorCompressor, received: DecoderInput, out: Tensor) -> None:
+def decode_survivors(compressor: Sidco, received: DecoderInput, out: Tensor) -> None:
     """Decode the payload of survivors.py."""
     decode_sparse(received, out, layout_of_survivors(received.segments, compressor.ratio, out.device))
 

@@ -35,12 +35,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import randomness
-from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
+from fxcomp.compressors import (
+    Bias,
+    Compressed,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    randomness,
+    register,
+)
+from fxcomp.compressors.base import mean_over_ranks
 from fxcomp.compressors.block_codes import split
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Case, Facts, Feedback, Parameter
-from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import counts
 
 _RUN = 16
@@ -97,7 +105,6 @@ class RandomK(Compressor):
         use="Many ranks, where gathered payloads grow too large; with a learning rate cut by about the ratio.",
         avoid="Where the links carry top-k or low rank: what is large waits as long as what is small, n/k steps.",
         source="Stich et al. 2018 (with memory); Konečný and Richtárik 2018 (scaled); stratified runs",
-        case=Case.SYSTEM,
     )
 
     @property
@@ -147,6 +154,3 @@ class RandomK(Compressor):
             for segment, (n, k) in enumerate(zip(received.segments, ks, strict=True))
         ]
         return mean_over_ranks([_decompress_one(payload, received.segments, places) for payload in received.of_ranks])
-
-    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        return segments, counts(segments, self.ratio), len(segments), self.scaled

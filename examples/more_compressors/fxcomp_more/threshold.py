@@ -18,22 +18,30 @@ value 3 (0.27 % sent).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from fxcomp.compressors import survivors
-from fxcomp.compressors.base import Compressed
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.survivors import SurvivorCompressor
+from fxcomp.compressors import (
+    Bias,
+    Compressed,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    register,
+    survivors,
+)
 
 
 @register
 @dataclass(frozen=True, slots=True)
-class Threshold(SurvivorCompressor):
+class Threshold(Compressor):
     """Sends only what matters, in a fixed number of slots."""
 
     value: float
@@ -60,8 +68,11 @@ class Threshold(SurvivorCompressor):
     def bits(self) -> int:
         return int(survivors.magnitude_bits(torch.tensor(self.value, dtype=torch.float32)))
 
-    def compress_reference(self, given: EncoderInput) -> Compressed:
-        return survivors.compress(given, self.ratio, [survivors.Cut(self.bits, self.bits)] * len(given.segments))[0]
+    def payload_elements(self, segments: Sequence[int]) -> int:
+        return survivors.payload_bytes(segments, self.ratio)
 
-    def policy(self, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        return (self.bits,)
+    def compress_reference(self, given: EncoderInput) -> Compressed:
+        return survivors.compress(given, self.ratio, [self.bits] * len(given.segments))[0]
+
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        return survivors.decompress(received, self.ratio)

@@ -19,9 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxcomp.compressors import (
+    Bias,
+    Facts,
+    Feedback,
+    Parameter,
+    register,
+)
 from fxcomp.compressors.block_codes import BlockCompressor
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 128  # 1/32 byte a value for scales; a block's small values keep their precision
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # 1 / scale must be finite

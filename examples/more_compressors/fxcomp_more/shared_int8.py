@@ -33,12 +33,22 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import randomness
-from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
+from fxcomp.compressors import (
+    BadCompressor,
+    Bias,
+    Compressed,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    ProposalReduction,
+    randomness,
+    register,
+)
+from fxcomp.compressors.base import mean_over_ranks
 from fxcomp.compressors.block_codes import count_blocks, from_blocks, most_scale, to_blocks
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
-from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 DEFAULT_BLOCK = 512  # the proposal is 1/32 of the payload
 _LARGEST_CODE = 127
@@ -153,6 +163,3 @@ class SharedInt8(Compressor):
         assert received.agreed is not None, "shared_int8 decompresses with what the ranks agreed on"
         scale, segments = _scales(received.agreed, self.levels), received.segments
         return mean_over_ranks([_decompress_one(one, segments, self.block, scale) for one in received.of_ranks])
-
-    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        return segments, len(segments), self.block, self.levels

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers.compressor_cases import WITH_KERNELS
+from fxcomp_more import RandomK
+from fxcomp_more.randomk import draw_places
 from torch import Tensor
 
-from fxcomp.compressors import Bias, Feedback, RandomK, randomness
-from fxcomp.compressors.randomk import draw_places
+from fxcomp.compressors import Bias, Feedback, randomness
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.rounds import average, replicas_of
 from fxcomp.testing.samples import gaussian
@@ -87,7 +87,6 @@ def test_on_average_it_loses_one_minus_the_ratio_or_its_inverse_minus_one(ratio:
     assert relative_error(RandomK(ratio, scaled=True), values, draws=40) == pytest.approx(1 / ratio - 1, rel=0.1)
 
 
-@WITH_KERNELS
 def test_under_feedback_where_it_is_forbidden_the_residual_is_still_what_was_left_out() -> None:
     compressor, bucket = RandomK(0.25, scaled=True), gaussian(1000)
     replicas = replicas_of(compressor, (1000,), feedback=True)

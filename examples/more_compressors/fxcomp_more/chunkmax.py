@@ -18,18 +18,30 @@ top-k has 0.92, 0.84 and 0.05. Where the energy of a parameter is concentrated i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
+from fxcomp.compressors import (
+    Bias,
+    Compressed,
+    Compressor,
+    DecoderInput,
+    EncoderInput,
+    Facts,
+    Feedback,
+    Parameter,
+    register,
+)
+from fxcomp.compressors.base import mean_over_ranks
 from fxcomp.compressors.block_codes import count_blocks, place_of_largest, split, to_blocks
-from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
-from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.compressors.inputs import bad_payload
 from fxcomp.compressors.topk import as_fraction, fill_up
 
 _PLACES = 1 << 16  # in the longest chunk
@@ -107,5 +119,37 @@ class ChunkMax(Compressor):
         segments = received.segments
         return mean_over_ranks([_decompress_one(payload, segments, self.chunk) for payload in received.of_ranks])
 
-    def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        return segments, len(segments), self.chunk
+    # The kernel. fxcomp has checked the tensors' sizes, types, devices and layouts.
+
+    def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:
+        library = _library()
+        if library is None:
+            return False
+        library.chunkmax_encode(*map(_pointer, (given.bucket, given.residual, payload)), *self._shape(given.segments))
+        return True
+
+    def decode_on_cpu(self, received: DecoderInput, out: Tensor) -> bool:
+        library = _library()
+        if library is None:
+            return False
+        ranks, segments = received.ranks, received.segments
+        tensors = _pointer(received.payloads), ctypes.c_int64(ranks), _pointer(out)
+        if not library.chunkmax_decode(*tensors, *self._shape(segments)):
+            raise bad_payload(ranks, segments)
+        return True
+
+    def _shape(self, segments: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.c_int64, ctypes.c_int64]:
+        """The kernels' arguments after the tensors."""
+        count = len(segments)
+        return (ctypes.c_int64 * count)(*segments), ctypes.c_int64(count), ctypes.c_int64(self.chunk)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Load the library that setup.py builds; None where it was not built."""
+    spec = find_spec("fxcomp_more._chunkmax")
+    return ctypes.CDLL(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

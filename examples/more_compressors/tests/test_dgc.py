@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers.compressor_cases import WITH_KERNELS
+from fxcomp_more import DGC
+from fxcomp_more.dgc import strides
 from torch import Tensor
 
-from fxcomp.compressors import DGC, EncoderInput
-from fxcomp.compressors.dgc import strides
+from fxcomp.compressors import EncoderInput, randomness
 from fxcomp.compressors.topk import counts
 
 N = 300_000
@@ -37,20 +37,16 @@ def test_strides_are_odd_and_small_segments_are_their_own_sample() -> None:
     assert strides((1 << 24,), 0.01) == (99,)
 
 
-@WITH_KERNELS
-def test_a_second_look_gives_the_bits_of_the_reference() -> None:
-    """Most of the sample is large, and little else is: too few reach the threshold."""
-    compressor = DGC(0.01)
-    (stride,) = strides((N,), 0.01)
-    state = compressor.fresh_state(N, 1, 0)
-    bucket, residual = _gaussian(0), _gaussian(1) * 0.01
-    for start in range(stride):  # whichever start the stream draws, one of them makes its sample large
-        large = bucket.clone()
-        large[start::stride][: N // stride // 90] *= 1000
-        large[N // 2] = torch.nan
-        kernel_residual, kernel_state = residual.clone(), state.clone()
-        expected = compressor.compress_reference(EncoderInput(large, residual, (N,), state))
-        _, payload = _encode(compressor, large, kernel_residual, kernel_state)
-        assert torch.equal(payload, expected.payload)
-        assert torch.equal(kernel_residual, expected.residual)
-        assert torch.equal(kernel_state, expected.state)
+def test_there_is_a_second_look_where_fewer_than_half_reach_the_threshold() -> None:
+    """k = 700 and 78 values of the sample decide: the first threshold is 10, that of a second look 5."""
+    n, compressor = 70_000, DGC(0.01)
+    (stride,) = strides((n,), 0.01)
+    state = compressor.fresh_state(n, 1, 0)
+    start = int(randomness.bits(randomness.stream_of(state, 0), 0, 1)) % stride
+    for large, sent in ((350, 350), (349, 349 + 78)):
+        bucket = torch.randn(n, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+        bucket[start::stride][:78] = 10.0
+        bucket[start::stride][78:156] = 5.0
+        bucket[(start + 1) % stride :: stride][: large - 78] = 10.0
+        payload = compressor.compress_reference(EncoderInput(bucket, None, (n,), state)).payload
+        assert int(payload[:4].view(torch.int32)) == sent
