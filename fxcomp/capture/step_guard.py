@@ -11,7 +11,7 @@ refused by name: where it needs another plan, or no step can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,13 +20,23 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.batch_type import Change
-from fxcomp.capture.optimizer import NOT_OF_THE_UPDATE, baked, class_name, forget_written, is_torchs, live_numbers
+from fxcomp.capture.optimizer import (
+    NOT_OF_THE_UPDATE,
+    baked,
+    class_name,
+    forget_written,
+    groups_of,
+    is_torchs,
+    live_numbers,
+)
 from fxcomp.capture.training import Training
 from fxcomp.capture.watch import Signature
 from fxcomp.errors import StepChanged, UnsupportedMode
 from fxcomp.runtime.arrivals import has_foreign_hooks
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 class StructureGuard:
@@ -43,17 +53,18 @@ class StructureGuard:
         self._trainable = list(map(_REQUIRES_GRAD, self._parameters))
         self._signatures = list(map(Signature.of, self._parameters))
         self._memory = list(map(Tensor.data_ptr, self._parameters))
-        self._groups = self._parameters_of_groups()
+        self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
         """Compare what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
-        if any(map(has_foreign_hooks, self._parameters)):
-            self._refuse_gradient_hook()
+        if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
+            self._check_gradient_hooks()
         if list(map(Tensor.data_ptr, self._parameters)) != self._memory:
             self._check_memory()
-        if self._groups != self._parameters_of_groups():
+        now = groups_of(self._optimizers)
+        if len(now) != len(self._groups) or not all(map(_has_parameters, now, self._groups)):
             raise StepChanged(
                 "the optimizer's groups hold other parameters than when the step was compiled.\n"
                 "  Call compile_step again after add_param_group, or after moving a parameter."
@@ -64,9 +75,6 @@ class StructureGuard:
                     f"the optimizer has a {kinds[0]} that it had not when the step was compiled, and that a compiled"
                     " step does not call.\n  Remove it, or do its work around step(batch)."
                 )
-
-    def _parameters_of_groups(self) -> list[list[int]]:
-        return [list(map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
 
     def frozen(self) -> tuple[int, ...]:
         """List the parameters that are frozen now and were not, which only `find_unused_parameters` allows."""
@@ -98,12 +106,12 @@ class StructureGuard:
                     "  Call compile_step again: other gradients need another plan."
                 )
 
-    def _refuse_gradient_hook(self) -> None:
-        hooked = next(p for p in self._parameters if has_foreign_hooks(p))
-        raise StepChanged(
-            f"the parameter {self._name(hooked)} has a gradient hook that it had not when the step was compiled, and"
-            " that a compiled step does not call.\n  Remove it, or do its work in the loss function."
-        )
+    def _check_gradient_hooks(self) -> None:
+        for hooked in filter(has_foreign_hooks, self._parameters):
+            raise StepChanged(
+                f"the parameter {self._name(hooked)} has a gradient hook that it had not when the step was compiled,"
+                " and that a compiled step does not call.\n  Remove it, or do its work in the loss function."
+            )
 
     def _check_memory(self) -> None:
         for parameter, was in zip(self._parameters, self._signatures, strict=True):
@@ -117,6 +125,10 @@ class StructureGuard:
 
     def _name(self, parameter: Tensor) -> str:
         return repr(self._names[id(parameter)])
+
+
+def _has_parameters(group: dict[str, Any], known: list[Tensor]) -> bool:
+    return len(group["params"]) == len(known) and all(map(is_, group["params"], known))
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -206,12 +218,14 @@ class StepGuard:
     def __init__(self, training: Training):
         self._training = training
         self._structure = StructureGuard(training.model, training.optimizers, finds_unused=training.finds_unused)
+        self._options = [_BakedOptions() for _ in training.groups]
 
     def key(self) -> Key:
         """Read everything. Raises StepChanged for a change that needs another plan."""
         self._structure.check()
         watched = self._training.watch.number(before_look=self._structure.check_places)
-        options = tuple(map(_baked_options, self._training.groups))
+        groups = self._training.groups
+        options = tuple(known.read(group) for known, group in zip(self._options, groups, strict=True))
         attributes = tuple(map(_attributes, self._training.optimizers))
         return Key(watched, options, attributes, surroundings(), self._structure.frozen())
 
@@ -268,8 +282,24 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
     return all(a is b or compat.is_fake(a) or torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
+class _BakedOptions:
+    """A parameter group's options; of the numbers that are live only their names."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._baked: tuple[Hashable, ...] = ()
+
+    def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
+        """Read them again only if another object is among them, or a collection, which may have changed inside."""
+        values = [*group, *group.values()]
+        if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
+            self._baked = _baked_options(group)
+            has_parts = any(isinstance(v, list | dict) for k, v in group.items() if k not in _NOT_BAKED)
+            self._seen = [] if has_parts else values
+        return self._baked
+
+
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
-    """Read a parameter group's options; of the numbers that are live only their names."""
     # A tensor's rate is live whatever it is, and a device's would be waited for.
     live = live_numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), Tensor) else group)
     own = tuple(

@@ -24,6 +24,7 @@ import sysconfig
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -225,6 +226,7 @@ class Watched:
         if isinstance(value, Tensor):
             self.facts[f"{name}'s layout"] = Signature.of(value)
             self._follow_tensor(value, name)
+            self._compare_memory(value)
         elif isinstance(value, GENERATORS):
             self.generators[name] = value
         elif self._others >= VALUES:
@@ -317,13 +319,15 @@ class Watched:
                 self._note(f"{name}.{key}", value, depth)
 
     def _follow_tensor(self, tensor: Tensor, name: str) -> None:
-        """Watch a tensor's memory, and the attributes that the user gave it."""
+        """Watch the attributes that the user gave a tensor."""
         self._known[id(tensor)] = Same.of(tensor)
-        if _pointer(tensor):
-            self._tensors.append(tensor)
         self.holders.append(Holder(f"{name}.", vars(tensor)))
         self._follow_attributes(vars(tensor), name, _Depth())
-        (self._views if vars(tensor) else self._empty).append(vars(tensor))
+
+    def _compare_memory(self, tensor: Tensor) -> None:
+        with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped one lies in no one place
+            tensor.data_ptr()
+            self._tensors.append(tensor)
 
     def _follow_function(self, function: FunctionType, name: str, calls: int) -> None:
         """Watch the closure, defaults and named globals of a function; of a library's only what it was made with."""
@@ -358,9 +362,10 @@ class Watched:
 
     def _follow_modules(self, root: nn.Module, name: str, calls: int) -> None:
         """Watch a module and those below it: all of their attributes, whoever reads them."""
-        modules = cast("list[tuple[str, nn.Module]]", list(root.named_modules(prefix=name)))
-        for module in modules:
-            self._known[id(module[1])] = Same.of(module[1])
+        named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules(prefix=name))
+        modules = [each for each in named if not isinstance(each[1], torch.jit.ScriptModule)]  # these are in C++
+        for _, module in modules:
+            self._known[id(module)] = Same.of(module)
         functions: list[tuple[FunctionType, str]] = []
         for kind in dict.fromkeys(type(module) for _, module in modules):
             self._slot(kind, "forward")
@@ -403,6 +408,7 @@ class Watched:
                 self._follow_tensor(value, name)
             if kind == "_buffers":
                 self.facts[name] = Signature.of(value)
+                self._compare_memory(value)
 
     # Comparing
 
@@ -450,14 +456,6 @@ _FLAG = attrgetter("requires_grad")
 
 def _columns(slots: list[tuple[Any, str]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return tuple(owner for owner, _ in slots), tuple(key for _, key in slots)
-
-
-def _pointer(tensor: Tensor) -> int:
-    """Return a tensor's address; 0 for a sparse or wrapped one, which lies in no one place."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, ValueError, TypeError):
-        return 0
 
 
 @lru_cache(maxsize=4096)

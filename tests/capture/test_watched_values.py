@@ -112,6 +112,12 @@ GLOBAL = 1.0
 PLACE = Owner()
 
 
+def tensor_with(weight: float) -> Any:
+    tensor: Any = torch.ones(1)
+    tensor.weight = weight
+    return tensor
+
+
 def reads_a_global() -> float:
     return GLOBAL
 
@@ -162,7 +168,7 @@ WATCHED: dict[str, Case] = {
     "a module outside the model": (Criterion(), setting("value"), lambda o: o()),
     "its mode": (Criterion(), lambda o: o.eval(), lambda o: o()),
     "an attribute of a tensor": (
-        torch.ones(1), lambda o: setattr(o, "weight", 0.5), lambda o: getattr(o, "weight", 1.0),
+        tensor_with(1.0), lambda o: setattr(o, "weight", 0.5), lambda o: o.weight,
     ),
     "a global object": (None, lambda _: setting("value")(PLACE), lambda _: attribute(PLACE)),
     "the number of threads": (
