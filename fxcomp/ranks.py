@@ -82,7 +82,6 @@ class Ranks:
         self._talks = 0
         self._meetings = 0
         """The number of times that ranks have met again after a stop."""
-        self._tellings = 0
         """The number of times since then that ranks have told each other something outside of a conversation."""
         self._cluster: Cluster | None = None
         self._groups = Groups({})
@@ -247,7 +246,7 @@ class Ranks:
             raise RanksApart(f"{what} was called, but rank {stopped[0]} has stopped.\n{WHAT_TO_DO}")
         self.stopped = self.stopped or Stop(what, f"rank {stopped[0]} has stopped")
         self._abandon()
-        self._meetings, self._tellings = max(meetings for _, meetings, _ in everyone) + 1, 0
+        self._meetings = max(meetings for _, meetings, _ in everyone) + 1
         for lane in dict.fromkeys(lane for _, _, lanes in everyone for lane in lanes):
             self._borrow(lane)
         return True
@@ -279,11 +278,13 @@ class Ranks:
         if self._talk is not None:
             self._talk.check_same(topic, facts)
 
-    def tell(self, what: str, value: T, members: Sequence[int]) -> dict[int, T]:
-        """Tell some ranks, which all call it too, a value of plain data; returns theirs by the job's numbers."""
+    def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
+        """Tell some ranks, which all call it too, a value of plain data; returns theirs by the job's numbers.
+
+        `place` names the occasion: the same on these ranks, and used once between two meetings of all ranks.
+        """
         assert self._root is not None, "a rank that is alone tells nobody"
-        said = f"said/{self._meetings}/{self._tellings}"
-        self._tellings += 1
+        said = f"said/{self._meetings}/{place}"
         self._root.store.set(f"{self._root.name}/{said}/{self.rank}", json.dumps({"value": value}))
         answers = self._root.read({rank: f"{said}/{rank}" for rank in members}, what)
         gone = next((answer["error"] for answer in answers if "error" in answer), None)

@@ -9,13 +9,16 @@ from fxcomp.errors import BadOption
 SAMPLED = "sampled"
 NEVER = "never"
 
+OFTEN = 500
+"""The largest interval of the sample, in steps: an eager step takes as long as two or three."""
+
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSteps:
     """The verified steps of a job, counted from 0: the same ones on every rank."""
 
     every: int | None = 0
-    """The interval; 0 for none, None for a sample that thins out."""
+    """The interval; 0 for none, None for a sample that thins out to one in `OFTEN`."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
@@ -28,17 +31,24 @@ class VerifiedSteps:
             return cls(int(option))
         raise BadOption(
             f"verify must be {SAMPLED!r}, {NEVER!r} or a number of steps, 0 for never; it is {option!r}.\n"
-            f"  {SAMPLED!r} verifies steps 2, 5, 10, 20, 50, 100 and so on."
+            f"  {SAMPLED!r} verifies steps 2, 5, 10, 20, 50, 100 and so on, and every {OFTEN}."
         )
 
     def __contains__(self, step: int) -> bool:
         if self.every is not None:
             return self.every > 0 and step % self.every == 0
+        if step > 0 and step % OFTEN == 0:
+            return True
         while step > 0 and step % 10 == 0:
             step //= 10
             if step == 1:
                 return True
         return step in (2, 5)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Steps after new captures are verified too."""
+        return self.every is None
 
     @property
     def is_all(self) -> bool:

@@ -138,9 +138,10 @@ class Rider:
         else:
             digests = bytes(_listed(tail))
             is_same = digests == digests[:DIGEST_BYTES] * (len(digests) // DIGEST_BYTES)
-        if not is_same:
+        if is_same:
+            self._good[launch.name] = tail.clone()
+        else:
             self.differs(launch.level, late)
-        self._good[launch.name] = tail.clone()
 
 
 def _listed(tail: Tensor) -> list[Any]:

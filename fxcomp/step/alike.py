@@ -3,6 +3,9 @@
 A learning rate that one rank schedules by its own loss lets replicas drift, and nothing else would tell. A digest of
 the numbers travels with a collective that the step sends anyway (`runtime/rider.py`). Where it differs, ranks write the
 numbers into the store, and all say whose are which.
+
+A rank that has captured a kind of batch for the first time lets its digest differ on purpose, by the step's number. All
+ranks that see it pass the number on, and all verify the same step after it: `verified_after`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from fxcomp.capture.training import Training
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.program import Program
 from fxcomp.errors import ReplicasDiffer
-from fxcomp.runtime.rider import Rider
+from fxcomp.runtime.rider import LATE, Rider
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
 
@@ -30,6 +33,15 @@ _UPDATED = {
     True: "some parameters had been updated: load a state on all ranks before you go on",
 }
 
+VERIFIED_AFTER = 2 * LATE + 1
+"""Steps from a new capture to the step that is verified: two levels pass it on, and devices judge late."""
+
+SELDOM = 50
+"""Minimum number of steps between two steps that are verified for new captures."""
+
+_CAPTURED, _DIGEST = "captured in step", "digest"
+"""The facts that are told beside the optimizers' numbers."""
+
 Numbers = Sequence[Mapping[str, float]]
 """The live numbers of each parameter group."""
 
@@ -41,7 +53,9 @@ class Alike:
         self._training, self._site = training, site
         self._numbers: Numbers = ()
         self._options: Sequence[Hashable] = ()
-        self._check_of_options = self._step = 0
+        self._check_of_options = self._check = self._step = 0
+        self._captured: int | None = None
+        """The step of a new capture on some rank, for which a step will be verified."""
         self._runtime: Runtime | None = None
         self.rider = Rider(self._differ)
 
@@ -57,8 +71,28 @@ class Alike:
         if numbers != self._numbers:
             self._numbers = numbers
             values = [value + 0.0 for group in numbers for value in group.values()]  # whose names are among the options
-            self.rider.carry(zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options))
+            self._check = zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options)
+        if self._captured is not None and step >= self._captured + SELDOM:
+            self._captured = None
+        self._carry()
         runtime.rider, runtime.gradients.are_applied = self.rider, False
+
+    def note_capture(self) -> None:
+        """Let this step's digest tell the other ranks of a new capture here, unless one is told of already."""
+        if self._captured is None:
+            self._captured = self._step
+            self._carry()
+
+    @property
+    def verified_after(self) -> int | None:
+        """The step that all ranks verify for a new capture on some rank; None if there is none."""
+        return None if self._captured is None else self._captured + VERIFIED_AFTER
+
+    def _carry(self) -> None:
+        is_told = self._captured is not None and self._step < self._captured + VERIFIED_AFTER
+        digest = self._check ^ (zlib.crc32(b"%d" % self._captured) if is_told and self._captured is not None else 0)
+        if digest != self.rider.digest:
+            self.rider.carry(digest)
 
     def facts(self) -> dict[str, Any]:
         """Name everything that is compared, with its value here."""
@@ -68,12 +102,22 @@ class Alike:
             facts |= {f"{name} in parameter group {group}": _plain(value) for name, value in options}
         return facts
 
-    def _differ(self, level: str, late: int) -> NoReturn:
-        """Raise ReplicasDiffer, on all ranks of this rank's group at a level; `late` counts the steps since."""
+    def _differ(self, level: str, late: int) -> None:
+        """Learn of a new capture on another rank, or raise ReplicasDiffer, on all ranks of the group at a level.
+
+        `late` counts the steps since.
+        """
         ranks = self._site.ranks
         groups = self._site.cluster.groups(Level(level))
         members = next(tuple(group) for group in groups if ranks.rank in group)
-        told = ranks.tell("comparing the optimizers' numbers", self.facts(), members)
+        mine = {**self.facts(), _DIGEST: self._check, _CAPTURED: self._captured}
+        told = ranks.tell("comparing the optimizers' numbers", mine, members, f"{level}/{self._step}")
+        captured = [step for each in told.values() if (step := each.pop(_CAPTURED)) is not None]
+        digests = {each.pop(_DIGEST) for each in told.values()}
+        if captured and len(digests) == 1:
+            self._captured = min(captured)
+            self._carry()
+            return
         assert self._runtime is not None, "a step is under way"
         has_changed = late > 0 or self._runtime.gradients.are_applied
         error = ReplicasDiffer(

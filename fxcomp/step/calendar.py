@@ -83,12 +83,14 @@ class Calendar:
     """The first step that may take the next look; None while none is due."""
     check_from: int | None = None
     """The first step that may take the next check; None while none is due."""
+    verified_too: int | None = None
+    """One more verified step: the last one that was agreed on after a new capture on some rank."""
 
     # A step
 
     def use_of(self, step: int) -> Use | None:
         """Say what a step is for; None for most."""
-        if step in self.verified:
+        if self.is_verified(step):
             return Use.VERIFY
         if self.turn is not None:
             return Use.TURN if step in self.turn.steps else None
@@ -105,10 +107,14 @@ class Calendar:
 
     def _is_timed(self, step: int) -> bool:
         """Tell the first step of each `timed_every` that is not verified: such a one takes longer."""
-        if self.timed_every == 0 or step < self.followed_from or step in self.verified:
+        if self.timed_every == 0 or step < self.followed_from or self.is_verified(step):
             return False
         place = (step - self.followed_from) % self.timed_every
-        return all(step - k in self.verified for k in range(1, place + 1))
+        return all(self.is_verified(step - k) for k in range(1, place + 1))
+
+    def is_verified(self, step: int) -> bool:
+        """Return whether a step is compared with eager PyTorch."""
+        return step in self.verified or step == self.verified_too
 
     def stage_at(self, step: int) -> int:
         """Number the stage of a step; the plan that stays is the last one."""
@@ -140,7 +146,7 @@ class Calendar:
         """Find the first steps from one on that are not verified."""
         found: list[int] = []
         while len(found) < count:
-            if step not in self.verified:
+            if not self.is_verified(step):
                 found.append(step)
             step += 1
         return tuple(found)

@@ -13,7 +13,7 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.codegen.program import Program
 from fxcomp.options import StepOptions
 from fxcomp.site import Site
-from fxcomp.step.alike import Alike
+from fxcomp.step.alike import SELDOM, Alike
 from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.micro_batches import MicroBatchGroup
 from fxcomp.step.observer import Observer, StepUnderWay
@@ -79,6 +79,7 @@ class Execution:
         self.lockstep.has_begun = True
         if self._alike is not None:
             self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)
+        self._tell_of_capture(step.number)
         check_lengths = self.group.compare_lengths()
         runtime.gradients.before_packing = [] if check_lengths is None else [check_lengths]
         with self._holding_unused(program) as unused:
@@ -93,6 +94,19 @@ class Execution:
                 inputs.has_stepped(program, unused.held if unused else ())
                 state.settle()
         return program.captured.result(loss, aux)
+
+    def _tell_of_capture(self, step: int) -> None:
+        """Have a step verified, on all ranks the same one, after a kind of batch was captured for the first time."""
+        programs, calendar = self._force.programs, self._force.calendar
+        if not calendar.verified.is_sampled:
+            return
+        if self._alike is not None:
+            if programs.is_new:
+                self._alike.note_capture()
+            calendar.verified_too = self._alike.verified_after
+        elif programs.is_new and step >= (calendar.verified_too or -SELDOM) + SELDOM:
+            calendar.verified_too = step + 1
+        programs.is_new = False
 
     def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
         if self._finds_unused is None:

@@ -139,6 +139,9 @@ class Programs:
         self._recaptures = Recaptures()
         self.racing = 0
         """The number of plans that take turns with the one that was in force."""
+        self.is_new = False
+        """A kind of batch was captured that had no capture before, in its surroundings; whoever verifies it says so."""
+        self._kinds_captured: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -157,6 +160,7 @@ class Programs:
             key = (str(kind.structure), kind.leaves, around)
             if not self._offer(found, kind, around):
                 self._say_why(batch, kind, before, seconds)
+            self._count_kind(kind, around)
         self._latest = kind, around
         self._remember(key, found)
         return found
@@ -171,6 +175,7 @@ class Programs:
         around = _Around(plan, key)
         self._latest = kind, around
         self._family(kind, around).add(kind)
+        self._kinds_captured.add(hash((str(kind.structure), kind.leaves, key)))
         self._remember((str(kind.structure), kind.leaves, around), program)
 
     def clear(self) -> None:
@@ -197,6 +202,11 @@ class Programs:
         """List the programs that follow a plan."""
         kept = {id(program) for key, program in self._of_key.items() if key[2].plan == plan}
         return [program for place, program in self._kept.items() if place in kept]
+
+    def _count_kind(self, kind: BatchType, around: _Around) -> None:
+        seen = hash((str(kind.structure), kind.leaves, around.key))
+        self.is_new |= seen not in self._kinds_captured
+        self._kinds_captured.add(seen)
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
         """Tell what a capture was for, as far as it was not another plan."""
