@@ -45,7 +45,7 @@ class Checks:
     """A running step's checks of itself.
 
     `verify` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10, 20, 50
-    and so on), every N-th, or `never`.
+    and so on, every 500th, and one after a new kind of batch), every N-th, or `never`.
 
     `race` says who decides between the few best plans: `auto` (they take turns in the first hundred steps, and the
     fastest stays), `off` (the prediction).

@@ -19,5 +19,6 @@ structures.py         flatten batches and auxiliary results
 batch_type.py         the type of a batch; tensors in the same memory; a difference, in words
 step_guard.py         compare what a capture baked in, before each step
 backward_graph.py     the backward graph of torch.compile, and its parameters
-reach/                everything that traced Python can read
+watch.py              the watched values: the contract of a captured step
+untouched.py          undo what tracing left in watched values, and refuse it
 """

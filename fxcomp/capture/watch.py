@@ -38,7 +38,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import fxcomp
 from fxcomp import compat
 from fxcomp.capture.batch_type import PLAIN, Change, kind_of, sharing
 
@@ -80,7 +79,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight
 _GET = cast("Callable[..., Any]", dict.get)
 
 _paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_LIBRARIES = tuple({*_paths, *site.getsitepackages(), str(Path(fxcomp.__file__).parent), "<frozen"})
+_LIBRARIES = tuple({*_paths, *site.getsitepackages(), str(Path(__file__).parents[1]), "<frozen"})
 
 
 def is_users(function: object) -> bool:

@@ -25,7 +25,7 @@ from fxcomp import errors
 from fxcomp.capture import watch
 
 Case = tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]
-"""What holds a value, how the value changes from 1.0 to 0.5, and how the loss reads it."""
+"""An object that holds a value, a change of the value from 1.0 to 0.5, and its reading in the loss."""
 
 
 def check(held: Any, change: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:

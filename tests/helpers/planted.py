@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from fxcomp.capture import optimizer
 from fxcomp.capture.reach import places
+
+from fxcomp.capture import optimizer
 from fxcomp.cluster.topology import GroupTopology
 from fxcomp.codegen import emit
 from fxcomp.commands import diff

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -635,15 +634,6 @@ def in_torch(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model, batch) * torch.rand([])
 
 
-def takes(stream: Any) -> Any:
-    return lambda model, batch: cross_entropy(model, batch) * next(stream)
-
-
-def measures(model: Any, batch: Any) -> Tensor:
-    begin = time.time()
-    return cross_entropy(model, batch) * (1 + 0 * begin)
-
-
 class Stores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -668,14 +658,6 @@ class StoresInBuffer(Stores):
 def hidden_beside(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     hidden = model.body[0](batch[0])
     return nn.functional.cross_entropy(model.body[2](hidden.tanh()), batch[1]), hidden.detach()
-
-
-def id_as_default(model: Any, batch: Any, key: Any = id) -> Tensor:
-    return cross_entropy(model, batch) * (2 if key(model[0].weight) else 1)
-
-
-def id_by_name(model: Any, batch: Any) -> Tensor:
-    return cross_entropy(model, batch) * (2 if id(model[0].weight) else 1)
 
 
 def marked(name: str) -> nn.Module:
@@ -916,39 +898,23 @@ LOSSES = {
         drawn_outside,
     ),
     "a draw of Python's": Row(
-        "capture/reach/draws.py::Draws.check",
+        "capture/untouched.py::untouched",
         "Draw outside and pass the numbers in the batch",
         losses(in_python, None)[0],
         trains_with_third(random.Random(1).random(), by_number),
     ),
-    "a draw of Python's by torch": Row(
-        "capture/reach/draws.py::Draws.check", "torch.rand", *losses(in_python, in_torch)
-    ),
-    "an iterator": Row(
-        "capture/reach/draws.py::Draws.check",
-        "Take it outside, and pass it in the batch",
-        losses(takes(iter([1.0, 2.0])), None)[0],
-        trains_with_third(next(iter([2.0])), by_number),
-    ),
-    "a clock": Row(
-        "capture/reach/draws.py::Draws.check", "Measure time outside of the step", *losses(measures, cross_entropy)
-    ),
+    "a draw of Python's by torch": Row("capture/untouched.py::untouched", "torch.rand", *losses(in_python, in_torch)),
     "a tensor that is kept": Row(
-        "capture/reach/restore.py::untouched",
+        "capture/untouched.py::untouched",
         "Register it as a buffer",
         lambda: compile_alone(Stores()),
         lambda: assert_trains(StoresInBuffer()),
     ),
     "a tensor that is returned": Row(
-        "capture/reach/restore.py::untouched",
+        "capture/untouched.py::untouched",
         "return it beside the loss: (loss, aux)",
         lambda: compile_alone(Stores()),
         lambda: assert_trains(Stores(), loss=hidden_beside),
-    ),
-    "id in hand": Row(
-        "capture/reach/restore.py::_check_id_has_one_name",
-        "Call it by its name: id(parameter)",
-        *losses(id_as_default, id_by_name),
     ),
     "a name of tracing's": Row(
         "capture/stand_ins.py::_check_free",
