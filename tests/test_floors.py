@@ -28,7 +28,12 @@ FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in name
 ALONE = {"passes"}
 """Folders whose files do not know each other either."""
 
-ONLY_IN = {"rich": ("report/terminal.py",), "sympy": ("compat/symbols.py", "cost/collectives.py")}
+ONLY_IN = {
+    "jinja2": ("report/html/render.py",),
+    "markupsafe": ("report/html/render.py",),
+    "rich": ("report/terminal.py",),
+    "sympy": ("compat/symbols.py", "cost/collectives.py"),
+}
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree")
 """Modules with an underscore that torch itself tells people to use."""

@@ -1,4 +1,4 @@
-"""Strategies for a Lightning Trainer: gradients go through fxcomp, and checkpoints keep what is left out.
+"""Strategy for a Lightning Trainer: gradients go through fxcomp, and checkpoints keep what is left out.
 
     trainer = Trainer(strategy=FxcompStrategy(compress="balanced"))
 
@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +29,6 @@ from fxcomp.errors import BadOption, FxcompError
 from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
 from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
-from fxcomp.step.compiled_step import CompiledStep
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 """One library under two names, whose classes do not know each other: the one that the script has imported counts."""
@@ -56,23 +54,55 @@ STEP = "lightning.global_step"
 """Among them: of which step they are."""
 
 
-class _KeepsStates(_DDPStrategy):
-    """Saves with each checkpoint, a file a rank, what fxcomp keeps, and reads it where training goes on."""
+class FxcompStrategy(_DDPStrategy):
+    """DDPStrategy with fxcomp's hook, on CPUs as well; one process has nothing to average.
 
-    kept: DdpHook | CompiledStep | None = None
-    """The hook or the step of the training that runs, or ran last."""
+    `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are
+    those of DDPStrategy, as `process_group_backend=` and `find_unused_parameters=`. Raises BadOption for a second hook
+    (`ddp_comm_hook=`), and BadPlan, before anything is trained.
+    """
+
+    hook: DdpHook | None = None
+    """The hook of the training that runs, or ran last."""
     _trained: Any = None
     """The module that it averages gradients of."""
     _begins_at: tuple[str, int | None] | None = None
     """The checkpoint that training goes on from, and its step."""
 
+    def __init__(
+        self,
+        *,
+        compress: GivenCompress = "balanced",
+        cluster: Cluster | None = None,
+        costs: GivenCosts | None = None,
+        **options: Any,
+    ) -> None:
+        taken = sorted({"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"} & options.keys())
+        if taken:
+            raise BadOption(
+                f"FxcompStrategy registers a hook of its own; {taken[0]}= would be another one.\n"
+                "  Leave it out, or use DDPStrategy."
+            )
+        super().__init__(**options)
+        self._options: dict[str, Any] = {"compress": compress, "cluster": cluster, "costs": costs}
+        ddp_hook(**self._options)  # raises here, and not in training
+
+    def configure_ddp(self) -> None:
+        """Wrap the module as DDPStrategy does, and register the hook."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        scaler = getattr(self.precision_plugin, "scaler", None)  # of precision="16-mixed": residuals follow its scale
+        hook = ddp_hook(**self._options, scaler=scaler)
+        self._keep(hook)
+        self.model.register_comm_hook(self.model, hook)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint, and this rank's tensors beside it; Lightning calls it on all ranks."""
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.kept is None or "loops" not in checkpoint:  # save_weights_only=True
+        if self.hook is None or "loops" not in checkpoint:  # save_weights_only=True
             return
         files = _Files(filepath)
-        files.write(self.global_rank, {**self.kept.checkpoint(), STEP: torch.tensor(checkpoint["global_step"])})
+        files.write(self.global_rank, {**self.hook.checkpoint(), STEP: torch.tensor(checkpoint["global_step"])})
         if self.is_global_zero:  # of a job with more ranks, under the same name
             files.remove(self.world_size)
 
@@ -90,18 +120,18 @@ class _KeepsStates(_DDPStrategy):
             self._begins_at = str(checkpoint_path), loaded.get("global_step")
         return loaded
 
-    def keep(self, kept: DdpHook | CompiledStep) -> None:
-        """Save the state of this from now on, and load what training goes on from; every rank calls it.
+    def _keep(self, hook: DdpHook) -> None:
+        """Save the state of a hook from now on, and load the state that training goes on from.
 
-        That is the state beside a checkpoint, or, where `fit` trains the same module again, that of the fit before.
+        It is the state beside a checkpoint, or, where `fit` trains the same module again, that of the fit before.
         """
-        before, of = self.kept, self._trained
-        self.kept, self._trained = kept, self.lightning_module
+        before, of = self.hook, self._trained
+        self.hook, self._trained = hook, self.lightning_module
         if self._begins_at is not None:
-            kept.load_state_dict(self._saved_for_here(*self._begins_at))
+            hook.load_state_dict(self._saved_for_here(*self._begins_at))
             self._begins_at = None
         elif before is not None and of is self.lightning_module:
-            kept.load_state_dict(_state_of(before))
+            hook.load_state_dict(_state_of(before))
         if before is not None:
             before.close()
 
@@ -127,8 +157,8 @@ class _KeepsStates(_DDPStrategy):
 
     def teardown(self) -> None:
         """Give back process groups."""
-        if self.kept is not None:
-            self.kept.close()
+        if self.hook is not None:
+            self.hook.close()
         super().teardown()
 
 
@@ -186,7 +216,7 @@ class _Files:
         return {int(number): place for place, number in numbers.items() if number.isdecimal()}
 
 
-def _state_of(before: DdpHook | CompiledStep) -> Mapping[str, Any] | None:
+def _state_of(before: DdpHook) -> Mapping[str, Any] | None:
     """Copy the state in which a fit has ended, which the next one begins in."""
     try:
         return before.state_dict()
@@ -197,57 +227,3 @@ def _state_of(before: DdpHook | CompiledStep) -> Mapping[str, Any] | None:
 
 def _warn(text: str) -> None:
     warnings.warn(f"fxcomp: {text}", stacklevel=4)
-
-
-class FxcompStrategy(_KeepsStates):
-    """DDPStrategy with fxcomp's hook, on CPUs as well; one process has nothing to average.
-
-    `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are
-    those of DDPStrategy, as `process_group_backend=` and `find_unused_parameters=`. Raises BadOption for a second hook
-    (`ddp_comm_hook=`), and BadPlan, before anything is trained.
-    """
-
-    def __init__(
-        self,
-        *,
-        compress: GivenCompress = "balanced",
-        cluster: Cluster | None = None,
-        costs: GivenCosts | None = None,
-        **options: Any,
-    ) -> None:
-        taken = sorted({"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"} & options.keys())
-        if taken:
-            raise BadOption(
-                f"FxcompStrategy registers a hook of its own; {taken[0]}= would be another one.\n"
-                "  Leave it out, or use DDPStrategy."
-            )
-        super().__init__(**options)
-        self._options: dict[str, Any] = {"compress": compress, "cluster": cluster, "costs": costs}
-        ddp_hook(**self._options)  # raises here, and not in training
-
-    def configure_ddp(self) -> None:
-        """Wrap the module as DDPStrategy does, and register the hook."""
-        super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
-        scaler = getattr(self.precision_plugin, "scaler", None)  # of precision="16-mixed": residuals follow its scale
-        hook = ddp_hook(**self._options, scaler=scaler)
-        self.keep(hook)
-        self.model.register_comm_hook(self.model, hook)
-
-
-class CompiledStrategy(_KeepsStates):
-    """A process a rank, and no wrapper: a compiled step averages gradients. Its arguments are those of DDPStrategy.
-
-    The module makes its step in `on_train_start`, hands it over by `trainer.strategy.keep(step)`, sets
-    `automatic_optimization = False`, and calls `self.optimizers().step(lambda: step(batch))`. Lightning then counts
-    steps; the optimizer's own step finds no gradients.
-    """
-
-    def configure_ddp(self) -> None:
-        """Leave the module as it is; automatic optimization would train each rank for itself."""
-        if dist.get_world_size() > 1 and self.lightning_module.automatic_optimization:
-            raise BadOption(
-                "under CompiledStrategy nobody averages gradients but a compiled step, and this module optimizes"
-                " automatically.\n"
-                "  Set self.automatic_optimization = False and call the step yourself, or use FxcompStrategy."
-            )

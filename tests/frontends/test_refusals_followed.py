@@ -111,7 +111,6 @@ SCATTERED = "frontends/test_compress_reduce_scatter.py::test_what_cannot_be_scat
 WATCHED = "frontends/test_compile_model.py::test_a_gradient_that_no_rank_averages_raises_on_every_rank"
 BACKEND = "frontends/test_torch_compile_refusals.py::test_every_rank_says_what_is_wrong"
 COLLECTIVES = "capture/test_user_collectives.py::test_what_cannot_be_repeated_is_refused_by_name_on_all_ranks"
-LIGHTNING = "recipes/test_lightning.py::test_mistakes_and_a_checkpoint_after_training"
 
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("capture/faithful.py::explaining", "does not trace into one graph"): (
@@ -163,7 +162,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/lightning.py::FxcompStrategy.__init__", "registers a hook of its own"): (
         "recipes/test_lightning.py::test_a_strategy_is_of_the_library_that_the_script_imports"
     ),
-    ("frontends/lightning.py::CompiledStrategy.configure_ddp", "nobody averages gradients"): LIGHTNING,
     ("frontends/planned_average.py::PlannedAverage.report", "there is no plan yet"): SCATTERED,
     ("frontends/read_checkpoint.py::read_checkpoint", "holds no state of a step"): (
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"

@@ -18,25 +18,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import with_lightning, with_lightning_compiled
+import with_lightning
 from lightning.pytorch import Trainer
 
 import fxcomp
-from fxcomp.frontends.lightning import CompiledStrategy, FxcompStrategy
+from fxcomp.frontends.lightning import FxcompStrategy
 
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 os.chdir(sys.argv[1])
 COMPRESS = "powersgd(2)"
-fxcomp.compile_step = functools.partial(fxcomp.compile_step, compress=COMPRESS)
 
 
-class Hooked(with_lightning.Regression):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Compiled(with_lightning_compiled.Regression):
+class Regression(with_lightning.Regression):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
@@ -46,10 +40,9 @@ def say(*words):
         print(dist.get_rank(), *words, file=file)
 
 
-def trainer_of(module, steps, **options):
+def trainer_of(steps, **options):
     gloo = dict(process_group_backend="gloo")
-    hooked = isinstance(module, Hooked)
-    strategy = FxcompStrategy(compress=COMPRESS, **gloo) if hooked else CompiledStrategy(**gloo)
+    strategy = FxcompStrategy(compress=COMPRESS, **gloo)
     return Trainer(
         accelerator="cpu", devices=2, max_steps=steps, max_epochs=-1, strategy=strategy, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
@@ -57,7 +50,7 @@ def trainer_of(module, steps, **options):
 
 
 def fit(module, steps, checkpoint=None, trainer=None, **options):
-    trainer = trainer or trainer_of(module, steps, **options)
+    trainer = trainer or trainer_of(steps, **options)
     trainer.fit_loop.epoch_loop.max_steps = steps
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -68,9 +61,9 @@ def fit(module, steps, checkpoint=None, trainer=None, **options):
     return trainer
 
 
-def new(kind=Hooked):
+def new():
     torch.manual_seed(0)
-    return kind()
+    return Regression()
 
 
 def flat(module):
@@ -84,7 +77,7 @@ def equal_on_ranks(module):
 
 
 def owed(trainer):
-    slices = [each for pieces in trainer.strategy.kept.state_dict()["residuals"].values() for each in pieces]
+    slices = [each for pieces in trainer.strategy.hook.state_dict()["residuals"].values() for each in pieces]
     return sum(float(each["values"].norm()) for each in slices)
 """
 
@@ -211,69 +204,49 @@ def counted(load, self, state):
     load(self, state)
 
 
-for each in (fxcomp.DdpHook, fxcomp.CompiledStep):
-    each.load_state_dict = functools.partialmethod(functools.partial(counted, each.load_state_dict))
-for kind in (Hooked, Compiled):
-    straight = new(kind)
-    fit(straight, 32)
-    module = new(kind)
-    trainer = fit(module, 16)
-    say(kind.__name__, owed(trainer) > 0, len(loads))
-    fit(module, 32, trainer=trainer)
-    say(kind.__name__, torch.equal(flat(straight), flat(module)), len(loads))
-    fit(new(kind), 33, trainer=trainer)
-    say(kind.__name__, trainer.global_step, len(loads))
-    loads.clear()
+load = fxcomp.DdpHook.load_state_dict
+fxcomp.DdpHook.load_state_dict = functools.partialmethod(functools.partial(counted, load))
+straight = new()
+fit(straight, 32)
+module = new()
+trainer = fit(module, 16)
+say(owed(trainer) > 0, len(loads))
+fit(module, 32, trainer=trainer)
+say(torch.equal(flat(straight), flat(module)), len(loads))
+fit(new(), 33, trainer=trainer)
+say(trainer.global_step, len(loads))
 """
 
 
 @pytest.mark.slow
 def test_a_second_fit_of_a_module_begins_in_the_state_of_the_first(tmp_path: Path):
     """SGD has no state that the library drops: parameters are those of one fit. Another module begins without."""
-    assert said(AGAIN, tmp_path) == [
-        f"{rank} {kind} {what}"
-        for rank in (0, 1)
-        for kind in ("Hooked", "Compiled")
-        for what in ("True 0", "True 1", "33 1")
-    ]
+    assert said(AGAIN, tmp_path) == [f"{rank} {words}" for rank in (0, 1) for words in ("True 0", "True 1", "33 1")]
 
 
 OPTIONS = """
-for kind in (Hooked, Compiled):
-    for name, options in {
-        "accumulation": {"accumulate_grad_batches": 2},
-        "clipping": {"gradient_clip_val": 1.0},
-        "bf16": {"precision": "bf16-mixed"},
-        "all": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": "bf16-mixed"},
-    }.items():
-        module = new(kind)
-        before = flat(module)
-        try:
-            trainer = fit(module, 6, **options)
-        except Exception as error:
-            say(kind.__name__, name, "raises", type(error).__name__, str(error))
-        else:
-            say(kind.__name__, name, trainer.global_step, equal_on_ranks(module), not torch.equal(before, flat(module)))
-    path = kind.__name__ + ".ckpt"
-    fit(new(kind), 21).save_checkpoint(path)  # an epoch has 16
-    module = new(kind)
-    trainer = fit(module, 40, path)
-    say(kind.__name__, "resumed", trainer.global_step, equal_on_ranks(module), owed(trainer) > 0)
+for name, options in {
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 1.0},
+    "bf16": {"precision": "bf16-mixed"},
+    "all": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": "bf16-mixed"},
+}.items():
+    module = new()
+    before = flat(module)
+    trainer = fit(module, 6, **options)
+    say(name, trainer.global_step, equal_on_ranks(module), not torch.equal(before, flat(module)))
+fit(new(), 21).save_checkpoint("a.ckpt")  # an epoch has 16
+module = new()
+trainer = fit(module, 40, "a.ckpt")
+say("resumed", trainer.global_step, equal_on_ranks(module), owed(trainer) > 0)
 """
 
 
 @pytest.mark.slow
-def test_a_trainers_options_train_equal_replicas_or_raise(tmp_path: Path):
-    lines = said(OPTIONS, tmp_path)
-    manual = "raises MisconfigurationException Automatic gradient"
-    for rank, mine in ((0, lines[:10]), (1, lines[10:])):
-        assert mine[:4] == [f"{rank} Hooked {name} 6 True True" for name in ("accumulation", "clipping", "bf16", "all")]
-        assert mine[4] == f"{rank} Hooked resumed 40 True True"
-        assert mine[5].startswith(f"{rank} Compiled accumulation {manual} accumulation is not supported for manual")
-        assert mine[6].startswith(f"{rank} Compiled clipping {manual} clipping is not supported for manual")
-        assert mine[7] == f"{rank} Compiled bf16 6 True True"
-        assert mine[8].startswith(f"{rank} Compiled all {manual}")
-        assert mine[9] == f"{rank} Compiled resumed 40 True True"
+def test_a_trainers_options_train_equal_replicas(tmp_path: Path):
+    trained = [f"{name} 6 True True" for name in ("accumulation", "clipping", "bf16", "all")]
+    lines = [f"{rank} {words}" for rank in (0, 1) for words in (*trained, "resumed 40 True True")]
+    assert said(OPTIONS, tmp_path) == lines
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

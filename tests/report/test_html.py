@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.explained import CASES, COSTS, by_hand, cluster, explanation, profiled
+from jinja2 import UndefinedError
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.devices import preset_named
@@ -18,6 +19,7 @@ from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.report.html.figures import FIGURES
 from fxcomp.report.html.page import to_html
+from fxcomp.report.html.render import drawn
 from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import to_text
 from fxcomp.report.tracks import Grounds, facts_of, tracks_of
@@ -88,14 +90,19 @@ def test_a_page_asks_nobody_for_anything(case: str):
 
 def test_what_a_parameter_is_called_is_no_markup():
     explained = explanation(cluster("1gbit"))
-    named = [replace(each, names=tuple(f"<b>{name}</b>&" for name in each.names)) for each in explained.plan.buckets]
+    named = [replace(each, names=tuple(f"<script>{name}</script>&" for name in each.names))
+             for each in explained.plan.buckets]  # fmt: skip
     workload = explained.workload
-    gradients = tuple(replace(each, name=f"<b>{each.name}</b>&") for each in workload.gradients)
+    gradients = tuple(replace(each, name=f"<script>{each.name}</script>&") for each in workload.gradients)
     other = replace(explained, plan=Plan(tuple(named)), workload=replace(workload, gradients=gradients))
     page = to_html(replace(other, choice=None, notes=("<script>alert(1)</script>",)))
-    assert "<b>" not in page
-    assert "<script>alert" not in page
-    assert html.escape("<b>head.weight</b>&") in page
+    assert page.count("<script>") == 1, "the script of the page itself"
+    assert html.escape("<script>head.weight</script>&") in page
+
+
+def test_a_fact_that_a_template_does_not_get_is_an_error():
+    with pytest.raises(UndefinedError, match="parameter 'caption' was not provided"):
+        drawn("figure", "a drawing")
 
 
 def test_a_task_is_as_wide_as_it_takes_long():

@@ -1,7 +1,7 @@
 """Draw numbers over linear axes, several runs over each other: long ones thinned, gaps left open.
 
-Lines are placed in shares of the width, as in `charts.py`. A column of the plot keeps the lowest and the highest of its
-points, so no peak is lost, however many points there are.
+Lines are placed in percent of the width. A column of the plot keeps the lowest and the highest of its points, so no
+peak is lost, however many points there are.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 
-from fxcomp.report.html.blocks import legend, text
-from fxcomp.report.html.charts import COLORS, LogAxis, round_step
+from fxcomp.report.html.render import Drawing, drawn
 
 HEIGHT = 260
+COLORS = ("one", "two", "three", "four", "five", "six")
+"""Variables of the style sheet, in the order of the lines."""
 _COLUMNS, _POINTS_OF_ALL = 300, 1800  # of one line; of all lines of a plot, so that a page stays small
-_SPOTS = 80  # places across a plot that tell their values under the pointer
-_DASHED = ", dashed"
+_SPOTS = 80  # places across a plot that show their values under the pointer
 _GAP = 5.0  # times the usual distance: two points further apart are not joined
 _LOG = 100.0  # a number that spans such a factor is drawn on a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
-"""Beside what is larger nothing else could be seen."""
+"""Beside larger values nothing else could be seen."""
 
 Point = tuple[float, float]
 
@@ -43,8 +43,16 @@ class PlotLine:
     is_mean: bool = False
     """Drawn over the line that it smooths, which is pale then."""
 
+    @property
+    def color(self) -> str:
+        return COLORS[self.number % len(COLORS)]
+
+    @property
+    def is_dashed(self) -> bool:
+        return self.number >= len(COLORS)
+
     def smoothed(self, over: int) -> PlotLine:
-        """Let each point be the mean of so many up to it, within its part."""
+        """Replace each point by the mean of the last `over` points of its part."""
         return PlotLine(self.name, self.number, [list(_means(part, over)) for part in self.parts], is_mean=True)
 
 
@@ -74,161 +82,129 @@ def _means(part: Sequence[Point], over: int) -> Iterator[Point]:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearAxis:
-    """A linear axis."""
+class Axis:
+    """A linear or a logarithmic axis."""
 
     low: float
     high: float
+    is_log: bool = False
 
     def share(self, value: float) -> float:
         """Percent of its length."""
+        if self.is_log:
+            return 100 * math.log(value / self.low) / math.log(self.high / self.low)
         return 100 * (value - self.low) / (self.high - self.low)
 
     @property
     def ticks(self) -> list[float]:
-        """List round numbers along it."""
-        step = round_step(self.high - self.low, _TICKS)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [k * step for k in range(first, last + 1)]
+        """List round numbers along it; of a logarithmic one powers of ten, with their 2s and 5s where they are few."""
+        if not self.is_log:
+            step = round_step(self.high - self.low, _TICKS)
+            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+            return [k * step for k in range(first, last + 1)]
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        digits = (1, 2, 5) if math.log10(self.high / self.low) < 2.5 else (1,)
+        found = [digit * 10.0**power for power in decades for digit in digits]
+        return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
 
 
-def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> str:
-    """Draw lines; empty where there is no point. Values that cannot be drawn are crosses at the top edge."""
+def round_step(whole: float, count: int) -> float:
+    """Return the round number that divides a whole into about `count`: 1, 2 or 5 times a power of ten."""
+    if whole <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(whole / count))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= whole / count)
+
+
+def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> Drawing:
+    """Draw lines; empty where there is no point. Values that cannot be drawn are crosses at the top, one a column."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
-        return ""
+        return Drawing()
     xs = [*(x for x, _ in points), *(x for line in lines for x, _ in line.crosses)]
     across, up = _padded(min(xs), max(xs), 0.0), axis_of([y for _, y in points], from_zero=bool(unit))
     columns = max(40, min(_COLUMNS, _POINTS_OF_ALL // len(lines)))
     smoothed = {line.number for line in lines if line.is_mean}
-    drawn = [shape for line in lines for shape in _drawn(line, across, up, columns, line.number in smoothed)]
-    plot = (
-        f'<svg width="100%" height="{HEIGHT}" viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(drawn)}</svg>'
-    )
-    over = (*_labels(across, up, says_x, unit), *_crosses(lines, across), *_spots(lines, across, says_x))
-    inside = "".join([*_grid(across, up), plot, *over])
-    return f'<svg width="100%" height="{HEIGHT + 22}" role="img" aria-label="lines over an axis">{inside}</svg>'
+    paths = [path for line in lines for path in _paths(line, across, up, columns, line.number in smoothed)]
+    numbers = up.ticks[:: math.ceil(len(up.ticks) / _MOST_TICKS) or 1]
+    rising = [(round(HEIGHT * (1 - up.share(tick) / 100), 1), f"{tick:.6g}{unit}") for tick in numbers]
+    along = [(round(across.share(tick), 2), says_x(tick)) for tick in across.ticks]
+    crosses = [(x, 8 + 9 * (line.number % 3), line.color)
+               for line in lines for x in sorted({round(across.share(x)) for x, _ in line.crosses})]  # fmt: skip
+    return drawn("plot", paths, along, rising, crosses, list(_spots(lines, across, says_x)), HEIGHT)
 
 
-def names_of(lines: Sequence[PlotLine]) -> str:
+def names_of(lines: Sequence[PlotLine]) -> Drawing:
     """Explain the colors."""
-    named = {line.number: (_color(line), f"{line.name}{_DASHED * _is_dashed(line)}") for line in lines}
-    return legend(list(named.values()))
+    marks = {line.number: (line.color, line.name + ", dashed" * line.is_dashed) for line in lines}
+    return drawn("legend", list(marks.values()))
 
 
-def axis_of(ys: Sequence[float], *, from_zero: bool) -> LinearAxis | LogAxis:
+def axis_of(ys: Sequence[float], *, from_zero: bool) -> Axis:
     """Choose the axis of finite values: logarithmic where they are positive and far apart."""
     low, high = min(ys), max(ys)
     if low > 0 and high / low >= _LOG:
-        return LogAxis(low / 1.1, high * 1.1)
+        return Axis(low / 1.1, high * 1.1, is_log=True)
     if from_zero and low >= 0:
-        return _padded(0.0, high, 0.08) if high else LinearAxis(0.0, 1.0)
+        return _padded(0.0, high, 0.08) if high else Axis(0.0, 1.0)
     return _padded(low, high, 0.08)
 
 
-def thinned(parts: Sequence[Sequence[Point]], across: LinearAxis, columns: int) -> Sequence[Sequence[Point]]:
+def thinned(parts: Sequence[Sequence[Point]], across: Axis, columns: int) -> Sequence[Sequence[Point]]:
     """Keep the ends of each part, and of each column the lowest and the highest point, in their order.
 
     Where there are more parts than columns, points stand by themselves.
     """
     if len(parts) > columns:
         points = sorted(point for part in parts for point in part)
-        return [[point] for point in _extremes_of_columns(points, across, columns)]
+        return [[point] for point in _extremes(points, across, columns)]
     if sum(map(len, parts)) <= 2 * columns:
         return parts
-    return [[*part[:1], *_extremes_of_columns(part[1:-1], across, columns), *part[1:][-1:]] for part in parts]
+    return [[*part[:1], *_extremes(part[1:-1], across, columns), *part[1:][-1:]] for part in parts]
 
 
-def _extremes_of_columns(points: Sequence[Point], across: LinearAxis, columns: int) -> Iterator[Point]:
-    for _, column in groupby(points, key=lambda point: int(across.share(point[0]) / 100 * columns)):
-        yield from _extremes(list(column))
+def _extremes(points: Sequence[Point], across: Axis, columns: int) -> Iterator[Point]:
+    for _, group in groupby(points, key=lambda point: int(across.share(point[0]) / 100 * columns)):
+        column = list(group)
+        kept = {column.index(f(column, key=lambda point: point[1])) for f in (min, max)}
+        yield from (column[k] for k in sorted(kept))
 
 
-def _extremes(column: Sequence[Point]) -> list[Point]:
-    kept = {column.index(f(column, key=lambda point: point[1])) for f in (min, max)}
-    return [column[k] for k in sorted(kept)]
-
-
-def _drawn(line: PlotLine, across: LinearAxis, up: LinearAxis | LogAxis, columns: int, has_mean: bool) -> Iterator[str]:
-    """Draw a line: what is joined, and points that stand by themselves as dots."""
+def _paths(
+    line: PlotLine, across: Axis, up: Axis, columns: int, has_mean: bool
+) -> Iterator[tuple[str, str, float, bool, bool]]:
+    """Draw joined points as one path, and points that stand by themselves as dots."""
     kept = thinned(line.parts, across, columns)
     joined, alone = [part for part in kept if len(part) > 1], [part for part in kept if len(part) == 1]
-    pale = ' stroke-opacity="0.35"' if has_mean and not line.is_mean else ""
-    dash = ' stroke-dasharray="6 4"' if _is_dashed(line) else ""
-    for parts, width, more in ((joined, 1 if pale else 1.8, pale + dash), (alone, 4, pale)):
+    is_pale = has_mean and not line.is_mean
+    for parts, width in ((joined, 1 if is_pale else 1.8), (alone, 4)):
         if parts:
-            along = "".join(_along(part, across, up) for part in parts)
-            style = f'stroke="var(--{_color(line)})" stroke-width="{width}" stroke-linecap="round" fill="none"'
-            yield f'<path d="{along}" {style} vector-effect="non-scaling-stroke"{more}/>'
+            path = "".join(_along(part, across, up) for part in parts)
+            yield path, line.color, width, is_pale, line.is_dashed and parts is joined
 
 
-def _along(part: Sequence[Point], across: LinearAxis, up: LinearAxis | LogAxis) -> str:
+def _along(part: Sequence[Point], across: Axis, up: Axis) -> str:
     placed = [f"{across.share(x):.2f},{100 - up.share(y):.2f}" for x, y in part]
     return f"M{placed[0]}" + ("".join(f"L{place}" for place in placed[1:]) or "h0")
 
 
-def _color(line: PlotLine) -> str:
-    return COLORS[line.number % len(COLORS)]
-
-
-def _is_dashed(line: PlotLine) -> bool:
-    return line.number >= len(COLORS)
-
-
-def _crosses(lines: Sequence[PlotLine], across: LinearAxis) -> Iterator[str]:
-    """Mark values that cannot be drawn, one a column."""
-    for line in lines:
-        for x in sorted({round(across.share(x)) for x, _ in line.crosses}):
-            place = f'text-anchor="middle" x="{x:g}%" y="{8 + 9 * (line.number % 3)}"'
-            yield f'<text class="cross" style="fill:var(--{_color(line)})" {place}>×</text>'
-
-
-def _spots(lines: Sequence[PlotLine], across: LinearAxis, says_x: Callable[[float], str]) -> Iterator[str]:
-    """Let each place across the plot tell the first point there of each line."""
-    told: list[list[str]] = [[] for _ in range(_SPOTS)]
+def _spots(
+    lines: Sequence[PlotLine], across: Axis, says_x: Callable[[float], str]
+) -> Iterator[tuple[float, float, str]]:
+    """Yield places across the plot, each with the text of the first point there of each line."""
+    words: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}
         for x, y in () if line.is_mean else (*chain.from_iterable(line.parts), *line.crosses):
             at.setdefault(min(_SPOTS - 1, int(across.share(x) / 100 * _SPOTS)), (x, y))
         for spot, (x, y) in at.items():
-            told[spot].append(f"{line.name}: {y:.5g} at {says_x(x)}")
-    for spot, words in enumerate(told):
-        if words:
-            place = f'x="{100 * spot / _SPOTS:.2f}%" y="0" width="{100 / _SPOTS:.2f}%" height="{HEIGHT}"'
-            yield f'<rect class="spot" {place}><title>{text(chr(10).join(words))}</title></rect>'
+            words[spot].append(f"{line.name}: {y:.5g} at {says_x(x)}")
+    width = 100 / _SPOTS
+    yield from ((width * spot, width, "\n".join(each)) for spot, each in enumerate(words) if each)
 
 
-def _grid(across: LinearAxis, up: LinearAxis | LogAxis) -> Iterator[str]:
-    yield f'<line class="edge" x1="0" x2="100%" y1="{HEIGHT}" y2="{HEIGHT}"/>'
-    for tick in across.ticks:
-        x = across.share(tick)
-        yield f'<line class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{HEIGHT}"/>'
-    for tick in _shown(up):
-        y = HEIGHT * (1 - up.share(tick) / 100)
-        yield f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _labels(across: LinearAxis, up: LinearAxis | LogAxis, says_x: Callable[[float], str], unit: str) -> Iterator[str]:
-    """Write the numbers of both axes, above lines, which would hide them."""
-    for number, tick in enumerate(across.ticks):
-        x = across.share(tick)
-        anchor = "start" if x < 3 else "end" if x > 94 else "middle"
-        kind = "tick" if number % 2 == 0 else "tick wide-only"
-        yield f'<text class="{kind}" text-anchor="{anchor}" x="{x:.2f}%" y="{HEIGHT + 16}">{text(says_x(tick))}</text>'
-    for tick in _shown(up):
-        y = HEIGHT * (1 - up.share(tick) / 100)
-        if y > 12:
-            yield f'<text class="tick haloed" x="2" y="{y - 3:.1f}">{tick:.6g}{unit}</text>'
-
-
-def _shown(up: LinearAxis | LogAxis) -> Sequence[float]:
-    """Leave out ticks where they are many."""
-    ticks = up.ticks
-    return ticks[:: math.ceil(len(ticks) / _MOST_TICKS) or 1]
-
-
-def _padded(low: float, high: float, share: float) -> LinearAxis:
+def _padded(low: float, high: float, share: float) -> Axis:
     """Make an axis with room at its ends; around a single value some."""
     if low == high:
-        return LinearAxis(low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
-    return LinearAxis(low - share * (high - low) * (low != 0.0), high + share * (high - low))
+        return Axis(low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
+    return Axis(low - share * (high - low) * (low != 0.0), high + share * (high - low))

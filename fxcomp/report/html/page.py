@@ -1,54 +1,54 @@
-"""Lay a report out as one HTML file: its sections as everybody's, with drawings of the same facts above them."""
+"""Lay a report out as one HTML file: the sections of its text, with drawings of the same facts above them."""
 
 from __future__ import annotations
 
-from fxcomp.report.document import Block, Pairs, Section, Table, Timelines
+from collections.abc import Sequence
+
+from fxcomp.report.document import Block, Pairs, Table, Timelines
 from fxcomp.report.explanation import Explanation
-from fxcomp.report.html.blocks import pairs, paragraph, table, text
 from fxcomp.report.html.figures import FIGURES, layers, prediction
-from fxcomp.report.html.frame import framed
+from fxcomp.report.html.render import Drawing, drawn, write_page
 from fxcomp.report.html.timelines import draw, list_tasks
 from fxcomp.report.sections import report_of
 from fxcomp.report.tracks import tracks_of
 
 TIMELINE = "Timeline"
-_FIRST = (TIMELINE, "Critical path", "Bytes and error by layer", "Race", "Worth trying", "Not taken")
-_FIRST_OF_ALL = (*_FIRST, "Break-even bandwidth", "Prediction against measurement")
-"""The sections that follow the summary, in this order; the others come after them in the report's."""
+_FIRST = (
+    "",
+    TIMELINE,
+    "Critical path",
+    "Bytes and error by layer",
+    "Race",
+    "Worth trying",
+    "Not taken",
+    "Break-even bandwidth",
+    "Prediction against measurement",
+)
+"""Titles of the first sections, in order; the others follow in the order of the report."""
 
 
 def to_html(explanation: Explanation) -> str:
     """Write the whole page."""
-    report, tracks = report_of(explanation), tracks_of(explanation)
-    parts: dict[str, str] = {}
+    report = report_of(explanation)
+    parts: dict[str, list[Drawing]] = {}
     title = ""
     for section in report.sections:
-        figure = FIGURES.get(section.title)
-        drawn = figure(explanation) if figure is not None and section.title not in parts else ""
         title = section.title or title
-        parts[title] = parts.get(title, "") + drawn + _body(section, explanation)
-    parts[TIMELINE] += list_tasks(explanation, tracks)
-    more = {"Bytes and error by layer": layers, "Prediction against measurement": prediction}
-    parts |= {name: drawn for name, made in more.items() if (drawn := made(explanation))}
-    titles = ["", *(name for name in _FIRST_OF_ALL if name in parts)]
-    titles += [name for name in parts if name not in titles]
-    top = (
-        f'{paragraph(report.headline, "dim")}\n<h1 class="{report.tone.value}">{text(report.verdict)}</h1>\n'
-        f"{paragraph(report.reason) if report.reason else ''}"
-    )
-    return framed(report.verdict, top, {name: parts[name] for name in titles})
+        if section.title in FIGURES and section.title not in parts:
+            parts.setdefault(title, []).extend(FIGURES[section.title](explanation))
+        for block in section.blocks:
+            parts.setdefault(title, []).extend(_drawn(block, explanation))
+    parts[TIMELINE].append(list_tasks(explanation, tracks_of(explanation)))
+    parts["Bytes and error by layer"] = layers(explanation)
+    parts["Prediction against measurement"] = prediction(explanation)
+    titles = dict.fromkeys([*_FIRST, *parts])
+    sections = {title: parts[title] for title in titles if parts.get(title)}
+    tone, headline, reason = report.tone.value, report.headline, report.reason
+    return write_page(report.verdict, report.verdict, sections, tone=tone, above=headline, below=reason)
 
 
-def _body(section: Section, explanation: Explanation) -> str:
-    return "\n".join(_block(block, explanation) for block in section.blocks)
-
-
-def _block(block: Block, explanation: Explanation) -> str:
-    if isinstance(block, str):
-        return paragraph(block)
-    if isinstance(block, Table):
-        return table(block)
-    if isinstance(block, Pairs):
-        return pairs(block)
-    assert isinstance(block, Timelines), "every kind of block has its own way to be written"
-    return draw(explanation, tracks_of(explanation))
+def _drawn(block: Block, explanation: Explanation) -> Sequence[Drawing]:
+    if isinstance(block, Timelines):
+        return draw(explanation, tracks_of(explanation))
+    macro = {str: "paragraph", Table: "table", Pairs: "pairs"}[type(block)]
+    return [drawn(macro, block)]
