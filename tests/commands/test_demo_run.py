@@ -7,11 +7,11 @@ import pytest
 
 from fxcomp.commands.demo.run import MARK, Findings, Progress, place_for
 from fxcomp.commands.demo.shaped_hosts import Rights
-from fxcomp.errors import HostsUnavailable
+from fxcomp.errors import Unsupported
 
 
 def refused() -> Rights:
-    raise HostsUnavailable("shaped hosts need tc")
+    raise Unsupported("shaped hosts need tc")
 
 
 @pytest.mark.parametrize("rights", list(Rights))

@@ -11,7 +11,7 @@ import pytest
 
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here, why_not
-from fxcomp.errors import HostsUnavailable, PeerFailed
+from fxcomp.errors import PeerFailed, Unsupported
 
 MEET = """
     import os
@@ -201,7 +201,7 @@ def test_a_link_carries_no_more_than_the_rate_asked_for_and_the_rate_can_change(
 
 
 def test_a_network_without_hosts_is_refused():
-    with pytest.raises(HostsUnavailable, match="at least one host"):
+    with pytest.raises(Unsupported, match="at least one host"):
         ShapedHosts(0)
 
 
@@ -231,5 +231,5 @@ def test_all_reasons_are_told_where_no_right_is_enough(monkeypatch: pytest.Monke
         (7, "here: in a user namespace: fo"),
     ):
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        with pytest.raises(HostsUnavailable, match=reasons):
+        with pytest.raises(Unsupported, match=reasons):
             rights_here(lambda _: "forbidden")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 
 VOCABULARY = 256
@@ -50,7 +50,7 @@ def load_text(limit_bytes: int = 4_000_000, folder: Path | None = None) -> Text:
         parts[is_validation].append(content)
         names[is_validation].append(path.relative_to(folder).as_posix())
     if not parts[True]:
-        raise BadJob(
+        raise BadOption(
             f"the training text is the standard library's source, but {folder} has fewer than {_VALIDATION_EVERY} "
             "Python files.\n  Use a Python that was installed with its sources."
         )

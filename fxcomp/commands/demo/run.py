@@ -24,7 +24,7 @@ from fxcomp.cluster.link import parse_gb_per_s
 from fxcomp.commands.demo.launch_ranks import of_module, run_ranks
 from fxcomp.commands.demo.result import WIDTH, Contestant, describe
 from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here
-from fxcomp.errors import BadOption, HostsUnavailable
+from fxcomp.errors import BadOption, Unsupported
 from fxcomp.report.terminal import encodable, width_of
 from fxcomp.status_line import takes_status_lines, written_over
 
@@ -138,7 +138,7 @@ def place_for(inter: str, find_rights: Callable[[], Rights] = rights_here) -> Me
         return MeetingPlace(None)
     try:
         return MeetingPlace(inter, find_rights())
-    except HostsUnavailable as error:
+    except Unsupported as error:
         sentence = f"No link of {inter} can be shaped, so this runs over loopback, where the network costs little"
         return MeetingPlace(None, sentence=f"{sentence} ({error}).")
 

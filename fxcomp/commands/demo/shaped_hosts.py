@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.errors import HostsUnavailable
+from fxcomp.errors import Unsupported
 
 _SLEEP = "echo ready; read _"
 _WHERE_ROOTS_TOOLS_ARE = ("/usr/sbin", "/sbin")  # not on every user's PATH: Debian's users lack `ip` and `tc`
@@ -80,9 +80,9 @@ def run_tool(command: list[str]) -> str:
     try:
         done = subprocess.run([tool_path(command[0]), *command[1:]], capture_output=True, text=True, check=False)
     except OSError as error:
-        raise HostsUnavailable(f"{command[0]} does not start: {error.strerror}") from None
+        raise Unsupported(f"{command[0]} does not start: {error.strerror}") from None
     if done.returncode != 0:
-        raise HostsUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise Unsupported(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -102,12 +102,12 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
             start_new_session=True,  # deaf to Ctrl-C in the terminal: its namespace is needed until ranks have ended
         )
     except OSError as error:
-        raise HostsUnavailable(f"{command[0]} does not start: {error.strerror}") from None
+        raise Unsupported(f"{command[0]} does not start: {error.strerror}") from None
     assert holder.stdout is not None, "asked for a pipe"
     if holder.stdout.readline() == "ready\n":
         return holder
     _, errors = holder.communicate()
-    raise HostsUnavailable(f"`{' '.join(command[: command.index('sh')])}` failed: {errors.strip()}")
+    raise Unsupported(f"`{' '.join(command[: command.index('sh')])}` failed: {errors.strip()}")
 
 
 INTERFACE = "eth0"  # a host's only way out
@@ -126,7 +126,7 @@ class ShapedHosts:
 
     def __init__(self, count: int, rate: str | None = None, rights: Rights | None = None) -> None:
         if count < 1:
-            raise HostsUnavailable(f"a network needs at least one host, not {count}")
+            raise Unsupported(f"a network needs at least one host, not {count}")
         if rate is not None:
             parse_gb_per_s(rate)
         self.count = count
@@ -199,15 +199,15 @@ class ShapedHosts:
 
 
 def rights_here(attempt: Callable[[Rights], str | None] | None = None) -> Rights:
-    """Find by what right links can be shaped here, or raise `HostsUnavailable` with the reasons why by none.
+    """Find by what right links can be shaped here, or raise `Unsupported` with the reasons why by none.
 
     `attempt` says what is in the way of one right; it makes a network if it is not given.
     """
     if not sys.platform.startswith("linux"):
-        raise HostsUnavailable("shaped hosts need Linux network namespaces")
+        raise Unsupported("shaped hosts need Linux network namespaces")
     missing = missing_tools(*_TOOLS)
     if missing:
-        raise HostsUnavailable(f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)")
+        raise Unsupported(f"shaped hosts need {' and '.join(missing)} (packages iproute2 and util-linux)")
     attempt = attempt or _attempt
     reasons: list[str] = []
     for rights in (Rights.ROOT, Rights.USER_NAMESPACE) if os.geteuid() == 0 else (Rights.USER_NAMESPACE,):
@@ -215,14 +215,14 @@ def rights_here(attempt: Callable[[Rights], str | None] | None = None) -> Rights
         if reason is None:
             return rights
         reasons.append(f"{rights.value}: {reason}")
-    raise HostsUnavailable(f"shaped hosts cannot be made here: {'; '.join(reasons)}")
+    raise Unsupported(f"shaped hosts cannot be made here: {'; '.join(reasons)}")
 
 
 def why_not() -> str | None:
     """Say what is missing for shaped hosts; None if they work."""
     try:
         rights_here()
-    except HostsUnavailable as error:
+    except Unsupported as error:
         return str(error)
     return None
 
@@ -231,7 +231,7 @@ def _attempt(rights: Rights) -> str | None:
     try:
         with ShapedHosts(1, "1gbit", rights):
             return None
-    except HostsUnavailable as error:
+    except Unsupported as error:
         return str(error)
 
 
@@ -271,4 +271,4 @@ def _sent_bytes(table: str, interface: str) -> int:
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
             return int(counters.split()[8])
-    raise HostsUnavailable(f"no network interface is called {interface!r} here")
+    raise Unsupported(f"no network interface is called {interface!r} here")
