@@ -133,7 +133,7 @@ class Compiler:
     def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
         """Read what there is to decide about, with what exchanging the momenta of some parameters adds.
 
-        Raises UnsupportedOptimizer where the exchange of one of these cannot move.
+        Raises Unsupported where the exchange of one of these cannot move.
         """
         note_work(graph)
         gm = run(graph, (*self.labelling(), *self._annotating(costs)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level, check_is_cluster
 from fxcomp.cluster.link import Link
-from fxcomp.errors import BadCluster, FxcompError, NoProcessGroup, PeerFailed, RanksApart
+from fxcomp.errors import BadCall, BadOption, FxcompError, PeerFailed, RanksApart
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Conversation, check_store
@@ -93,7 +93,7 @@ class Ranks:
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
         """Find the others, who must all come here for the same `what`, as many times as this rank.
 
-        They are the ranks of a process group; None is the whole job. Raises NoProcessGroup, BadOption, BadCluster.
+        They are the ranks of a process group; None is the whole job. Raises BadCall and BadOption.
         """
         if not (dist.is_available() and dist.is_initialized()):
             _check_alone(cluster, group)
@@ -274,7 +274,7 @@ class Ranks:
         return work() if self._talk is None else self._talk.from_rank_0(topic, work)
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ModelsDiffer unless all ranks bring the same facts."""
+        """Raise ReplicasDiffer unless all ranks bring the same facts."""
         if self._talk is not None:
             self._talk.check_same(topic, facts)
 
@@ -349,7 +349,7 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
     knows: `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise NoProcessGroup(
+        raise BadCall(
             "torch.distributed is not initialised in this process, so there is no group to describe.\n"
             "  Call torch.distributed.init_process_group first, or write the cluster: fxcomp.Cluster.parse('8x4', ...)."
         )
@@ -385,13 +385,13 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
     """Refuse a cluster of several ranks, and a group, in a process without torch.distributed."""
     check_is_cluster(cluster)
     if cluster is not None and cluster.world_size > 1:
-        raise NoProcessGroup(
+        raise BadCall(
             f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this"
             " process.\n  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use"
             " fxcomp explain to ask about a cluster that is not here."
         )
     if group is not None:
-        raise NoProcessGroup(
+        raise BadCall(
             "process_group= was given, but torch.distributed is not initialised in this process.\n"
             "  Call torch.distributed.init_process_group first."
         )
@@ -408,7 +408,7 @@ def _tell_who_trains_alone(what: str) -> None:
 def _check_size(cluster: Cluster | None, world_size: int) -> None:
     check_is_cluster(cluster)
     if cluster is not None and cluster.world_size != world_size:
-        raise BadCluster(
+        raise BadOption(
             f"the cluster {cluster.shape} has {cluster.world_size} ranks, the process group has {world_size}"
         )
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fxcomp import compat
 from fxcomp.capture.random_state import drop_idle_states
-from fxcomp.errors import UnsupportedFeature, UnsupportedParameter
+from fxcomp.errors import Unsupported
 from fxcomp.graph.edit import call, clone, is_collective, refresh_value
 from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, has_info, info, set_info
 from fxcomp.graph.ops import ALL_REDUCE, RNG_STATE, SET_RNG_STATE, WAIT
@@ -63,7 +63,7 @@ def _name(source: str) -> str:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if compat.is_subclass(parameter):
-        raise UnsupportedParameter(
+        raise Unsupported(
             f"the parameter {name!r} is a {type(parameter).__name__}; only plain tensors can be trained.\n"
             "  Compile the model before it is sharded: fxcomp keeps whole replicas."
         )
@@ -97,7 +97,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         if values[place] is None:
             continue
         if source is None:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 "two inputs of the graph share memory and one is written to, so gradients cannot be told apart.\n"
                 "  Do not pass a view of a parameter to the compiled function."
             )
@@ -164,7 +164,7 @@ def _keep_exchanges(gm: GraphModule, members: Members) -> None:
             ours.add(node)
             reduced = Members.of(compat.process_group(str(node.args[-1])))
             if set(reduced.numbers) != set(members.numbers):
-                raise UnsupportedFeature(
+                raise Unsupported(
                     f"the gradient of {info(carried).parameter!r} is reduced over {reduced}; fxcomp averages over"
                     f" {members}.\n  Leave the reduction out, or pass its group as process_group=."
                 )
@@ -202,7 +202,7 @@ def _check_operators(gm: GraphModule) -> None:
         module = getattr(node.target, "__module__", "")
         plain = compat.is_operator(node.target) or module in ("_operator", "math", "torch")
         if node.op == "call_function" and not plain:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"the backward pass uses {node.target}, which is not a plain operator.\n"
                 "  Operators that take functions (loops, branches, flexible attention) are not supported."
             )

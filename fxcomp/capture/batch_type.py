@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.capture.structures import flatten, flatten_with_paths, is_plain
-from fxcomp.errors import CaptureFailed, UnsupportedBatch, UnsupportedModel, UnsupportedParameter
+from fxcomp.errors import CaptureFailed, Unsupported
 from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
@@ -70,18 +70,18 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse parameters and buffers of kinds that are not captured. Raises UnsupportedParameter, UnsupportedModel."""
+    """Refuse parameters and buffers of kinds that are not captured. Raises Unsupported."""
     for name, parameter in model.named_parameters():
         if why := why_not(parameter):
-            raise UnsupportedParameter(f"the parameter {name!r} {why}")
+            raise Unsupported(f"the parameter {name!r} {why}")
         if overlaps(parameter):
-            raise UnsupportedParameter(
+            raise Unsupported(
                 f"several elements of the parameter {name!r} lie in one place of memory, as .expand() makes them: one"
                 " update would write them more than once.\n  Give each its own: nn.Parameter(value.clone())."
             )
     for name, buffer in cast("Iterable[tuple[str, Tensor]]", model.named_buffers()):
         if why := why_not(buffer) or _unwritable(buffer):
-            raise UnsupportedModel(f"the buffer {name!r} {why}")
+            raise Unsupported(f"the buffer {name!r} {why}")
 
 
 def _unwritable(buffer: Tensor) -> str | None:
@@ -239,7 +239,7 @@ class BatchType:
 
 
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
-    """Read the type of a batch, and its leaves. Raises UnsupportedBatch."""
+    """Read the type of a batch, and its leaves. Raises Unsupported."""
     leaves, structure = flatten(batch)
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
@@ -272,7 +272,7 @@ def _plain_text(leaf: Hashable) -> str:
 def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[int, int]) -> Hashable:
     if isinstance(leaf, Tensor):
         if why := why_not(leaf):
-            raise UnsupportedBatch(f"tensor number {place} of the batch {why}")
+            raise Unsupported(f"tensor number {place} of the batch {why}")
         strides = None if leaf.is_contiguous() else leaf.stride()
         same_as = tensors.setdefault(id(leaf), place)
         shares_with = memories.setdefault(memory_of(leaf), place)
@@ -286,7 +286,7 @@ def _leaf_type(leaf: Any, place: int, tensors: dict[int, int], memories: dict[in
     remedy = "pass torch.as_tensor of it" if getattr(leaf, "ndim", 0) else remedy
     if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
         remedy = "pass vars() of it, a dict of its attributes, or make its class a dataclass"
-    raise UnsupportedBatch(
+    raise Unsupported(
         f"a batch holds a {name_of_class(leaf)}; it may hold tensors, numbers, strings and None in tuples, lists and"
         f" dicts.\n  Make it one of these: {remedy}."
     )

@@ -235,22 +235,22 @@ def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
 
 def _checked(loss: Any) -> Tensor:
     if isinstance(loss, compat.SYMBOLS):
-        raise errors.UnsupportedResult(
+        raise errors.Unsupported(
             "loss_fn returned a number that it read from a tensor, which has no gradient; it must return the scalar"
             " loss itself, or a pair (loss, aux).\n  Leave out .item(): return loss."
         )
     if not isinstance(loss, Tensor):
-        raise errors.UnsupportedResult(
+        raise errors.Unsupported(
             f"loss_fn returned a {type(loss).__name__}; it must return the scalar loss, or a pair (loss, aux).\n"
             "  For a model that returns an output object, return its loss: lambda model, batch: model(**batch).loss"
         )
     if loss.dim() != 0:
-        raise errors.UnsupportedResult(
+        raise errors.Unsupported(
             f"loss_fn returned a loss of shape {tuple(loss.shape)}; it must be a scalar.\n"
             "  Reduce it in loss_fn, for example with .mean()."
         )
     if not loss.requires_grad:
-        raise errors.UnsupportedResult("the loss does not depend on any trainable parameter: nothing to train")
+        raise errors.Unsupported("the loss does not depend on any trainable parameter: nothing to train")
     return loss
 
 
@@ -307,7 +307,7 @@ def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
 def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
     for name, gradient in named.items():
         if gradient is not None and gradient.layout is not torch.strided:
-            raise errors.UnsupportedParameter(
+            raise errors.Unsupported(
                 f"the gradient of {name!r} is sparse ({gradient.layout}), which cannot be put into a bucket.\n"
                 "  Build the layer with sparse=False."
             )
@@ -316,13 +316,13 @@ def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
 def _constant(leaf: Any) -> Constant | None:
     """Make a constant of a leaf of the auxiliary result; None for tensors, and for numbers that follow from sizes.
 
-    The graph returns those. Raises UnsupportedResult for other values.
+    The graph returns those. Raises Unsupported for other values.
     """
     if isinstance(leaf, Tensor) or compat.is_open(leaf):
         return None
     leaf = compat.as_number(leaf)
     if not is_plain(leaf):
-        raise errors.UnsupportedResult(
+        raise errors.Unsupported(
             f"loss_fn returns a {name_of_class(leaf)} beside the loss, which a compiled step would not make again.\n"
             "  Return tensors, numbers, strings and None in tuples, lists and dicts."
         )

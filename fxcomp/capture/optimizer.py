@@ -77,16 +77,16 @@ def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
 
 
 def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """List the optimizers of a model. Raises UnsupportedOptimizer where there are none, or what is none."""
+    """List the optimizers of a model. Raises Unsupported where there are none, or what is none."""
     found: tuple[Any, ...] = tuple(given) if is_sequence(given) else (given,)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
-            raise errors.UnsupportedOptimizer(
+            raise errors.Unsupported(
                 f"optimizer= got a {type(each).__name__}, which is no torch.optim.Optimizer.\n"
                 "  Give one optimizer, or a list of those that update different parameters of the model."
             )
     if not found:
-        raise errors.UnsupportedOptimizer("optimizer= is an empty list.\n  Give the optimizers of the model.")
+        raise errors.Unsupported("optimizer= is an empty list.\n  Give the optimizers of the model.")
     return found
 
 
@@ -106,22 +106,22 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> errors.UnsupportedOptimizer:
+def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> errors.Unsupported:
     """Make the error for an optimizer whose step is not captured."""
     alternative = "fxcomp.ddp_hook and fxcomp.compile_model(model) leave the optimizer yours."
-    return errors.UnsupportedOptimizer(
+    return errors.Unsupported(
         f"the step of {class_name(optimizer)} {why}.\n  {remedy}{'. Or: ' if remedy else ''}{alternative}"
     )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizer for hooks, an option or an optimizer inside that a captured step would not follow.
+    """Raise Unsupported for hooks, an option or an optimizer inside that a captured step would not follow.
 
     From then on the optimizer is watched for eager steps and for states that are loaded.
     """
     fresh_states(optimizer)
     if hooks := compat.optimizer_hooks(optimizer, forget_written):
-        raise errors.UnsupportedOptimizer(
+        raise errors.Unsupported(
             f"the optimizer has a {' and a '.join(hooks)}, which a captured step would not call.\n"
             "  Remove it, or do its work around step(batch)."
         )
@@ -130,10 +130,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise refused(optimizer, f"calls that of another optimizer, its {name!r} of {class_name(value)}")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise errors.UnsupportedOptimizer("differentiable=True is not captured: build the optimizer without it")
+            raise errors.Unsupported("differentiable=True is not captured: build the optimizer without it")
         on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"]) and not compat.imagined_device()
         if group.get("capturable") and on_cpu:
-            raise errors.UnsupportedOptimizer(
+            raise errors.Unsupported(
                 "capturable=True is for parameters on an accelerator, and these are on the CPU, where PyTorch refuses"
                 " it too.\n  Build the optimizer without it."
             )

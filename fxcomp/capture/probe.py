@@ -119,7 +119,7 @@ class Habits:
 def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
     """Find the habits of an optimizer in each group of the parameters that it updates.
 
-    Raises UnsupportedOptimizer for a step that does what no graph of one parameter's update can do.
+    Raises Unsupported for a step that does what no graph of one parameter's update can do.
     """
     members: dict[int, list[Owned]] = {}
     for owner in sorted(owned, key=lambda owner: owner.parameter.numel()):
@@ -162,7 +162,7 @@ class _Probe:
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Find what the steps do. Raises UnsupportedOptimizer."""
+        """Find what the steps do. Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -189,7 +189,7 @@ class _Probe:
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
-        """Find Python numbers in the state that grow evenly. Raises UnsupportedOptimizer for others that change."""
+        """Find Python numbers in the state that grow evenly. Raises Unsupported for others that change."""
         seen: dict[str, list[Any]] = {}
         value, state = first.value, first.state
         for _ in range(_STEPS):

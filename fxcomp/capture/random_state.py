@@ -97,7 +97,7 @@ def _stand_in(real: torch.Generator, call: Call) -> torch.Generator:
 
 
 def _refuse(what: str, at: str | None = None) -> NoReturn:
-    raise errors.SeedsGenerator(
+    raise errors.CaptureFailed(
         f"the step {what}{f', at {at}' if at else ''}: a compiled step does not run that Python again.\n"
         "  Seed the default generator by torch.manual_seed(...), between torch.random.fork_rng() if others draw from"
         " it: a compiled step does that each time. Or draw outside, and pass the numbers in the batch or keep them in"
@@ -196,7 +196,7 @@ def check_draws_again(body: GraphModule, loss: Node) -> None:
             if not seen_loss:
                 of_forward.add(node.args)
         elif seen_loss and not replays and compat.draws(node):
-            raise errors.RandomRecomputation(
+            raise errors.CaptureFailed(
                 f"the backward pass draws random numbers ({node.target}) that are not the forward pass's: a"
                 " gradient hook that draws, or activation checkpointing around dropout with"
                 " preserve_rng_state=False.\n  Under checkpointing, gradients would be of other masks than the loss,"

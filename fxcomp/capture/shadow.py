@@ -23,7 +23,7 @@ def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = Fals
 
     The constructor does not run: it may ask for more than the groups tell. An attribute that holds one of the user's
     parameters gets an empty tensor in its place, so that no step of the shadow reaches them; with `knows_parameters`
-    it keeps them. Raises UnsupportedOptimizer for an attribute that cannot be copied, such as a lock or an open file.
+    it keeps them. Raises Unsupported for an attribute that cannot be copied, such as a lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

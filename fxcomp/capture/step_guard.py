@@ -31,7 +31,7 @@ from fxcomp.capture.optimizer import (
 )
 from fxcomp.capture.training import Training
 from fxcomp.capture.watch import Signature
-from fxcomp.errors import StepChanged, UnsupportedMode
+from fxcomp.errors import StepChanged, Unsupported
 from fxcomp.runtime.arrivals import has_foreign_hooks
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -172,7 +172,7 @@ READ: dict[str, Callable[[], Hashable]] = {
 
 
 def surroundings() -> tuple[Hashable, ...]:
-    """Read the settings that tracing bakes in. Raises UnsupportedMode."""
+    """Read the settings that tracing bakes in. Raises Unsupported."""
     if modes := compat.function_modes():
         _refuse(f"the TorchFunctionMode {modes[0]} is", "Enter it inside loss_fn, where it is traced with the rest.")
     if mode := compat.dispatch_mode():
@@ -194,7 +194,7 @@ def surroundings() -> tuple[Hashable, ...]:
 
 
 def _refuse(what: str, remedy: str) -> None:
-    raise UnsupportedMode(f"{what} on around the compiled step, which would not take part in it.\n  {remedy}")
+    raise Unsupported(f"{what} on around the compiled step, which would not take part in it.\n  {remedy}")
 
 
 T = TypeVar("T")

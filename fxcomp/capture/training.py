@@ -30,7 +30,7 @@ from fxcomp.capture.optimizer import GivenOptimizers, Owned, all_optimizers, che
 from fxcomp.capture.optimizer_state import materialize_state
 from fxcomp.capture.probe import Habits, probe
 from fxcomp.capture.watch import Watch
-from fxcomp.errors import ScaleNotUpdated, UnsupportedParameter, UnsupportedResult
+from fxcomp.errors import BadCall, Unsupported
 from fxcomp.plan.kinds import check_is_trainable
 from fxcomp.runtime.arrivals import has_foreign_hooks
 
@@ -45,12 +45,12 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: Any, optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[Owned]) -> LossScale | None:
-        """Take an enabled GradScaler; None for none. Raises UnsupportedParameter, as `scaler.unscale_` refuses them."""
+        """Take an enabled GradScaler; None for none. Raises Unsupported, as `scaler.unscale_` refuses them."""
         if scaler is None:
             return None
         for each in owned:
             if each.parameter.dtype is torch.float16:
-                raise UnsupportedParameter(
+                raise Unsupported(
                     f"the parameter {each.name!r} is torch.float16, and so is its gradient: without the scale small"
                     " values of it are zero, as they would be had the loss not been scaled.\n"
                     "  Keep parameters in float32 and compute in float16 under torch.autocast, or leave scaler= out."
@@ -68,9 +68,9 @@ class LossScale:
         return self.scale.double().reciprocal().float()
 
     def check_updated(self) -> None:
-        """Raise ScaleNotUpdated unless the scaler was told that the last step is over."""
+        """Raise BadCall unless the scaler was told that the last step is over."""
         if any(compat.awaits_update(self.scaler, optimizer) for optimizer in self.optimizers):
-            raise ScaleNotUpdated(
+            raise BadCall(
                 "scaler.update() was not called since the last step, or scaler.unscale_ or scaler.step was.\n"
                 "  Call scaler.update() once after each step that updates parameters. The step itself unscales, clips"
                 " and steps: leave scaler.scale, scaler.unscale_ and scaler.step out."
@@ -106,13 +106,13 @@ class WeightedLoss:
         """The count as a tensor of one element in double precision, whole up to 2^53."""
         if isinstance(self.count, Tensor):
             if self.count.numel() != 1:
-                raise UnsupportedResult(
+                raise Unsupported(
                     f"the count of a WeightedLoss has the shape {tuple(self.count.shape)}; it must be one number.\n"
                     "  Sum it up in loss_fn: WeightedLoss(losses.sum(), weights.sum())."
                 )
             return self.count.detach().to(self.sum.device, torch.float64).reshape(1)
         if not isinstance(self.count, numbers.Real | torch.SymInt | torch.SymFloat):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UnsupportedResult(
+            raise Unsupported(
                 f"the count of a WeightedLoss is a {type(self.count).__name__}; it must be a tensor of one element or a"
                 " number."
             )
@@ -210,12 +210,12 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     for index, (optimizer, group) in enumerate(places):
         for place, parameter in enumerate(optimizer.param_groups[group]["params"]):
             if id(parameter) in group_of and group_of[id(parameter)][0] is not optimizer:
-                raise errors.UnsupportedOptimizer(
+                raise errors.Unsupported(
                     f"two optimizers update {names[id(parameter)]!r}: {class_name(group_of[id(parameter)][0])} and"
                     f" {class_name(optimizer)}.\n  Give each parameter to one of them."
                 )
             if id(parameter) not in names:
-                raise errors.UnsupportedOptimizer(
+                raise errors.Unsupported(
                     f"the optimizer updates a parameter that the model does not own: number {place} of parameter "
                     f"group {index}, shape {tuple(parameter.shape)}.\n"
                     "  Build the optimizer from this model's parameters, after the model has been moved or wrapped. If"
@@ -237,7 +237,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
         _check_parameter(name, parameter)
         owned.append(Owned(name, parameter, *group_of[id(parameter)]))
     if not owned:
-        raise errors.UnsupportedParameter("the optimizer updates no trainable parameter of the model")
+        raise errors.Unsupported("the optimizer updates no trainable parameter of the model")
     return tuple(owned)
 
 
@@ -256,19 +256,19 @@ _PARAMETRIZED: Mapping[type, str] = {
 def _check_is_bare(model: nn.Module) -> None:
     """Refuse a model that reduces or shards by itself: gradients would be reduced twice, or be parts."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise errors.UnsupportedModel(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
+        raise errors.Unsupported(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         where = f"the module {name!r}" if name else "the model"
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
-                raise errors.UnsupportedModel(
+                raise errors.Unsupported(
                     f"{where} is wrapped by {kind.__module__}.{kind.__name__}, which communicates by itself.\n"
                     "  Give compile_step the plain model (of a DistributedDataParallel, its .module): it averages"
                     " gradients itself. To keep the wrapper, see fxcomp.ddp_hook and, for fully_shard,"
                     " fxcomp.average_replicas."
                 )
         if isinstance(module, torch.jit.ScriptModule):
-            raise errors.UnsupportedModel(
+            raise errors.Unsupported(
                 f"{where} is a {type(module).__name__} of torch.jit: its parameters and code are in C++, where capture"
                 " cannot replace them.\n"
                 "  Give compile_step the model without torch.jit.script and torch.jit.trace, and script it after"
@@ -282,7 +282,7 @@ def _check_weights(model: nn.Module) -> None:
         hooks = cast("Mapping[int, object]", module._forward_pre_hooks)  # pyright: ignore[reportUnknownMemberType]
         for kind, hook in product(_PARAMETRIZED, hooks.values()):
             if isinstance(hook, kind):
-                raise errors.UnsupportedModel(
+                raise errors.Unsupported(
                     f"the module {name!r} has a {type(hook).__name__} hook, which computes a weight and stores it at"
                     " each forward pass.\n"
                     f"  Use torch.nn.utils.{_PARAMETRIZED[kind]} instead, after removing the hook."
@@ -295,7 +295,7 @@ def _check_devices(model: nn.Module) -> None:
         devices.setdefault(str(tensor.device), name)
     if len(devices) > 1 and not compat.imagined_device():
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise errors.UnsupportedModel(
+        raise errors.Unsupported(
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
         )
 
@@ -303,7 +303,7 @@ def _check_devices(model: nn.Module) -> None:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     check_is_trainable(name, parameter.dtype)
     if has_foreign_hooks(parameter):
-        raise errors.UnsupportedParameter(
+        raise errors.Unsupported(
             f"the parameter {name!r} has a gradient hook, which a captured step would not call.\n"
             "  Remove it, or do its work in the loss function."
         )

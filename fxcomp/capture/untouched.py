@@ -42,7 +42,7 @@ _GLOBAL: Mapping[str, Any] = {
 
 @contextmanager
 def untouched(watched: Watched) -> Generator[None]:
-    """Leave watched values and generators as they were. Raises CaptureFailed and DrawsInPython, naming what changed.
+    """Leave watched values and generators as they were. Raises CaptureFailed, naming what changed.
 
     Around the whole trace: inside it, copies of tensors would be part of it.
     """
@@ -64,7 +64,7 @@ def untouched(watched: Watched) -> Generator[None]:
                 moved.append(name)
                 _restore(generator, state)
     if moved:
-        raise errors.DrawsInPython(
+        raise errors.CaptureFailed(
             f"the loss function or a forward pass seeds or draws from {' and '.join(moved)}: a compiled step does not"
             " run that Python again, and would repeat today's numbers for ever.\n"
             "  Draw outside and pass the numbers in the batch, as tensors; or draw with torch.rand, and select with"

@@ -48,7 +48,7 @@ def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None
 
 
 def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]) -> None:
-    """Compare a traced update with the class's own where all numbers have changed. Raises UnsupportedOptimizer."""
+    """Compare a traced update with the class's own where all numbers have changed. Raises Unsupported."""
     unused = _without_users(traced, len(numbers) + len(habits.counters))
     if (type(owner.optimizer) in KNOWN and not unused) or owner.parameter.is_meta:
         return
@@ -64,7 +64,7 @@ def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Map
             )
         for key, value in numbers.items():
             if not trial.agrees({**numbers, key: value * _CHANGE}, 0):
-                raise errors.UnsupportedOptimizer(
+                raise errors.Unsupported(
                     f"the update of {owner.name!r} was traced with {key} of parameter group {owner.group} as a"
                     " constant, so that a schedule would be ignored.\n  Let the optimizer's step use it as it is,"
                     " without float() or math functions."

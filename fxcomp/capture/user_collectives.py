@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.errors import NoProcessGroup, UnsupportedFeature
+from fxcomp.errors import BadCall, Unsupported
 from fxcomp.graph.ops import EXCHANGE
 from fxcomp.runtime.exchange import IN_PLACE, ExchangeKind
 
@@ -48,7 +48,7 @@ def _explaining_no_group() -> Generator[None]:
     except (ValueError, RuntimeError) as error:
         if "process group" not in str(error):
             raise
-        raise NoProcessGroup(
+        raise BadCall(
             "the loss function uses torch.distributed, which is not initialised in this process.\n"
             f"  {_where(error)}{str(error).splitlines()[0]}\n"
             "  Call torch.distributed.init_process_group first. To ask about a cluster on one process, let the job make"
@@ -59,7 +59,7 @@ def _explaining_no_group() -> Generator[None]:
 def _check_batch_norm(model: nn.Module) -> None:
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size(module.process_group) > 1:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"{name or 'the model'} is a SyncBatchNorm, whose statistics over all ranks leave out ranks with no"
                 " samples: it decides by values.\n"
                 "  Use BatchNorm, whose running statistics are rank 0's on all ranks, or GroupNorm or LayerNorm."
@@ -169,7 +169,7 @@ def _record(collective: _CollectiveCall, named: Mapping[str, Any]) -> None:
 
 
 def _refuse(what: str) -> Any:
-    raise UnsupportedFeature(
+    raise Unsupported(
         f"the loss function uses {what}, which a compiled step cannot repeat.\n"
         f"  {_where()}"
         "Exchange tensors (all_reduce, all_gather, broadcast, reduce_scatter, gather, scatter, all_to_all), or do it"

@@ -18,7 +18,7 @@ from typing import Any
 from fxcomp.cluster.link import MOST_RANKS, Link, check_ranks, shortened
 from fxcomp.cluster.seating import Level, Seating, Tier, join_units, parse_clauses, parse_shape
 from fxcomp.cluster.topology import GroupTopology, Tree
-from fxcomp.errors import BadCluster, BadOption
+from fxcomp.errors import BadOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Cluster(Seating):
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
-            raise BadCluster(
+            raise BadOption(
                 f"a cluster needs at least 1 host and 1 rank a host, not {self.hosts}x{self.ranks_per_host}"
             )
         check_ranks(len(self.placement) or self.hosts * self.ranks_per_host)
@@ -68,7 +68,7 @@ class Cluster(Seating):
             object.__setattr__(self, "placement", filled)
         counts = Counter(self.placement)
         if sorted(counts) != list(range(self.hosts)) or max(counts.values()) != self.ranks_per_host:
-            raise BadCluster(
+            raise BadOption(
                 f"the placement {shortened(self.placement)} does not put {self.ranks_per_host} ranks on each of"
                 f" {self.hosts} hosts (the fullest, if they differ)"
             )
@@ -76,7 +76,7 @@ class Cluster(Seating):
         for tier in self.above:
             count = len(set(tier.units))
             if len(tier.units) != below or set(tier.units) != set(range(count)):
-                raise BadCluster(
+                raise BadOption(
                     f"the {tier.name}s {shortened(tier.units)} must say for each of the {below} units below which one"
                     " it is in, counted from 0 without gaps"
                 )
@@ -87,7 +87,7 @@ class Cluster(Seating):
         """Make a cluster from each rank's host, `placement`, the links `intra` and `inter`, and tiers `above` hosts."""
         hosts = tuple(placement)
         if not hosts:
-            raise BadCluster("a cluster needs at least 1 rank")
+            raise BadOption("a cluster needs at least 1 rank")
         fullest = max(Counter(hosts).values())
         return cls(len(set(hosts)), fullest, intra=intra, inter=inter, placement=hosts, above=above)
 
@@ -116,11 +116,11 @@ class Cluster(Seating):
         latency is that between hosts.
         """
         if hosts_per_rack < 1:
-            raise BadCluster(f"a rack needs at least 1 host, not {hosts_per_rack}")
+            raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
         if hosts_per_rack > MOST_RANKS:
-            raise BadCluster(f"a rack may have {MOST_RANKS:,} hosts, not {shortened(hosts_per_rack)}")
+            raise BadOption(f"a rack may have {MOST_RANKS:,} hosts, not {shortened(hosts_per_rack)}")
         if not oversubscription > 0:
-            raise BadCluster(f"an oversubscription is above 0, like 4 for 4:1, not {oversubscription:g}")
+            raise BadOption(f"an oversubscription is above 0, like 4 for 4:1, not {oversubscription:g}")
         units = tuple(host // hosts_per_rack for host in range(self.hosts))
         share = hosts_per_rack * self.inter.count / oversubscription
         uplink = link or replace(self.inter.at_gb_per_s(self.inter.gb_per_s * share), count=1, is_shared=False)
@@ -131,7 +131,7 @@ class Cluster(Seating):
         members = tuple(ranks)
         bad = [rank for rank in members if not 0 <= rank < self.world_size]
         if bad or not members or len(set(members)) != len(members):
-            raise BadCluster(
+            raise BadOption(
                 f"a group has ranks of 0 to {self.world_size - 1}, each once, in a cluster of {self.world_size}; it is"
                 f" {shortened(members)}"
             )
@@ -180,16 +180,16 @@ class Cluster(Seating):
         intra, inter = links.get("intra", intra), links.get("inter", inter)
         if intra is None or inter is None:
             missing = "inter" if inter is None else "intra"
-            raise BadCluster(f"the cluster {text!r} does not say its {missing} link: add like: , {missing} 25gbit")
+            raise BadOption(f"the cluster {text!r} does not say its {missing} link: add like: , {missing} 25gbit")
         racks, sizes = parse_shape(shape)
         filled = placement or tuple(host for host, size in enumerate(sizes) for _ in range(size))
         cluster = cls.placed(filled, intra=intra, inter=inter)
         if cluster.shape != join_units(map(str, sizes)):
-            raise BadCluster(f"the cluster {text!r} places its ranks as {cluster.shape}")
+            raise BadOption(f"the cluster {text!r} places its ranks as {cluster.shape}")
         if racks > 1:
             return cluster.with_racks(len(sizes) // racks, link=links.get("rack"))
         if "rack" in links:
-            raise BadCluster(f"the cluster {text!r} has a rack link and one rack: write it like 2x8x4, racks first")
+            raise BadOption(f"the cluster {text!r} has a rack link and one rack: write it like 2x8x4, racks first")
         return cluster
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Cluster(Seating):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        """Build a cluster from `data` of `to_json`. Raises BadCluster."""
+        """Build a cluster from `data` of `to_json`. Raises BadOption."""
         try:
             return cls(
                 hosts=data["hosts"],
@@ -215,8 +215,10 @@ class Cluster(Seating):
                 placement=tuple(data["placement"]),
                 above=tuple(Tier(t["name"], Link(**t["link"]), tuple(t["units"])) for t in data.get("above", ())),
             )
+        except BadOption:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadCluster(f"this is not a cluster: {type(error).__name__}: {error}") from None
+            raise BadOption(f"this is not a cluster: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
         """Write what `parse` reads back, unless racks are uneven or several tiers lie above the hosts."""

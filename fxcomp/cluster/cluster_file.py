@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 
 from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.link import Link
-from fxcomp.errors import BadCluster
+from fxcomp.errors import BadOption
 
 INTRA_ALPHA_US = 5.0  # assumed: ranks inside a host
 
@@ -31,25 +31,25 @@ T = TypeVar("T")
 
 
 def load_cluster(path: str | Path, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
-    """Read the cluster file `path`; `intra` and `inter` win over what it says. Raises BadCluster with file and key."""
+    """Read the cluster file `path`; `intra` and `inter` win over what it says. Raises BadOption with file and key."""
     try:
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise BadCluster(f"cannot read the cluster {path}: {error.strerror}") from None
+        raise BadOption(f"cannot read the cluster {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # no text, or no TOML
-        raise BadCluster(f"cannot read the cluster {path}: it is not TOML: {error}") from None
+        raise BadOption(f"cannot read the cluster {path}: it is not TOML: {error}") from None
     return _File(str(path)).cluster(data, intra, inter)
 
 
 def parse_ratio(text: str) -> float:
-    """Read an oversubscription: `4:1`, `3:2` or `4`. Raises BadCluster."""
+    """Read an oversubscription: `4:1`, `3:2` or `4`. Raises BadOption."""
     over, _, under = text.partition(":")
     try:
         ratio = float(over) / float(under or 1)
     except (ValueError, ZeroDivisionError):
         ratio = 0.0
     if not 0 < ratio < float("inf"):
-        raise BadCluster(f"cannot read the oversubscription {text!r}: write it like 4:1")
+        raise BadOption(f"cannot read the oversubscription {text!r}: write it like 4:1")
     return ratio
 
 
@@ -64,14 +64,14 @@ class _File:
         inside = intra or self._link(data, "intra", INTRA_ALPHA_US)
         between = inter or self._link(data, "inter", 25.0)
         if ("cluster" in data) == ("placement" in data):
-            raise BadCluster(
+            raise BadOption(
                 f'{self.path}: write either cluster = "8x4", hosts x ranks per host, or placement = [0, 0, 1, 1], the'
                 " host of each rank"
             )
         if "cluster" in data:
             text = self._text("cluster", data["cluster"])
             if "," in text:
-                raise BadCluster(
+                raise BadOption(
                     f"{self.path}: cluster says more than how many ranks sit where, {text!r}: write links as intra and"
                     " inter, which --intra and --inter win over"
                 )
@@ -80,9 +80,9 @@ class _File:
             hosts = self._numbers("placement", data["placement"])
             made = self._read("placement", lambda: Cluster.placed(hosts, intra=inside, inter=between))
         if "rack" in data and "tier" in data:
-            raise BadCluster(f"{self.path}: [rack] and [[tier]] say the same in two ways: keep one")
+            raise BadOption(f"{self.path}: [rack] and [[tier]] say the same in two ways: keep one")
         if made.above and ("rack" in data or "tier" in data):
-            raise BadCluster(
+            raise BadOption(
                 f"{self.path}: cluster says which hosts are in a rack already: leave [rack] or [[tier]] out"
             )
         if "rack" in data:
@@ -96,9 +96,9 @@ class _File:
     def _in_racks(self, cluster: Cluster, rack: Mapping[str, object]) -> Cluster:
         self._check_keys("rack.", rack, ("hosts", "oversubscription", "link"))
         if "hosts" not in rack:
-            raise BadCluster(f"{self.path}: rack.hosts is missing: how many hosts a rack has, like hosts = 4")
+            raise BadOption(f"{self.path}: rack.hosts is missing: how many hosts a rack has, like hosts = 4")
         if "link" in rack and "oversubscription" in rack:
-            raise BadCluster(f"{self.path}: rack.link and rack.oversubscription say the same in two ways: keep one")
+            raise BadOption(f"{self.path}: rack.link and rack.oversubscription say the same in two ways: keep one")
         hosts = self._whole("rack.hosts", rack["hosts"])
         ratio = rack.get("oversubscription", "1:1")
         if not isinstance(ratio, int | float) or isinstance(ratio, bool):
@@ -113,13 +113,13 @@ class _File:
         self._check_keys(place, table, ("name", "link", "units"))
         for key in ("name", "units"):
             if key not in table:
-                raise BadCluster(f"{self.path}: {place}{key} is missing: a tier has name, link and units")
+                raise BadOption(f"{self.path}: {place}{key} is missing: a tier has name, link and units")
         name = self._text(f"{place}name", table["name"])
         return Tier(name, self._link(table, "link", 25.0, place), self._numbers(f"{place}units", table["units"]))
 
     def _link(self, table: Mapping[str, object], key: str, alpha_us: float, place: str = "") -> Link:
         if key not in table:
-            raise BadCluster(f'{self.path}: {place}{key} is missing: add a link, like {key} = "25gbit@8us"')
+            raise BadOption(f'{self.path}: {place}{key} is missing: add a link, like {key} = "25gbit@8us"')
         text = self._text(f"{place}{key}", table[key])
         return self._read(f"{place}{key}", lambda: Link.parse(text, alpha_us=alpha_us))
 
@@ -146,18 +146,18 @@ class _File:
             raise self._wrong(place, "a table", value)
         return cast(dict[str, object], value)
 
-    def _wrong(self, place: str, expected: str, value: object) -> BadCluster:
-        return BadCluster(f"{self.path}: {place} must be {expected}, not {value!r}")
+    def _wrong(self, place: str, expected: str, value: object) -> BadOption:
+        return BadOption(f"{self.path}: {place} must be {expected}, not {value!r}")
 
     def _read(self, place: str, make: Callable[[], T]) -> T:
         try:
             return make()
-        except BadCluster as error:
-            raise BadCluster(f"{self.path}: {place}: {error}") from None
+        except BadOption as error:
+            raise BadOption(f"{self.path}: {place}: {error}") from None
 
     def _check_keys(self, place: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
         for key in table:
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
-                raise BadCluster(f"{self.path}: there is no {place}{key}; {hint}It may have {', '.join(known)}.")
+                raise BadOption(f"{self.path}: there is no {place}{key}; {hint}It may have {', '.join(known)}.")

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fxcomp.errors import BadCluster
+from fxcomp.errors import BadOption
 
 
 class LinkPreset(NamedTuple):
@@ -47,9 +47,9 @@ _DIGITS = 30
 
 
 def check_ranks(count: int) -> None:
-    """Raise BadCluster before anything is allocated for too many ranks."""
+    """Raise BadOption before anything is allocated for too many ranks."""
     if count > MOST_RANKS:
-        raise BadCluster(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {shortened(count)}")
+        raise BadOption(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {shortened(count)}")
 
 
 def parse_digits(digits: str) -> int:
@@ -89,12 +89,12 @@ class Link:
     def __post_init__(self) -> None:
         for name, value in (("alpha_us", self.alpha_us), ("message_us", self.message_us)):
             if not 0 <= value <= MOST:
-                raise BadCluster(f"a link's {name} must be 0 to {MOST:g}, not {value}")
+                raise BadOption(f"a link's {name} must be 0 to {MOST:g}, not {value}")
         for name, value in (("gb_per_s", self.gb_per_s), ("in_gb_per_s", self.in_gb_per_s)):
             if value is not None and not 1 / MOST <= value <= MOST:
-                raise BadCluster(f"a link's {name} must be {1 / MOST:g} to {MOST:g}, not {value}")
+                raise BadOption(f"a link's {name} must be {1 / MOST:g} to {MOST:g}, not {value}")
         if not 1 <= self.count <= MOST_RANKS:
-            raise BadCluster(f"a link's count must be 1 to {MOST_RANKS:,}, not {shortened(self.count)}")
+            raise BadOption(f"a link's count must be 1 to {MOST_RANKS:,}, not {shortened(self.count)}")
 
     @property
     def one_way_gb_per_s(self) -> float:
@@ -161,7 +161,7 @@ def parse_gb_per_s(text: str) -> float:
     except ValueError:
         value = 0.0
     if unit is None or not 0 < value < math.inf:
-        raise BadCluster(f"cannot read the bandwidth {shortened(text)!r}: write it like 300mbit, 25gbit or 12GB/s")
+        raise BadOption(f"cannot read the bandwidth {shortened(text)!r}: write it like 300mbit, 25gbit or 12GB/s")
     return value * unit
 
 
@@ -176,7 +176,7 @@ def _preset(name: str) -> str:
         return LINK_PRESETS[name.lower()].link
     close = difflib.get_close_matches(name.lower(), LINK_PRESETS, n=1)
     hint = f": did you mean {close[0]!r}?" if close else "."
-    raise BadCluster(
+    raise BadOption(
         f"cannot read the bandwidth {name!r}: write it like 300mbit, 25gbit or 12GB/s, or name a link{hint}\n"
         f"  The links are {', '.join(LINK_PRESETS)}."
     )
@@ -185,5 +185,5 @@ def _preset(name: str) -> str:
 def _latency_us(text: str, whole: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+)\s*(us|µs|ms)\s*", text)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
-        raise BadCluster(f"cannot read the latency in {shortened(whole)!r}: write it like 25gbit@8us")
+        raise BadOption(f"cannot read the latency in {shortened(whole)!r}: write it like 25gbit@8us")
     return float(match[1]) * (1e3 if match[2] == "ms" else 1.0)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from fxcomp.cluster.link import Link, check_ranks, parse_digits, shortened
-from fxcomp.errors import BadCluster
+from fxcomp.errors import BadOption
 
 
 def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int]]) -> str:
@@ -42,19 +42,19 @@ def join_units(texts: Iterable[str]) -> str:
 
 
 def parse_shape(text: str) -> tuple[int, list[int]]:
-    """Read the number of racks, and how many ranks each host has. Raises BadCluster."""
+    """Read the number of racks, and how many ranks each host has. Raises BadOption."""
     even = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\d+)", text)
     if even is not None:
         racks, hosts, ranks = parse_digits(even[1] or "1"), parse_digits(even[2]), parse_digits(even[3])
         if racks < 1 or hosts < 1 or ranks < 1:
-            raise BadCluster(f"a cluster needs at least 1 host and 1 rank a host, not {text}")
+            raise BadOption(f"a cluster needs at least 1 host and 1 rank a host, not {text}")
         check_ranks(racks * hosts * ranks)
         return racks, [ranks] * (racks * hosts)
     sizes: list[int] = []
     for part in text.split("+"):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", part)
         if match is None or "+" not in text or parse_digits(match[2]) < 1:
-            raise BadCluster(
+            raise BadOption(
                 f"cannot read the cluster {shortened(text)!r}: write hosts x ranks per host, like 8x4, or 4+4+2 if"
                 " hosts differ"
             )
@@ -65,7 +65,7 @@ def parse_shape(text: str) -> tuple[int, list[int]]:
 
 
 def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
-    """Read a cluster's text as its shape, its links by name, and the host of each rank if given. Raises BadCluster."""
+    """Read a cluster's text as its shape, its links by name, and the host of each rank if given. Raises BadOption."""
     shape, *clauses = (part.strip() for part in text.split(","))
     links: dict[str, Link] = {}
     placement: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
         elif name == "placed" and re.fullmatch(r"[\d ]+", rest):
             placement = tuple(map(parse_digits, rest.split()))
         else:
-            raise BadCluster(
+            raise BadOption(
                 f"cannot read {clause!r} in the cluster {text!r}: after the hosts write inter, intra or rack with"
                 " a link, or placed with the host of each rank, like: 2x2, inter 25gbit, placed 0 1 1 0"
             )

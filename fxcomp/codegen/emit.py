@@ -27,7 +27,8 @@ import fxcomp.compressors
 from fxcomp import compat
 from fxcomp.codegen.expressions import WIDTH, text, wrapped
 from fxcomp.codegen.region_source import OptimizerSteps, region_function
-from fxcomp.compressors import BadCompressor, Compressor
+from fxcomp.compressors import Compressor
+from fxcomp.errors import BadOption
 from fxcomp.graph.aside import Crossing, crossings
 from fxcomp.graph.edit import is_exchange, with_parts
 from fxcomp.graph.info import ARGUMENTS, InputKind, Role, free_name, info
@@ -74,7 +75,7 @@ def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
     for kind in kinds:
         module = "fxcomp.compressors" if getattr(fxcomp.compressors, kind.__name__, None) is kind else kind.__module__
         if "." in kind.__qualname__:
-            raise BadCompressor(
+            raise BadOption(
                 f"{module}.{kind.__qualname__} cannot be imported, which an emitted step does.\n"
                 "  Define the compressor at the top of a module."
             )

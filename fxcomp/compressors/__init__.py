@@ -15,7 +15,7 @@ from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
 from fxcomp.compressors.casts import BF16, FP16, CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.cmax import CMax
-from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter, ProposalReduction
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter, ProposalReduction
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.int2 import Int2
 from fxcomp.compressors.int4 import Int4
@@ -30,7 +30,6 @@ __all__ = [
     "BF16",
     "CATALOGUE",
     "FP16",
-    "BadCompressor",
     "Bias",
     "CMax",
     "CastCompressor",

@@ -35,8 +35,9 @@ from torch.nn.functional import pad
 
 from fxcomp.compressors import randomness
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
-from fxcomp.compressors.facts import BadCompressor, Bias, Feedback
+from fxcomp.compressors.facts import Bias, Feedback
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.errors import BadOption
 
 
 def count_blocks(segments: Sequence[int], block: int) -> int:
@@ -114,13 +115,13 @@ class BlockCompressor(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         if self.bits not in WIDTHS:
-            raise BadCompressor(
+            raise BadOption(
                 f"{self.name} has codes of {self.bits} bits; block_codes.py packs codes of 1, 2, 4 or 8 bits.\n"
                 "  Store each code in the next larger of these, or derive from Compressor and pack codes yourself."
             )
         in_a_byte = 8 // self.bits
         if self.block % in_a_byte:
-            raise BadCompressor(
+            raise BadOption(
                 f"{self.name} needs a block of whole bytes, a multiple of {in_a_byte}, not block={self.block}"
             )
 

@@ -28,7 +28,8 @@ from torch._ops import OpOverload
 
 from fxcomp.compressors import operators
 from fxcomp.compressors.base import Compressor
-from fxcomp.compressors.facts import PARAMETER_TYPES, SCHEMA, BadCompressor, Facts, FieldInfo, fields_of, read
+from fxcomp.compressors.facts import PARAMETER_TYPES, SCHEMA, Facts, FieldInfo, fields_of, read
+from fxcomp.errors import BadOption
 
 CATALOGUE: dict[str, type[Compressor]] = {}
 """Every registered compressor by its name."""
@@ -48,12 +49,12 @@ Kind = TypeVar("Kind", bound=type[Compressor])
 
 
 def register(kind: Kind) -> Kind:
-    """Make a compressor known by its name, with its ops. Raises BadCompressor if anything about the class is wrong."""
+    """Make a compressor known by its name, with its ops. Raises BadOption if anything about the class is wrong."""
     _check_facts(kind)
     name = kind.facts.name
     taken = CATALOGUE.get(name)
     if taken is not None and _path(taken) != _path(kind):
-        raise BadCompressor(
+        raise BadOption(
             f"there are two compressors named {name!r}: {_path(taken)} and {_path(kind)}.\n  Rename one of them."
         )
     _check_dataclass(kind)
@@ -66,10 +67,10 @@ def register(kind: Kind) -> Kind:
 
 
 def parse_compressor(text: str) -> Compressor:
-    """Read the text form back. Raises BadCompressor, a ValueError."""
+    """Read the text form back. Raises BadOption, a ValueError."""
     match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
-        raise BadCompressor(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
+        raise BadOption(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
     name, arguments = match.groups()
     kind = _kind(name)
     public = {parameter.name for parameter in kind.facts.parameters}
@@ -79,7 +80,7 @@ def parse_compressor(text: str) -> Compressor:
         values = _values(parts, declared)
     except ValueError as error:
         usage = ", ".join(map(str, declared.values()))
-        raise BadCompressor(f"cannot read the compressor {text!r}: {error}; it is {name}({usage})") from None
+        raise BadOption(f"cannot read the compressor {text!r}: {error}; it is {name}({usage})") from None
     return cast(Callable[..., Compressor], kind)(**values)
 
 
@@ -136,15 +137,15 @@ def _kind(name: str) -> type[Compressor]:
         announced = _announced(name)
         try:
             announced.load()
-        except BadCompressor as error:
-            raise BadCompressor(f"the compressor {name!r} is announced as {_where(announced)}: {error}") from error
+        except BadOption as error:
+            raise BadOption(f"the compressor {name!r} is announced as {_where(announced)}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise BadCompressor(
+            raise BadOption(
                 f"the compressor {name!r} is announced as {_where(announced)}, which cannot be loaded: "
                 f"{type(error).__name__}: {error}.\n  Mend or uninstall that package."
             ) from error
         if name not in CATALOGUE:
-            raise BadCompressor(
+            raise BadOption(
                 f"the compressor {name!r} is announced as {_where(announced)}, which registers no compressor of that"
                 " name.\n  Put @register on the class, and the same name into its facts and the entry point."
             )
@@ -156,17 +157,15 @@ def _announced(name: str) -> EntryPoint:
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
     if not ours and name in IN_EXAMPLES:
-        raise BadCompressor(
+        raise BadOption(
             f"the compressor {name!r} is in a package of its own, which is not installed here.\n"
             f"  Install it on every machine, from a clone of fxcomp: pip install ./{IN_EXAMPLES[name]}"
         )
     if not ours:
-        raise BadCompressor(
-            f"there is no compressor {name!r}; {_suggest(name, {*CATALOGUE, *(p.name for p in points)})}"
-        )
+        raise BadOption(f"there is no compressor {name!r}; {_suggest(name, {*CATALOGUE, *(p.name for p in points)})}")
     others = [point for point in ours if point.value != ours[0].value]
     if others:
-        raise BadCompressor(
+        raise BadOption(
             f"two compressors are announced as {name!r}: {_where(ours[0])} and {_where(others[0])}.\n"
             "  Rename one of them, or uninstall its package."
         )
@@ -288,8 +287,8 @@ def _is_inherited(kind: type[Compressor], name: str) -> bool:
     return getattr(kind, name) is getattr(Compressor, name)
 
 
-def _refusal(kind: type[Compressor], what: str, remedy: str) -> BadCompressor:
-    return BadCompressor(f"{_path(kind)} cannot be registered: {what}.\n  {remedy}")
+def _refusal(kind: type[Compressor], what: str, remedy: str) -> BadOption:
+    return BadOption(f"{_path(kind)} cannot be registered: {what}.\n  {remedy}")
 
 
 def _path(kind: type[Compressor]) -> str:

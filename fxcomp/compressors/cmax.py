@@ -48,8 +48,9 @@ from fxcomp.compressors.block_codes import (
     unpack,
 )
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
+from fxcomp.errors import BadOption
 
 RUN = 1024
 """Chunks of which the largest are summed in one go; the same number as in csrc/cmax.cpp."""
@@ -92,7 +93,7 @@ class CMax(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         if self.chunk & (self.chunk - 1):
-            raise BadCompressor(f"{self.name} needs a chunk that is a power of two, such as 8 or 16, not {self.chunk}")
+            raise BadOption(f"{self.name} needs a chunk that is a power of two, such as 8 or 16, not {self.chunk}")
 
     @property
     def bits(self) -> int:

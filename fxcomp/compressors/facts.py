@@ -26,10 +26,6 @@ import torch
 from fxcomp.errors import BadOption
 
 
-class BadCompressor(BadOption, ValueError):
-    """A compressor that does not exist, or a parameter that it cannot have."""
-
-
 class Feedback(Enum):
     """The need to carry what compression leaves out to the next step."""
 
@@ -257,11 +253,11 @@ class Declared(ABC):
             try:
                 value = checked(declared[parameter.name], getattr(self, parameter.name))
             except ValueError as error:
-                raise BadCompressor(f"{self.name}: {error}") from None
+                raise BadOption(f"{self.name}: {error}") from None
             object.__setattr__(self, parameter.name, value)
             if not parameter.allows(value):
                 which = f"to be one of {parameter.range}" if parameter.choices else f"from {parameter.range}"
-                raise BadCompressor(f"{self.name} needs {parameter.name} {which}, not {value}")
+                raise BadOption(f"{self.name} needs {parameter.name} {which}, not {value}")
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors.facts import Declared
-from fxcomp.errors import BadPayload, BadTensor
+from fxcomp.errors import BadTensor
 
 
 class EncoderInput(NamedTuple):
@@ -103,9 +103,9 @@ def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor
             _Call(compressor, "use", segments, None).refuse(what, f"Move them all with .to({str(first.device)!r})")
 
 
-def bad_payload(ranks: int, segments: Sequence[int]) -> BadPayload:
+def bad_payload(ranks: int, segments: Sequence[int]) -> BadTensor:
     """Make the error for a payload that a kernel refused."""
-    return BadPayload(
+    return BadTensor(
         "a payload names places outside its segment.\n"
         f"  decoded  {_count(ranks, 'payload')}, for {_in_short(segments)}\n"
         "  Run the same version of fxcomp with the same plan on every rank; if so, the payload was damaged on the way."

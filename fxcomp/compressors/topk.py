@@ -31,9 +31,10 @@ from torch.nn.functional import pad
 from fxcomp.compressors.base import Compressed, Compressor, mean_over_ranks
 from fxcomp.compressors.block_codes import split
 from fxcomp.compressors.catalogue import register
-from fxcomp.compressors.facts import BadCompressor, Bias, Facts, Feedback, Parameter
+from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.places import bytes_of, read, write
+from fxcomp.errors import BadOption
 
 MOST_VALUES = 2**31 - 1  # of one segment
 
@@ -69,7 +70,7 @@ def _largest(piece: Tensor, k: int) -> Tensor:
 def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
     """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point.
 
-    Raises BadCompressor for a segment whose places do not fit into an int32: no kernel can select from it.
+    Raises BadOption for a segment whose places do not fit into an int32: no kernel can select from it.
     """
     return _counts(tuple(segments), ratio)
 
@@ -78,7 +79,7 @@ def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
 def _counts(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
     if segments and max(segments) > MOST_VALUES:
         index = max(range(len(segments)), key=segments.__getitem__)
-        raise BadCompressor(
+        raise BadOption(
             f"nothing can be selected from {segments[index]} values: their places are numbers of 31 bits.\n"
             f"  segment {index} of a bucket of {len(segments)}, with ratio {ratio}\n"
             "  Split the parameter, or plan for it a compressor that sends every value, such as int8."

@@ -255,12 +255,12 @@ class CostTable(MemoryPrices):
         """Read the table at `path`. Raises BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
+        except BadOption as error:
+            raise BadOption(f"cannot read the cost table {path}: {error}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise BadOption(
                 f"cannot read the cost table {path}: {error}.\n  fxcomp calibrate -o FILE writes one."
             ) from None
-        except BadOption as error:
-            raise BadOption(f"cannot read the cost table {path}: {error}") from None
 
     def measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
@@ -341,8 +341,9 @@ def _collective_key(value: Any, place: str) -> tuple[CollectiveKind, str]:
 
 
 def _compressor_key(value: Any, place: str) -> str:
+    text = TEXT(value, place)
     try:
-        compressor, device, threads = parse_compressor_key(TEXT(value, place))
+        compressor, device, threads = parse_compressor_key(text)
         if threads != 0:
             return compressor_key(compressor, Device(device).value, threads)
     except ValueError:

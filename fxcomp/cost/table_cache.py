@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 
 from fxcomp.cost.table import VERSION, CostTable
-from fxcomp.errors import BadOption
 
 
 def load_table(path: str | Path) -> CostTable | None:
@@ -21,7 +20,7 @@ def load_table(path: str | Path) -> CostTable | None:
         return CostTable.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError, BadOption) as error:
+    except (OSError, ValueError, RecursionError) as error:
         kept = _set_aside(path)
         warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
         return None

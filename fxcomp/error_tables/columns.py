@@ -21,7 +21,7 @@ from typing import TypeGuard
 from fxcomp.compressors import Compressor, Int2, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.block_codes import BlockCompressor, SymmetricCompressor
 from fxcomp.compressors.topk import counts
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadOption
 
 DENSITIES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.25)
 RANKS = (1, 2, 4, 8, 16)
@@ -42,16 +42,16 @@ class Columns:
     def __post_init__(self) -> None:
         for what, values in (("densities", self.densities), ("ranks", self.ranks)):
             if any(low >= high for low, high in pairwise(values)):
-                raise BadErrorTable(f"the {what} of an error table must rise, not {values}")
+                raise BadOption(f"the {what} of an error table must rise, not {values}")
         if not all(_LEAST_DENSITY <= density < 1 for density in self.densities):
-            raise BadErrorTable(f"densities must be from {_LEAST_DENSITY:g} to below 1, not {self.densities}")
+            raise BadOption(f"densities must be from {_LEAST_DENSITY:g} to below 1, not {self.densities}")
         if any(rank < 1 for rank in self.ranks):
-            raise BadErrorTable(f"ranks must be 1 or more, not {self.ranks}")
+            raise BadOption(f"ranks must be 1 or more, not {self.ranks}")
         if len(set(self.codecs)) < len(self.codecs):
-            raise BadErrorTable(f"a codec stands twice among {', '.join(map(str, self.codecs))}")
+            raise BadOption(f"a codec stands twice among {', '.join(map(str, self.codecs))}")
         for codec in self.codecs:
             if isinstance(codec, (*_ABOUT_K, PowerSGD)) or codec.facts.agreement is not None:
-                raise BadErrorTable(
+                raise BadOption(
                     f"{codec} is no codec that can be tried on a sample of one rank's values.\n"
                     "  topk and its like are found by their density, powersgd by its rank; leave others out."
                 )

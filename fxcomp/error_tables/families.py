@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from fxcomp.error_tables.columns import Columns
 from fxcomp.error_tables.table import ErrorRow, ErrorTable, legal
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadOption
 
 WEIGHT = 0.25
 """Of the newest look. The mean is that of about 7 looks (2 / WEIGHT - 1): the deviation of one falls to 0.38 of it, and
@@ -22,11 +22,11 @@ a spectrum that changes at once is followed to 90 % after 8 (0.75^8 = 0.1). The 
 
 
 def smoothed(before: ErrorTable, look: ErrorTable) -> ErrorTable:
-    """Let a look join the mean of those before it. Raises BadErrorTable if it is of something else."""
+    """Let a look join the mean of those before it. Raises BadOption if it is of something else."""
     if not before.rows:
         return look
     if before.columns != look.columns or _shapes(before) != _shapes(look):
-        raise BadErrorTable(
+        raise BadOption(
             "the tables are of other gradients or columns, so there is no mean of them.\n"
             "  Begin with a new table after the model or the columns have changed."
         )

@@ -28,7 +28,7 @@ from fxcomp.compressors.topk import MOST_VALUES, counts
 from fxcomp.error_tables.codecs import Drawn, draw_runs, lost_by_codec, lost_by_largest, runs_of, squares
 from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
 from fxcomp.error_tables.table import ErrorRow, ErrorTable, legal
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadOption
 
 AllReduce = Callable[[Tensor], object]
 """Add up a tensor over all ranks, in place."""
@@ -154,7 +154,7 @@ def measure(
     """Measure one look at gradients, with what compression has left out of them where there is such.
 
     Every rank brings the same names and shapes. Random choices differ by `rank` and number of the look, so that means
-    settle. Raises BadErrorTable for a residual of another size.
+    settle. Raises BadOption for a residual of another size.
     """
     _check(gradients, residuals or {})
     sums = _FamilyLook(gradients, residuals or {}, columns, rank, look).sums(all_reduce)
@@ -258,11 +258,9 @@ def table_of(sums: Tensor, shapes: Mapping[str, tuple[int, ...]], columns: Colum
 def _check(gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor]) -> None:
     for name, residual in residuals.items():
         if name not in gradients:
-            raise BadErrorTable(
-                f"there is a residual of {name!r}, but no gradient of that name.\n  Give both, or none."
-            )
+            raise BadOption(f"there is a residual of {name!r}, but no gradient of that name.\n  Give both, or none.")
         if residual.numel() != gradients[name].numel():
-            raise BadErrorTable(
+            raise BadOption(
                 f"the residual of {name!r} has {residual.numel():,} elements, its gradient"
                 f" {gradients[name].numel():,}.\n  Give the residual of the whole parameter, or leave it out."
             )

@@ -21,10 +21,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxcomp.compressors import BadCompressor, Compressor, PowerSGD, parse_compressor
+from fxcomp.compressors import Compressor, PowerSGD, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
-from fxcomp.errors import BadErrorTable, FxcompError
+from fxcomp.errors import BadOption, FxcompError
 
 VERSION = 1
 
@@ -155,20 +155,20 @@ class ErrorTable:
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:
-        """Read a saved table. Raises BadErrorTable naming the file."""
+        """Read a saved table. Raises BadOption naming the file."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
-            raise BadErrorTable(f"cannot read the error table {path}: {error.strerror}") from None
+            raise BadOption(f"cannot read the error table {path}: {error.strerror}") from None
         except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no table
-            raise BadErrorTable(f"cannot read the error table {path}: {error}") from None
+            raise BadOption(f"cannot read the error table {path}: {error}") from None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ErrorTable:
-        """Build a table from `to_json`'s data; numbers that cannot be are put right. Raises BadErrorTable."""
+        """Build a table from `to_json`'s data; numbers that cannot be are put right. Raises BadOption."""
         try:
             if data["version"] != VERSION:
-                raise BadErrorTable(
+                raise BadOption(
                     f"this error table has version {data['version']!r}; this fxcomp reads version {VERSION}"
                 )
             columns = Columns(
@@ -178,8 +178,8 @@ class ErrorTable:
             )
             rows = {str(name): _row_of(row) for name, row in data["rows"].items()}
             return legal(columns, rows, tuple(map(str, data["notes"])))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, BadCompressor) as error:
-            raise BadErrorTable(f"this is not an error table: {type(error).__name__}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BadOption(f"this is not an error table: {type(error).__name__}: {error}") from None
 
 
 ASSUMED = ErrorTable()

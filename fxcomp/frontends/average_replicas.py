@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.errors import BadOption, BadState, UnsupportedFeature, UnsupportedParameter
+from fxcomp.errors import BadOption, BadState, Unsupported
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.hook_program import Wrapped
 from fxcomp.frontends.planned_average import PlannedAverage
@@ -56,8 +56,8 @@ def average_replicas(
     backward pass and when parameters have their values: all replicas then start from those of the first one. The other
     options, `compress`, `cluster`, `costs` and `scaler`, are `ddp_hook`'s; sizes are those of shards.
 
-    Raises UnsupportedFeature for a mesh of two dimensions, for which fully_shard has averaged, dense, before anybody
-    else can; UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where replicas are not the same.
+    Raises Unsupported, also for a mesh of two dimensions, for which fully_shard has averaged, dense, before anybody
+    else can; BadOption, BadPlan, and ReplicasDiffer where replicas are not the same.
     """
     options = StepOptions.of_gradients(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler, process_group=replicas
@@ -124,12 +124,12 @@ class _Shards:
 
 def _check_module(module: compat.ShardedModule) -> None:
     if module.divides_afterwards:
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"{called(module)} has a divisor of its own for gradients (set_gradient_divide_factor, or sums that are"
             " forced); the mean over replicas would be divided again.\n  Leave it out, and scale the loss."
         )
     if module.offloads:
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"{called(module)} offloads its parameters to the CPU, so gradients leave the device before they are"
             " averaged.\n  Call fully_shard without CPUOffloadPolicy."
         )
@@ -139,7 +139,7 @@ def _check_all_are_sharded(model: nn.Module, modules: Sequence[compat.ShardedMod
     sharded = {name for module in modules for name in module.names}
     other = [name for name, each in model.named_parameters() if each.requires_grad and name not in sharded]
     if other:
-        raise UnsupportedParameter(
+        raise Unsupported(
             f"the parameter {other[0]!r} is trained and not sharded, so nobody averages its gradient.\n"
             "  Call fully_shard for the whole model last, without ignored_params, or set requires_grad=False."
         )

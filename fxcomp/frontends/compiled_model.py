@@ -18,7 +18,7 @@ from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
 from fxcomp.codegen.profiled import run_named
 from fxcomp.codegen.traced import trace_program
-from fxcomp.errors import UnsynchronizedGradient
+from fxcomp.errors import ReplicasDiffer
 from fxcomp.frontends.gradient_watch import GradientWatch
 from fxcomp.frontends.hook_program import slots_of
 from fxcomp.frontends.no_sync import Averaging
@@ -258,7 +258,7 @@ class CompiledModel:
         differs: list[bool] = unequal.tolist()
         for name, bad in zip(names, differs, strict=True):
             if bad:
-                raise UnsynchronizedGradient(
+                raise ReplicasDiffer(
                     f"the {name} differs between ranks, so replicas drift apart.\n"
                     "  Something outside the compiled call changes it or adds to its gradient: use the parameter"
                     " inside, and step equal optimizers on all ranks. fxcomp.ddp_hook averages what uses outside add."

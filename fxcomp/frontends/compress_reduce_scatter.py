@@ -43,7 +43,7 @@ def compress_reduce_scatter(
     module's gradients travel together, so a pin decides for all that is scattered with the parameter. Compressors work
     on parts of gradients: low rank, which needs whole matrices, is not offered.
 
-    Raises UnsupportedFeature, UnsupportedParameter, BadOption, BadPlan, and ModelsDiffer where ranks have other models.
+    Raises Unsupported, BadOption, BadPlan, and ReplicasDiffer where ranks have other models.
     """
     options = StepOptions.of_gradients(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler

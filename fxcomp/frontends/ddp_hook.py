@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.errors import BadOption, UnsupportedFeature
+from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_program import Wrapped
 from fxcomp.frontends.planned_average import PlannedAverage
@@ -113,7 +113,7 @@ class DdpHook(PlannedAverage):
         `state` is what the hook was registered with.
         """
         if isinstance(bucket, tuple):
-            raise UnsupportedFeature(
+            raise Unsupported(
                 'with torch._dynamo.config.optimize_ddp = "python_reducer" torch hands hooks single gradients, and no'
                 " buckets.\n  Set it to True, its default, before DistributedDataParallel(...)."
             )
@@ -158,10 +158,10 @@ def _as_it_is(bucket: compat.GradBucket) -> Future:
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     """Read the model in a wrapper: names and shapes of its parameters, without those of sparse gradients.
 
-    Raises UnsupportedFeature, UnsupportedParameter, and BadOption for pins that decide nothing in it.
+    Raises Unsupported, and BadOption for pins that decide nothing in it.
     """
     if wrapper is None:
-        raise UnsupportedFeature(
+        raise Unsupported(
             "the hook cannot find the model that it was registered with.\n"
             "  Hand it over: model.register_comm_hook(model, hook)."
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxcomp import compat
-from fxcomp.errors import FxcompError, UnsynchronizedGradient
+from fxcomp.errors import CaptureFailed, FxcompError
 from fxcomp.runtime.arrivals import Arrivals
 from fxcomp.runtime.members import Members
 
@@ -75,9 +75,9 @@ def has_others(process_group: Any) -> bool:
     return is_joined and len(Members.of(process_group)) > 1
 
 
-def _not_averaged(name: str) -> UnsynchronizedGradient:
+def _not_averaged(name: str) -> CaptureFailed:
     why = compat.why_not_compiled()
-    return UnsynchronizedGradient(
+    return CaptureFailed(
         f"the gradient of {name!r} never reaches a collective: it comes from a backward pass without the compiled"
         " graph, and is this rank's own.\n"
         + (f"  Nothing is compiled: {why}.\n" if why else "")

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
-from fxcomp.errors import RanksApart, UnsupportedFeature
+from fxcomp.errors import RanksApart, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_plan import fitted
 from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Running, Wrapped, arriving
@@ -201,7 +201,7 @@ class HookJob(BackwardPasses):
         if not kind.names:  # sparse: no line waits for it
             return
         if self._running is None or program.layout[number] != kind:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"DistributedDataParallel has changed its buckets in the middle of training: bucket {number} begins"
                 f" with {kind.names[0]!r} now.\n  Register the hook before the first backward pass."
             )

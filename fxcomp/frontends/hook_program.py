@@ -30,7 +30,7 @@ from fxcomp.codegen.load import load
 from fxcomp.codegen.traced import trace_program
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
-from fxcomp.errors import UnsupportedFeature
+from fxcomp.errors import Unsupported
 from fxcomp.graph.edit import buckets, call
 from fxcomp.graph.info import InputKind, NodeInfo, Role, arguments_of, free_name, info
 from fxcomp.graph.ops import ARRIVE, IN_PLACE
@@ -98,9 +98,9 @@ class Wrapped:
         return [f"the gradient of {name!r} is sparse (sparse=True): indices and values travel" for name in sparse]
 
     def bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
-        """Describe a bucket of these parameters. Raises UnsupportedFeature if they are another model's."""
+        """Describe a bucket of these parameters. Raises Unsupported if they are another model's."""
         if any(id(each) not in self.names for each in parameters):
-            raise UnsupportedFeature(
+            raise Unsupported(
                 "this hook serves another model already.\n  Make one for each: model.register_comm_hook(None,"
                 " fxcomp.ddp_hook(...))."
             )

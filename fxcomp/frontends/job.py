@@ -15,7 +15,7 @@ from torch import nn
 
 from fxcomp import compat
 from fxcomp.capture.optimizer import GivenOptimizers
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 from fxcomp.plan.compress import GivenCompress
 
 
@@ -75,16 +75,16 @@ def load_job(text: str) -> Job:
     path_text, function_name = file_and_function(text)
     path = Path(path_text).expanduser()
     if not path.is_file():
-        raise BadJob(f"cannot load {text!r}: there is no file {path_text!r}. Write it as path/to/file.py:function.")
+        raise BadOption(f"cannot load {text!r}: there is no file {path_text!r}. Write it as path/to/file.py:function.")
     function = getattr(_run_file(path), function_name, None)
     if not callable(function):
-        raise BadJob(
+        raise BadOption(
             f"cannot load {text!r}: {path.name} has no function {function_name!r}.\n"
             f"  Define  def {function_name}() -> fxcomp.Job:  there, or name another one after the colon."
         )
     job = function()
     if not isinstance(job, Job):
-        raise BadJob(
+        raise BadOption(
             f"{text!r} returned {type(job).__name__}, not a Job.\n"
             f"  Return fxcomp.Job(model, loss_fn, optimizer, batch) from {function_name}()."
         )
@@ -101,7 +101,7 @@ def _run_file(path: Path) -> ModuleType:
     name = f"fxcomp_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise BadJob(f"cannot load {str(path)!r}: not a Python file. Write it as path/to/file.py:function.")
+        raise BadOption(f"cannot load {str(path)!r}: not a Python file. Write it as path/to/file.py:function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look modules up here
     folder = str(path.resolve().parent)

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
-from fxcomp.errors import BadPlan, UnsupportedFeature
+from fxcomp.errors import BadPlan, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_program import HookProgram, Layout, arriving
 from fxcomp.frontends.scatter_plan import ModulePlanner, predicted
@@ -143,7 +143,7 @@ class ScatterJob(BackwardPasses):
     def _compress(self, program: HookProgram, output: Tensor, given: Tensor, op: Any) -> None:
         """Run the emitted step of a module."""
         if not (compat.is_mean(op) or compat.is_sum(op)):
-            raise UnsupportedFeature(
+            raise Unsupported(
                 "fully_shard scatters with a divisor of its own for gradients (set_gradient_divide_factor).\n"
                 "  Leave it out, and scale the loss."
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.errors import BadPlan, UnsupportedFeature
+from fxcomp.errors import BadPlan, Unsupported
 from fxcomp.frontends.hook_program import DdpBucket
 from fxcomp.frontends.sharded_modules import called, checked_modules
 from fxcomp.plan.kinds import ElementType
@@ -85,13 +85,13 @@ def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
 
 def _check(module: compat.ShardedModule) -> None:
     if not module.scatters_by_default:
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"{called(module)} scatters its gradients by a collective of somebody else's: set_custom_reduce_scatter,"
             " symmetric memory, or an earlier compress_reduce_scatter.\n  Keep one of them; call it once a model."
         )
     if any(module.cut_dimensions):
         name = next(name for name, d in zip(module.names, module.cut_dimensions, strict=True) if d)
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"the parameter {name!r} is cut along another dimension than its first.\n"
             "  Leave shard_placement_fn out, or keep the module's gradients dense by not calling this."
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.errors import FxcompError, UnsupportedFeature
+from fxcomp.errors import FxcompError, Unsupported
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.sharded_modules import called
 
@@ -134,7 +134,7 @@ class ShardFeed:
         if now.fed < len(self._modules):
             if now.came:
                 missing = next(k for k in range(len(self._modules)) if k not in now.came)
-                error = UnsupportedFeature(
+                error = Unsupported(
                     f"the backward pass has brought no gradients of {called(self._modules[missing])}, which"
                     " average_replicas was called for.\n  Let every module take part in each backward pass, or freeze"
                     " its parameters before average_replicas."
@@ -157,25 +157,25 @@ class ShardFeed:
         self._job.stop(error)
 
     def _check(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> None:
-        """Raise UnsupportedFeature for a flat shard that is not what it was when the plan was made."""
+        """Raise Unsupported for a flat shard that is not what it was when the plan was made."""
         if number in self._pass.came:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"{called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
                 " pass runs inside another one.\n  Pass use_reentrant=False to torch.utils.checkpoint."
             )
         if reduced.numel() != module.elements:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"some parameters of {called(module)} got no gradient in this backward pass: {reduced.numel()} of"
                 f" {module.elements} elements have come.\n  Call model.set_reduce_scatter_unused_params(True), so that"
                 " they bring zeros, or freeze them before average_replicas."
             )
         if reduced.dtype not in REDUCED_DTYPES:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"fully_shard reduces gradients as {reduced.dtype}, and divides a part of them after the replicas'"
                 " mean.\n  Pass MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
         if module.has_gradient_hooks:
-            raise UnsupportedFeature(
+            raise Unsupported(
                 f"a parameter of {called(module)} has a hook that runs when its gradient is there"
                 " (register_post_accumulate_grad_hook); the mean over replicas comes later.\n"
                 "  Step the optimizer after backward."

@@ -70,7 +70,7 @@ class Start:
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
-        """Agree with ranks that have met for `what`; every rank calls it. Raises ModelsDiffer."""
+        """Agree with ranks that have met for `what`; every rank calls it. Raises ReplicasDiffer."""
         ranks.check_same("comparing models", {**model.facts, **options.facts()})
         beside = () if model.beside is None else (Beside.of(model.beside, what),)
         site = Site.of(ranks, options.cluster, model.device, *beside)

@@ -37,16 +37,7 @@ from torch.fx import GraphModule, Node
 from fxcomp import compat
 from fxcomp.capture.backward_graph import FoundParameters, label_backward
 from fxcomp.capture.step_capture import warn_unreached
-from fxcomp.errors import (
-    BadOption,
-    CaptureFailed,
-    FxcompError,
-    ModelsDiffer,
-    UnsupportedFeature,
-    UnsupportedMode,
-    UnsupportedModel,
-    UnsynchronizedGradient,
-)
+from fxcomp.errors import BadOption, CaptureFailed, FxcompError, ReplicasDiffer, Unsupported
 from fxcomp.frontends.backend_options import Options, check_pins, read_options
 from fxcomp.frontends.compiled_model import CompiledModel, GivenOptions, without_model
 from fxcomp.frontends.gradient_watch import GradientWatch, has_others
@@ -85,9 +76,9 @@ def compile_model(
     `dynamic` are torch.compile's.
 
     Where torch runs the model eagerly, which it does without an error, a gradient is this rank's own: it raises
-    UnsynchronizedGradient (or the error of the backend that torch swallowed) before it is added to `.grad`, and
+    CaptureFailed (or the error of the backend that torch swallowed) before it is added to `.grad`, and
     PeerFailed on the ranks that wait for this one. A deep copy of the model is not watched, and neither are parameters
-    that replace others later: compile those again. Raises BadOption, UnsupportedFeature and UnsupportedMode.
+    that replace others later: compile those again. Raises BadOption and Unsupported.
     """
     module: Any = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -189,7 +180,7 @@ def _refuse_scripts(model: nn.Module) -> None:
         if isinstance(cast("object", module), torch.jit.ScriptModule) and any(
             p.requires_grad for p in module.parameters()
         ):
-            raise UnsupportedModel(
+            raise Unsupported(
                 f"{f'the module {name!r}' if name else 'the model'} is a {type(module).__name__} of torch.jit, which"
                 " torch.compile runs eagerly: each rank would train it alone.\n"
                 "  Compile the model without torch.jit.script and torch.jit.trace, and script it after training. To"
@@ -199,7 +190,7 @@ def _refuse_scripts(model: nn.Module) -> None:
 
 def _refuse_suppressed_errors() -> None:
     if compat.suppresses_errors():
-        raise UnsupportedMode(
+        raise Unsupported(
             "torch._dynamo.config.suppress_errors is on: where a graph is refused torch would run eager code, and each"
             " rank train alone.\n  Set it to False (and unset TORCHDYNAMO_SUPPRESS_ERRORS)."
         )
@@ -284,7 +275,7 @@ def _check_same_options(compiled: CompiledModel, given: GivenOptions) -> None:
 
 def _refuse_ddp(model: nn.Module | None) -> None:
     if compat.inside_ddp() or isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UnsupportedFeature(
+        raise Unsupported(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself.\n"
             "  Compile the module itself, unwrapped: fxcomp does what the wrapper did."
         )
@@ -394,7 +385,7 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParam
     devices = {str(found.parameters[name].device): name for name in gradients(labelled)}
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise UnsupportedModel(
+        raise Unsupported(
             f"the model lies on {len(devices)} devices: {where}.\n  Move it to one with model.to(device)."
         )
     if chosen.model is not None:
@@ -418,7 +409,7 @@ def _uncovered(model: nn.Module, ignore: Sequence[str], reduced: set[int]) -> di
 
 
 def _refuse_behind_break(name: str, break_: str) -> None:
-    raise UnsynchronizedGradient(
+    raise CaptureFailed(
         f"the gradient of {name!r} never reaches a collective: the compiled graph does not make it.\n"
         f"  The graph broke at {break_}\n"
         f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
@@ -498,7 +489,7 @@ def _check_same_start(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> N
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(parameters, everyone[0], theirs, strict=True):
             if first != other:
-                raise ModelsDiffer(
+                raise ReplicasDiffer(
                     f"the parameter {name!r} starts with other values on rank {rank} than on rank 0.\n"
                     '  Seed all ranks alike, or pass options={"model": model}: all then start from rank 0\'s.'
                 )

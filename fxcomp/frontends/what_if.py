@@ -30,7 +30,7 @@ from fxcomp.cost.devices import ERROR, ERROR_OF_TOLD_STEP, preset_named
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import AbsentDevice, BadOption
+from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.retarget import on_accelerator
@@ -130,7 +130,7 @@ def what_if(
 
 def imagining(device: str | None) -> AbstractContextManager[None]:
     """Let jobs and traces run as on a preset's device; without a name, they run as here. Raises BadOption."""
-    return nullcontext() if device is None else compat.as_if_on(preset_named(device).facts, AbsentDevice)
+    return nullcontext() if device is None else compat.as_if_on(preset_named(device).facts, Unsupported)
 
 
 def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str], None]) -> Explanation:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxcomp.errors import UnsynchronizedGradient
+from fxcomp.errors import CaptureFailed
 from fxcomp.graph.edit import call, collective_of, gradients, last_result, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
@@ -148,7 +148,7 @@ def _scale_in_place(gradient: Node) -> None:
 def _reduction(name: str, gradient: Node) -> Node:
     reduction = collective_of(gradient)
     if reduction is None:
-        raise UnsynchronizedGradient(
+        raise CaptureFailed(
             f"the gradient of {name!r} never reaches a collective: replicas would drift apart.\n"
             "  Reduce it in the step, or let fxcomp insert the reduction."
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxcomp.errors import UnsupportedFeature
+from fxcomp.errors import Unsupported
 from fxcomp.graph.edit import call, collective_of, gradients, last_result, result_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.ops import ALL_REDUCE, WAIT
@@ -55,7 +55,7 @@ def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None
     """Turn a reduction that the user wrote into ours."""
     operation = str(reduction.args[1])
     if reduction.target is not ALL_REDUCE or operation not in ("sum", "avg"):
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"the gradient of {name!r} goes through {reduction.target} ({operation}); only an all_reduce with sum or"
             " avg over all ranks can be rewritten.\n  Leave the reduction out: fxcomp inserts it."
         )
@@ -71,7 +71,7 @@ def _drop_division(gm: GraphModule, wait: Node, name: str, world_size: int) -> N
     factor: dict[Any, float] = {torch.ops.aten.div.Tensor: 1 / world_size, torch.ops.aten.mul.Tensor: world_size}
     arguments: Any = division.args if division is not None else ()
     if division is None or division.target not in factor or arguments[1] * factor[division.target] != 1:
-        raise UnsupportedFeature(
+        raise Unsupported(
             f"the gradient of {name!r} is summed over the ranks and not divided by their number, {world_size}.\n"
             "  Reduce with 'avg', or divide the sum right after its wait."
         )

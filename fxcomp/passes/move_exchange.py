@@ -39,7 +39,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxcomp import compat
-from fxcomp.errors import UnsupportedOptimizer
+from fxcomp.errors import Unsupported
 from fxcomp.graph.edit import buckets, call, gradients, last_result
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.moments import LARGEST_MEAN, NoMoment, Update, memory_of, updates_of
@@ -73,8 +73,8 @@ class _Move:
         except NoMoment as error:
             raise self._refused(str(error)) from None
 
-    def _refused(self, why: str) -> UnsupportedOptimizer:
-        return UnsupportedOptimizer(
+    def _refused(self, why: str) -> Unsupported:
+        return Unsupported(
             f"the mean over ranks cannot stand at the momentum: in the update of {self._name!r} {why}.\n"
             '  Leave at="momentum" out, or pass plan.at_gradients() where a plan says so: gradients are exchanged then.'
         )

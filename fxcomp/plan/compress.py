@@ -214,9 +214,10 @@ class Compress:
         if text.startswith("like(") and text.endswith(")"):
             return cls(within=like(text.removeprefix("like(")[:-1]))
         try:
-            return cls(within=float(text))
+            number = float(text)
         except ValueError:
             return cls.of(text)
+        return cls(within=number)
 
     def check_is_of_gradients(self, whose: str) -> None:
         """Refuse what needs the optimizer, or whole steps, where they are the user's own; `whose` says so."""

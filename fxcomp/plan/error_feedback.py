@@ -19,7 +19,7 @@ import torch
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import Compressor
 from fxcomp.compressors.facts import Feedback
-from fxcomp.errors import BadOption, DivergingCombination
+from fxcomp.errors import BadOption
 from fxcomp.plan.budget import POLLUTING_ERROR, polluting_share, strategy_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
@@ -158,13 +158,13 @@ def check_plan(
         return
     for compressor in _compressors(plan, shapes, cluster):
         if compressor.feedback is Feedback.FORBIDDEN and options.everywhere:
-            raise DivergingCombination(
+            raise BadOption(
                 f"error feedback around {compressor} diverges: it is unbiased, and its error can be larger than what"
                 " it is given, so that the residual grows without bound.\n"
                 "  Leave everywhere=True out: it needs no feedback. To see it diverge, add allow_diverging=True."
             )
         if compressor.feedback is Feedback.REQUIRED and options.off:
-            raise DivergingCombination(
+            raise BadOption(
                 f"{compressor} without error feedback stays away from the optimum, or diverges: its error has a"
                 " direction, which steps add up.\n"
                 "  Leave off=True out, or use bf16, which can do without. To see it fail, add allow_diverging=True."
@@ -172,7 +172,7 @@ def check_plan(
     share, bent = polluting_share(plan, cluster), [kind for kind in kinds if not kind.is_linear]
     if share > burst_share(bent) and not options.off:
         worst = max(plan.buckets, key=lambda bucket: strategy_error(bucket.strategy, cluster)).strategy.compressor
-        raise DivergingCombination(
+        raise BadOption(
             f"{share:.0%} of all elements come through compressors such as {worst}, which leave out more than"
             f" {POLLUTING_ERROR:.0%} of a gradient's square and feed it back in bursts. The optimizer's update is"
             f" {strictest(bent).value}: there delayed errors do not add up, and at most {burst_share(bent):.0%} are"

@@ -11,7 +11,7 @@ from enum import Enum, StrEnum
 import torch
 
 from fxcomp.cluster.cluster import Level
-from fxcomp.errors import UnsupportedParameter
+from fxcomp.errors import Unsupported
 
 
 class Stream(Enum):
@@ -74,9 +74,9 @@ _BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
 
 
 def check_is_trainable(name: str, dtype: torch.dtype) -> None:
-    """Raise UnsupportedParameter for a parameter of a type that no gradient may have."""
+    """Raise Unsupported for a parameter of a type that no gradient may have."""
     if dtype not in _BY_DTYPE:
-        raise UnsupportedParameter(
+        raise Unsupported(
             f"the parameter {name!r} is {dtype}; only real floating-point numbers of 16 bits or more can be trained.\n"
             "  Keep it in float32, or set requires_grad=False."
         )

@@ -18,7 +18,7 @@ from typing import cast
 from torch import nn
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import BadCompressor, Compressor
+from fxcomp.compressors import Compressor
 from fxcomp.errors import BadOption, BadPlan, BadStrategy, FxcompError
 from fxcomp.plan.given import is_path, is_strategy, strategy_named
 from fxcomp.plan.modes import one_shot_ways
@@ -56,7 +56,7 @@ class Rule:
             return
         try:
             compressor.payload_elements((elements,))
-        except BadCompressor as error:
+        except BadOption as error:
             why = str(error).partition("\n")[0]
             raise BadOption(
                 f"pins[{self.pattern!r}]={self.text!r} cannot be for {name!r}: {why}\n"

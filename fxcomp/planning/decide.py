@@ -163,7 +163,7 @@ class Planner:
         return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
 
     def with_momenta(self, decision: Decision) -> Decision:
-        """Add what exchanging momenta costs, where a given plan does that. Raises UnsupportedOptimizer."""
+        """Add what exchanging momenta costs, where a given plan does that. Raises Unsupported."""
         moved, costs = decision.plan.moved, decision.costs
         if not moved or decision.choice is not None:
             return decision

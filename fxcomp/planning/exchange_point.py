@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fxcomp import compressors
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer
+from fxcomp.errors import BadOption, BadPlan, Unsupported
 from fxcomp.options import StepOptions
 from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
@@ -33,7 +33,7 @@ LEAST_STEPS = 3000
 """Of a job: shorter ones ended above dense's loss, by 2 to 9 % a char-LM of 500 (docs/where_the_mean_stands.md)."""
 
 Analyze = Callable[[Collection[str]], Workload]
-"""Reads the workload where the momenta of some parameters are exchanged; raises UnsupportedOptimizer."""
+"""Reads the workload where the momenta of some parameters are exchanged; raises Unsupported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PointChooser:
             plan = fastest_at_momenta(known, moved, self.costs, self.cluster, self.terms)
             self._check(plan, workload)
             found = self._compare(choice.fastest, plan, known)
-        except (BadOption, BadPlan, DivergingCombination, UnsupportedOptimizer) as error:
+        except (BadOption, BadPlan, Unsupported) as error:
             return choice, workload, (_note(str(error).partition("\n")[0].rstrip(".")),)
         choice = replace(choice, exchanged=found)
         if not found.pays:
@@ -91,7 +91,7 @@ class PointChooser:
         return moved
 
     def _check(self, plan: Plan, workload: Workload) -> None:
-        """Refuse what compile_step would refuse. Raises BadOption, BadPlan and DivergingCombination."""
+        """Refuse what compile_step would refuse. Raises BadOption and BadPlan."""
         if set(self.kinds) != {UpdateKind.SECOND_MOMENT}:
             raise BadOption("only under Adam's kind of update has a job kept dense's loss by momenta")
         if not plan.moves_exchange:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxcomp.errors import BadLog
+from fxcomp.errors import BadOption
 from fxcomp.report.document import count
 
 _FEW = 0.1
@@ -50,16 +50,16 @@ class LoggedRun:
 
 
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read a file, of which `metrics` are wanted. Raises BadLog naming the line and the field."""
+    """Read a file, of which `metrics` are wanted. Raises BadOption naming the line and the field."""
     columns = _Columns({metric: ([], []) for metric in metrics})
     for where, line in _lines(Path(path), columns.notes):
         columns.add(where, line)
     if not columns.steps:
-        raise BadLog(f"{path} has no line to draw.{_CURE}")
+        raise BadOption(f"{path} has no line to draw.{_CURE}")
     columns.judge_steps(path)
     known = {metric: Series(*column) for metric, column in columns.values.items() if column[0]}
     if not known:
-        raise BadLog(f"{path}: no line has {' or '.join(map(repr, metrics))}.{_CURE}")
+        raise BadOption(f"{path}: no line has {' or '.join(map(repr, metrics))}.{_CURE}")
     since = _since_begin(str(path), columns)
     return LoggedRun(name, columns.steps, since, known, columns.plans, columns.notes)
 
@@ -83,7 +83,7 @@ class _Columns:
         """Take in a line."""
         step = _number(where, line, "step")
         if step is None or not step.is_integer() or step < 0:
-            raise BadLog(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
+            raise BadOption(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
         if self.steps and step < self.steps[-1]:
             self.falls.append(f"{where}: step {self.steps[-1]:.0f} is followed by step {step:.0f}")
         last = len(self.steps) - 1
@@ -92,7 +92,7 @@ class _Columns:
             self.twice.append(f"{where}: step {step:.0f} comes twice")
         if (since := _number(where, line, "seconds")) is not None:
             if not math.isfinite(since) or since < 0:
-                raise BadLog(f"{where}: 'seconds' must be the time since the run began; it is {since!r}.{_CURE}")
+                raise BadOption(f"{where}: 'seconds' must be the time since the run began; it is {since!r}.{_CURE}")
             self.seconds.append(since)
         for metric, (places, values) in self.values.items():
             if metric in line:
@@ -105,12 +105,12 @@ class _Columns:
             self.plans.append((int(step), plan))
 
     def judge_steps(self, path: str | Path) -> None:
-        """Note where steps repeat or fall back. Raises BadLog where several runs are written through each other."""
+        """Note where steps repeat or fall back. Raises BadOption where several runs are written through each other."""
         lines = len(self.steps)
         if self.twice:
             self.notes.append(f"{self.twice[0]}{_in_all(self.twice)}: {_RANKS}")
         if not are_few(len(self.falls), lines):
-            raise BadLog(f"{path}: steps fall back {len(self.falls)} times in {lines} lines: {_RANKS}.{_CURE}")
+            raise BadOption(f"{path}: steps fall back {len(self.falls)} times in {lines} lines: {_RANKS}.{_CURE}")
         if self.falls:
             self.notes.append(
                 f"{self.falls[0]}{_in_all(self.falls)}: the run went on from an earlier step; what it did twice is"
@@ -129,7 +129,7 @@ _CURE = (
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read line by line, each with its place. A few broken ones are left out, with a note. Raises BadLog for more."""
+    """Read line by line, each with its place. Leave a few broken ones out, with a note. Raises BadOption for more."""
     whole, broken = 0, list[str]()
     try:
         with path.open("rb") as file:
@@ -150,25 +150,25 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
                     else:
                         broken.append(f"{where}: a line must be an object, not {type(found).__name__}")
     except OSError as error:
-        raise BadLog(f"cannot read {path}: {error.strerror}") from None
+        raise BadOption(f"cannot read {path}: {error.strerror}") from None
     if broken and not (whole and are_few(len(broken), whole + len(broken))):
         more = f" (and {len(broken) - 1} more of {whole + len(broken)} lines)" if len(broken) > 1 else ""
-        raise BadLog(f"{broken[0]}{more}.{_CURE}")
+        raise BadOption(f"{broken[0]}{more}.{_CURE}")
     if broken:
         notes.append(f"{broken[0]}; {count(len(broken), 'broken line')} left out (a killed run leaves such)")
 
 
 def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
-    """Read a number; None where there is none. Raises BadLog for anything else."""
+    """Read a number; None where there is none. Raises BadOption for anything else."""
     value = line.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadLog(f"{where}: {name!r} must be a number; it is {str(value)[:40]!r}.{_CURE}")
+        raise BadOption(f"{where}: {name!r} must be a number; it is {str(value)[:40]!r}.{_CURE}")
     try:
         return float(value)
     except OverflowError:
-        raise BadLog(f"{where}: {name!r} is larger than a number of 64 bits.{_CURE}") from None
+        raise BadOption(f"{where}: {name!r} is larger than a number of 64 bits.{_CURE}") from None
 
 
 def _since_begin(path: str, columns: _Columns) -> Sequence[float] | None:
@@ -176,7 +176,7 @@ def _since_begin(path: str, columns: _Columns) -> Sequence[float] | None:
     steps, seconds, notes = columns.steps, columns.seconds, columns.notes
     if len(seconds) < len(steps):
         if seconds:
-            raise BadLog(
+            raise BadOption(
                 f"{path}: 'seconds' is in {count(len(seconds), 'line')} of {len(steps)}: write it in all.{_CURE}"
             )
         notes.append(f"{path}: no line has 'seconds', so nothing of it is drawn over time")
@@ -189,7 +189,7 @@ def _since_begin(path: str, columns: _Columns) -> Sequence[float] | None:
     if not are_few(falls, len(seconds)):
         is_interleaved = not are_few(len(columns.twice), len(seconds))
         why = _RANKS if is_interleaved else "it must be the time since the run began, not that of a step"
-        raise BadLog(f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: {why}.{_CURE}")
+        raise BadOption(f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: {why}.{_CURE}")
     if falls:
         notes.append(f"{path}: 'seconds' begins again {count(falls, 'time')}; parts follow each other without a gap")
     return since

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fxcomp import compat
-from fxcomp.errors import ModelsDiffer, PeerFailed, StoreReused
+from fxcomp.errors import PeerFailed, RanksApart, ReplicasDiffer
 from fxcomp.runtime.presence import Inquiry, Peers
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
@@ -43,7 +43,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 def check_store(store: Any) -> None:
     """Refuse what an earlier start of the job has left: ranks would take its answers for those of today."""
     if compat.is_of_another_process(store):
-        raise StoreReused(
+        raise RanksApart(
             f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
             " and process groups find addresses that are gone.\n"
             f"  Start torchrun with {OWN_STORE} in its environment: each start then has a store of its own."
@@ -132,7 +132,7 @@ class Conversation:
         return answer["value"]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ModelsDiffer on every rank, with the first difference, unless all ranks bring the same facts."""
+        """Raise ReplicasDiffer on every rank, with the first difference, unless all ranks bring the same facts."""
         everyone = self.attempt(topic, lambda: facts)
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
@@ -314,10 +314,10 @@ class Conversation:
             ) from error
 
 
-def _models_differ(key: str, first: tuple[int, dict[str, Any]], other: tuple[int, dict[str, Any]]) -> ModelsDiffer:
+def _models_differ(key: str, first: tuple[int, dict[str, Any]], other: tuple[int, dict[str, Any]]) -> ReplicasDiffer:
     """Say what two ranks, each with its number, bring of one name."""
     (zero, known), (rank, theirs) = first, other
-    return ModelsDiffer(
+    return ReplicasDiffer(
         f"rank {rank} and rank {zero} bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank {rank} and"
         f" {known.get(key, 'missing')!r} on rank {zero}.\n"
         "  Build the same model and optimizer on every rank, and pass the same arguments."

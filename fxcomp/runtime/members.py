@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fxcomp import compat
-from fxcomp.errors import BadOption, NoProcessGroup
+from fxcomp.errors import BadCall, BadOption
 
 Levels = Mapping[str, Sequence[Sequence[int]]]
 """The groups of ranks at each level."""
@@ -33,13 +33,13 @@ class Members:
     def of(cls, group: Any = None) -> Members:
         """Read a process group, or a DeviceMesh of one dimension; None is the whole job.
 
-        Raises BadOption for anything else, and NoProcessGroup on a rank that is no member.
+        Raises BadOption for anything else, and BadCall on a rank that is no member.
         """
         handle = _handle(group)
         me, job_ranks = dist.get_rank(), dist.get_world_size()
         numbers: tuple[int, ...] = tuple(dist.get_process_group_ranks(handle or dist.group.WORLD))
         if me not in numbers:
-            raise NoProcessGroup(
+            raise BadCall(
                 f"rank {me} is not in the group of ranks {', '.join(map(str, numbers))}.\n"
                 "  Each rank passes the group that it is in."
             )
@@ -82,7 +82,7 @@ def _handle(group: Any) -> Any:
     if group is None or isinstance(group, compat.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise NoProcessGroup(
+        raise BadCall(
             f"rank {dist.get_rank()} is not in the group that process_group= names.\n"
             "  Each rank passes the group that it is in."
         )

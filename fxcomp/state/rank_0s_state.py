@@ -46,7 +46,7 @@ def _sum(value: Tensor) -> Tensor:
 def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
     """Give every rank rank 0's optimizer state; returns notes on it. Nothing is sent if all have it already.
 
-    Raises ModelsDiffer where the ranks' optimizers keep other things for a parameter.
+    Raises ReplicasDiffer where the ranks' optimizers keep other things for a parameter.
     """
     if ranks.world_size == 1:
         return ()

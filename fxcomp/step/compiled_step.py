@@ -14,7 +14,7 @@ from fxcomp import compat
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.errors import UnsupportedFeature, UnsupportedMode
+from fxcomp.errors import Unsupported
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
 from fxcomp.progress import Notes
@@ -97,8 +97,8 @@ class CompiledStep:
             self.watch_errors()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied and pickled. Raises UnsupportedFeature."""
-        raise UnsupportedFeature(_IS_NOT_COPIED)
+        """Refuse to be copied and pickled. Raises Unsupported."""
+        raise Unsupported(_IS_NOT_COPIED)
 
     # Running
 
@@ -110,7 +110,7 @@ class CompiledStep:
         lockstep.enter(self.steps, goes_on=group.has_begun)
         try:
             if not torch.is_grad_enabled():
-                raise UnsupportedMode(_GRADIENTS_ARE_OFF)
+                raise Unsupported(_GRADIENTS_ARE_OFF)
             if scale is not None:
                 scale.check_updated()
                 group.check_scale()

@@ -16,15 +16,7 @@ from __future__ import annotations
 import weakref
 
 from fxcomp import compat
-from fxcomp.errors import (
-    GroupsDiffer,
-    NoProcessGroup,
-    PeerFailed,
-    RanksApart,
-    ReplicasDiffer,
-    StepClosed,
-    VerificationFailed,
-)
+from fxcomp.errors import BadCall, PeerFailed, RanksApart, ReplicasDiffer, VerificationFailed
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
 
@@ -47,7 +39,7 @@ class Lockstep:
         """True if emitted code has run in the step under way, so that something may have changed."""
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Begin a step, or go on with it. Raises RanksApart if ranks stopped at different places, and StepClosed."""
+        """Begin a step, or go on with it. Raises RanksApart if ranks stopped at different places, and BadCall."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)
@@ -58,7 +50,7 @@ class Lockstep:
         """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
         self._ranks.at_step(None)
         is_told = isinstance(error, ReplicasDiffer) and error.is_everywhere
-        if is_told or isinstance(error, VerificationFailed | GroupsDiffer) or self._ranks.knows(error):
+        if is_told or isinstance(error, VerificationFailed) or self._ranks.knows(error):
             runtime.settle()  # all ranks raise it, so what they have launched comes to its end
             return
         had_stopped = self._ranks.stopped is not None
@@ -81,11 +73,11 @@ class Lockstep:
         runtime.drop()
 
     def check_open(self) -> None:
-        """Raise StepClosed after `close`, and NoProcessGroup after `destroy_process_group`."""
+        """Raise BadCall after `close` and after `destroy_process_group`."""
         if self._is_closed:
-            raise StepClosed(self._closed)
+            raise BadCall(self._closed)
         if self._world is not None and (compat.world() is None or compat.world() is not self._world()):
-            raise NoProcessGroup(
+            raise BadCall(
                 "the process group that ranks were compiled in has been destroyed (torch.distributed"
                 ".destroy_process_group), and its connections with it.\n"
                 "  Train before that; or after init_process_group call compile_step again on all ranks, and give the"
@@ -93,7 +85,7 @@ class Lockstep:
             )
 
     def check(self) -> None:
-        """Raise RanksApart if ranks have stopped, and StepClosed."""
+        """Raise RanksApart if ranks have stopped, and BadCall."""
         self.check_open()
         if self._ranks.stopped is not None:
             raise _apart(self._ranks.stopped, "")

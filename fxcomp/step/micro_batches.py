@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxcomp.capture.training import LossScale
-from fxcomp.errors import GroupsDiffer, GroupUnfinished, ScaleNotUpdated
+from fxcomp.errors import BadCall, ReplicasDiffer
 from fxcomp.runtime.aside import Aside
 from fxcomp.runtime.clock import Looks
 from fxcomp.site import Site
@@ -40,12 +40,12 @@ class MicroBatchGroup:
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
-        """Forget the sums and raise ScaleNotUpdated if the scale changed inside the group: they have another unit."""
+        """Forget the sums and raise BadCall if the scale changed inside the group: they have another unit."""
         if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
             return
         summed = self._sums.micro_batches
         self.clear()
-        raise ScaleNotUpdated(
+        raise BadCall(
             f"the scale of the loss changed after {summed} of {self._length} micro-batches: what they have summed up is"
             " in the unit of the old one, and is forgotten.\n"
             "  Call scaler.update(), or load a scaler's state, only after the call that ends a group."
@@ -72,7 +72,7 @@ class MicroBatchGroup:
     def compare_lengths(self) -> Callable[[], None] | None:
         """Begin to compare how long the group is on each rank; every rank calls it.
 
-        The lengths travel while forward and backward run. What is returned waits for them, and raises GroupsDiffer on
+        The lengths travel while forward and backward run. What is returned waits for them, and raises ReplicasDiffer on
         all ranks if they end a group after different numbers of micro-batches.
         """
         if self._aside is None:
@@ -83,7 +83,7 @@ class MicroBatchGroup:
             found = coming.read()
             other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
             if other is not None:
-                raise GroupsDiffer(
+                raise ReplicasDiffer(
                     f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: their"
                     " mean would be none of what they have summed up. Nothing has been sent or updated, and the sums"
                     " are forgotten.\n  Call step as many times on every rank, with last=True at the same call."
@@ -107,9 +107,9 @@ class MicroBatchGroup:
         self._is_like_first, self._unused = True, None
 
     def check_is_over(self) -> None:
-        """Raise GroupUnfinished in the middle of a group."""
+        """Raise BadCall in the middle of a group."""
         if self.has_begun:
-            raise GroupUnfinished(
+            raise BadCall(
                 f"the gradients of {self._sums.micro_batches} of {self._length} micro-batches are summed up, which no"
                 " saved state holds.\n"
                 "  Save after the call that ends the group; step(batch, last=True) ends a shorter one."

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxcomp
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.errors import UnsupportedOptimizer
+from fxcomp.errors import Unsupported
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 
@@ -383,7 +383,7 @@ class Elsewhere(Rule):
 )
 def test_an_optimizer_whose_step_is_no_graph_of_one_update_is_refused(kind: Any, text: str):
     model = two_layers()
-    with pytest.raises(UnsupportedOptimizer, match=f"(?s){text}.*fxcomp.compile_model") as refusal:
+    with pytest.raises(Unsupported, match=f"(?s){text}.*fxcomp.compile_model") as refusal:
         fxcomp.compile_step(model, square, kind(model.parameters()), BATCHES[0])
     assert kind.__name__ in str(refusal.value)
 
@@ -395,11 +395,11 @@ def test_an_optimizer_that_starts_from_the_gradient_is_compiled_after_an_eager_s
 def test_two_optimizers_of_one_parameter_are_refused():
     model = two_layers()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adagrad(model.parameters())]
-    with pytest.raises(UnsupportedOptimizer, match=r"two optimizers update '0.weight': torch.optim.SGD and .*Adagrad"):
+    with pytest.raises(Unsupported, match=r"two optimizers update '0.weight': torch.optim.SGD and .*Adagrad"):
         fxcomp.compile_step(model, square, optimizers, BATCHES[0])
 
 
 @pytest.mark.parametrize("given", [[], ["adamw"]])
 def test_what_is_no_optimizer_is_refused(given: Any):
-    with pytest.raises(UnsupportedOptimizer, match="optimizer= "):
+    with pytest.raises(Unsupported, match="optimizer= "):
         fxcomp.compile_step(two_layers(), square, given, BATCHES[0])

@@ -10,7 +10,7 @@ import torch
 from helpers.followed import compile_alone
 from torch import Tensor, nn
 
-from fxcomp.errors import UnsupportedOptimizer
+from fxcomp.errors import Unsupported
 
 
 class Scaled(torch.optim.Optimizer):
@@ -52,7 +52,7 @@ def test_an_optimizer_that_knows_its_parameters_is_refused(way: str) -> None:
     optimizer = Scaled(model.parameters(), mark(model), scale)
     model.bias.grad = torch.ones(3)
     before, memory = model.bias.detach().clone(), model.bias.data_ptr()
-    with pytest.raises(UnsupportedOptimizer, match="Scaled knows 'bias' by an attribute, its identity or a table"):
+    with pytest.raises(Unsupported, match="Scaled knows 'bias' by an attribute, its identity or a table"):
         compile_alone(model, lambda model, x: model(x).square().mean(), optimizer, batch)
     assert torch.equal(model.bias, before)
     assert model.bias.data_ptr() == memory

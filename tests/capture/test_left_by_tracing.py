@@ -157,7 +157,7 @@ def test_drawing_with_python_or_numpy_is_refused_and_leaves_their_states(draw: A
         return [str(random.getstate()), str(own), str(np.random.get_state()[1].tolist())]
 
     before = states()
-    with pytest.raises(errors.DrawsInPython, match=f"(?s){text}"):
+    with pytest.raises(errors.CaptureFailed, match=f"(?s){text}"):
         compiled(model)
     assert states() == before
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
-from fxcomp.errors import CaptureFailed, UnsupportedModel, UnsupportedParameter
+from fxcomp.errors import CaptureFailed, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit and torch.ao.quantization
 
@@ -201,7 +201,7 @@ def test_a_lazy_module_is_refused_by_name_and_trains_after_one_call(build: Calla
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build()
-    with pytest.raises(UnsupportedParameter, match=r"is not initialised.*\n.*Call the model once before compile_step"):
+    with pytest.raises(Unsupported, match=r"is not initialised.*\n.*Call the model once before compile_step"):
         compiled(model, BATCHES[0])
     model(BATCHES[0])
     trains_as_eager(model, loss_fn, BATCHES)
@@ -215,7 +215,7 @@ def test_a_buffer_made_in_inference_mode_is_refused_and_trains_once_it_is_copied
     def loss(model: Any, batch: Tensor) -> Tensor:
         return (model.layer(batch) + model.kept).square().mean()
 
-    with pytest.raises(UnsupportedModel, match=r"buffer 'kept' was made in torch.inference_mode[^\n]*\n.*\.clone\(\)"):
+    with pytest.raises(Unsupported, match=r"buffer 'kept' was made in torch.inference_mode[^\n]*\n.*\.clone\(\)"):
         compiled(model, BATCHES[0], loss)
     model.kept = model.kept.clone()
     trains_as_eager(model, loss, BATCHES)
@@ -264,7 +264,7 @@ SCRIPTED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_a_module_of_torch_jit_is_refused_by_name(name: str):
     build, text = SCRIPTED[name]
-    with pytest.raises(UnsupportedModel) as caught:
+    with pytest.raises(Unsupported) as caught:
         compiled(build(), BATCHES[0])
     assert text in str(caught.value)
     assert "without torch.jit.script and torch.jit.trace, and script it after training" in str(caught.value)

@@ -62,9 +62,9 @@ REFUSED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_mode_that_would_not_take_part_is_refused_at_first_and_later(text: str):
     step = compiled()
-    with REFUSED[text](), pytest.raises(errors.UnsupportedMode, match=f"(?s){text}"):
+    with REFUSED[text](), pytest.raises(errors.Unsupported, match=f"(?s){text}"):
         step(ROWS)
-    with REFUSED[text](), pytest.raises(errors.UnsupportedMode, match=f"(?s){text}"):
+    with REFUSED[text](), pytest.raises(errors.Unsupported, match=f"(?s){text}"):
         compiled()
     step(ROWS)
 
@@ -81,7 +81,7 @@ def test_a_mode_of_torchs_that_looks_on_changes_nothing(mode: Callable[[], Abstr
 
 def test_a_step_inside_a_transformation_of_functions_is_refused():
     step = compiled()
-    with pytest.raises(errors.UnsupportedMode, match=r"torch\.func.*is on around"):
+    with pytest.raises(errors.Unsupported, match=r"torch\.func.*is on around"):
         torch.vmap(lambda x: step(ROWS) + x)(torch.ones(2))
 
 

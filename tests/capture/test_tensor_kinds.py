@@ -117,10 +117,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_kinds_that_are_not_captured_are_refused_in_the_first_batch_and_later(text: str):
     model, odd = nn.Linear(6, 4), REFUSED[text]()
-    with pytest.raises(errors.UnsupportedBatch, match=f"(?s)number 1 of the batch .*{text}"):
+    with pytest.raises(errors.Unsupported, match=f"(?s)number 1 of the batch .*{text}"):
         compiled(model, (ROWS, odd), lambda m, b: plainly(m, b[0]))
     step = compiled(model, (ROWS, ROWS), lambda m, b: plainly(m, b[0]))
-    with pytest.raises(errors.UnsupportedBatch, match=f"(?s){text}"):
+    with pytest.raises(errors.Unsupported, match=f"(?s){text}"):
         step((ROWS, odd))
 
 
@@ -153,30 +153,30 @@ class Beside(nn.Module):
 IN_MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception]]] = {
     r"parameter 'odd' is a .*Marked, a subclass": (
         lambda: Beside(nn.Parameter(ROWS.as_subclass(Marked))),
-        errors.UnsupportedParameter,
+        errors.Unsupported,
     ),
     r"parameter 'odd' is a .*MarkedParameter, a": (
         lambda: Beside(MarkedParameter(ROWS.clone(), requires_grad=False)),
-        errors.UnsupportedParameter,
+        errors.Unsupported,
     ),
-    r"parameter 'weight' is not initialised.*once before": (lambda: nn.LazyLinear(4), errors.UnsupportedParameter),
+    r"parameter 'weight' is not initialised.*once before": (lambda: nn.LazyLinear(4), errors.Unsupported),
     r"several elements of the parameter 'odd'.*clone\(\)": (
         lambda: Beside(nn.Parameter(torch.ones(1).expand(4))),
-        errors.UnsupportedParameter,
+        errors.Unsupported,
     ),
     r"several elements of the parameter 'odd'": (
         lambda: Beside(nn.Parameter(torch.ones(8).as_strided((3, 4), (2, 1)))),
-        errors.UnsupportedParameter,
+        errors.Unsupported,
     ),
     r"buffer 'odd' is a .*Marked, a subclass": (
         lambda: Beside(ROWS.as_subclass(Marked)),
-        errors.UnsupportedModel,
+        errors.Unsupported,
     ),
-    r"buffer 'odd' lies in memory as sparse_csr": (lambda: Beside(ROWS.to_sparse_csr()), errors.UnsupportedModel),
-    r"buffer 'odd' is sparse": (lambda: Beside(ROWS.to_sparse()), errors.UnsupportedModel),
+    r"buffer 'odd' lies in memory as sparse_csr": (lambda: Beside(ROWS.to_sparse_csr()), errors.Unsupported),
+    r"buffer 'odd' is sparse": (lambda: Beside(ROWS.to_sparse()), errors.Unsupported),
     r"'1.running_mean' is not initialised": (
         lambda: nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False)),
-        errors.UnsupportedModel,
+        errors.Unsupported,
     ),
 }
 
@@ -194,5 +194,5 @@ def test_a_buffer_of_a_kind_that_comes_later_is_refused_too():
     step = compiled(model, ROWS, plainly)
     step(ROWS)
     model.odd = ROWS.as_subclass(Marked)
-    with pytest.raises(errors.UnsupportedModel, match="buffer 'odd' is a"):
+    with pytest.raises(errors.Unsupported, match="buffer 'odd' is a"):
         step(ROWS)

@@ -205,13 +205,13 @@ def synchronised() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Any], str, str]] = {
-    "objects": (towers, with_objects, "UnsupportedFeature", "a collective of Python objects"),
-    "objects from rank 0": (towers, with_objects_from_rank_0, "UnsupportedFeature", "a collective of Python objects"),
-    "messages": (towers, with_messages, "UnsupportedFeature", "torch.distributed's "),
-    "a new group": (towers, with_a_new_group, "UnsupportedFeature", "a new process group"),
-    "a tensor that stays": (towers, into_a_tensor_that_stays, "UnsupportedFeature", "which outlives the step"),
+    "objects": (towers, with_objects, "Unsupported", "a collective of Python objects"),
+    "objects from rank 0": (towers, with_objects_from_rank_0, "Unsupported", "a collective of Python objects"),
+    "messages": (towers, with_messages, "Unsupported", "torch.distributed's "),
+    "a new group": (towers, with_a_new_group, "Unsupported", "a new process group"),
+    "a tensor that stays": (towers, into_a_tensor_that_stays, "Unsupported", "which outlives the step"),
     "a decision": (towers, deciding_by_a_sum, "CaptureFailed", "decides by the values of tensors"),
-    "SyncBatchNorm": (synchronised, squares, "UnsupportedFeature", "1 is a SyncBatchNorm"),
+    "SyncBatchNorm": (synchronised, squares, "Unsupported", "1 is a SyncBatchNorm"),
 }
 
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_repeated_is_refused_by_name_on_all_ranks(on_two_ranks: A
     for numbers in on_two_ranks:
         assert numbers[case][0] == error, numbers[case][1]
         assert text in numbers[case][1]
-    if error == "UnsupportedFeature" and case != "SyncBatchNorm":
+    if error == "Unsupported" and case != "SyncBatchNorm":
         assert "at test_user_collectives.py:" in numbers[case][1]
 
 
@@ -361,7 +361,7 @@ def test_without_a_process_group_a_loss_that_asks_first_is_eager_exactly():
 
 
 def test_a_loss_that_needs_a_process_group_says_so_where_there_is_none():
-    with pytest.raises(fxcomp.errors.NoProcessGroup, match=r"at test_user_collectives.py:\d+: .*\n.*a group of one"):
+    with pytest.raises(fxcomp.errors.BadCall, match=r"at test_user_collectives.py:\d+: .*\n.*a group of one"):
         alone(gathered_into_a_list)
 
 

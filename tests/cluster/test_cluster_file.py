@@ -10,7 +10,7 @@ from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.cluster_file import load_cluster, parse_ratio
 from fxcomp.cluster.link import LINK_PRESETS, Link
 from fxcomp.commands.job_options import add_job_options, chosen_cluster
-from fxcomp.errors import BadCluster, BadOption
+from fxcomp.errors import BadOption
 
 ROOT = Path(__file__).parents[2]
 GOOD = 'cluster = "2x2"\nintra = "nvlink4"\ninter = "25gbit"\n'
@@ -37,7 +37,7 @@ def test_every_named_link_can_be_read():
 
 def test_a_link_that_has_no_such_name_lists_those_there_are():
     with pytest.raises(
-        BadCluster, match=r"(?s)'nvlnk4': write it like 300mbit.* did you mean 'nvlink4'\?.*pcie5.*wan\."
+        BadOption, match=r"(?s)'nvlnk4': write it like 300mbit.* did you mean 'nvlink4'\?.*pcie5.*wan\."
     ):
         Link.parse("nvlnk4")
 
@@ -114,14 +114,14 @@ def test_links_that_are_named_outside_win_over_the_file(tmp_path: Path):
 )
 def test_a_mistake_in_a_file_is_told_with_the_file_and_the_key(tmp_path: Path, text: str, says: str):
     with pytest.raises(
-        BadCluster, match=f"mine.toml: (it is not TOML: )?{says}" if "TOML" not in says else says
+        BadOption, match=f"mine.toml: (it is not TOML: )?{says}" if "TOML" not in says else says
     ) as error:
         read(tmp_path, text)
     assert "mine.toml" in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_told():
-    with pytest.raises(BadCluster, match=r"cannot read the cluster nowhere.toml: No such file"):
+    with pytest.raises(BadOption, match=r"cannot read the cluster nowhere.toml: No such file"):
         load_cluster("nowhere.toml")
 
 
@@ -132,7 +132,7 @@ def test_an_oversubscription_is_a_ratio(text: str, ratio: float):
 
 @pytest.mark.parametrize("text", ["", "4:0", "0:1", "-1", "nan", "4:1:2", "much"])
 def test_what_is_no_ratio_is_refused(text: str):
-    with pytest.raises(BadCluster, match=r"cannot read the oversubscription .*: write it like 4:1"):
+    with pytest.raises(BadOption, match=r"cannot read the oversubscription .*: write it like 4:1"):
         parse_ratio(text)
 
 
@@ -177,7 +177,7 @@ def test_options_that_contradict_each_other_are_refused(words: tuple[str, ...], 
 def test_a_file_that_no_reader_can_stand_is_refused(content: str, tmp_path: Path):
     path = tmp_path / "cluster.toml"
     path.write_text(content)
-    with pytest.raises(BadCluster, match=r"cannot read the cluster .*it is not TOML"):
+    with pytest.raises(BadOption, match=r"cannot read the cluster .*it is not TOML"):
         load_cluster(path)
 
 
@@ -191,5 +191,5 @@ def test_a_file_that_no_reader_can_stand_is_refused(content: str, tmp_path: Path
 def test_what_a_file_says_twice_is_refused(text: str, says: str, tmp_path: Path):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    with pytest.raises(BadCluster, match=says):
+    with pytest.raises(BadOption, match=says):
         load_cluster(path)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 import pytest
 
 from fxcomp.commands.bisect.search import Comparison, Search, SearchFindings, differences, most_trainings
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 
 NAMES = [f"layer.{k}.weight" for k in range(16)]
 
@@ -86,7 +86,7 @@ def test_equal_losses_are_no_cost():
 
 
 def test_seeds_that_change_nothing_are_refused():
-    with pytest.raises(BadJob, match=r"seeds change nothing in this job: without compression each of 4 ends with"):
+    with pytest.raises(BadOption, match=r"seeds change nothing in this job: without compression each of 4 ends with"):
         Search(NAMES, lambda compressed, _: 2.0 + 0.001 * len(compressed), 4).run()
 
 

@@ -93,7 +93,8 @@ def differing(_: object = None) -> None:
 
 def test_ranks_that_measure_different_things_are_refused():
     outcomes = try_ranks(2, differing)
-    assert [outcome.error for outcome in outcomes] == ["ModelsDiffer"] * 2
+    assert [outcome.error for outcome in outcomes] == ["ReplicasDiffer"] * 2
+    assert all("threads is [2] on rank 1 and [1] on rank 0" in outcome.text for outcome in outcomes)
 
 
 # Files
@@ -304,7 +305,7 @@ def test_a_step_is_compiled_with_rank_0s_saved_costs(tmp_path: Path):
 
 def test_costs_that_one_rank_alone_has_or_that_cannot_be_read_are_refused_on_all(tmp_path: Path):
     outcomes = try_ranks(2, compiled, [saved(tmp_path), None])
-    assert [outcome.error for outcome in outcomes] == ["ModelsDiffer"] * 2
+    assert [outcome.error for outcome in outcomes] == ["ReplicasDiffer"] * 2
     assert all("how costs are given is" in outcome.text for outcome in outcomes)
     nowhere = str(tmp_path / "nowhere.json")
     outcomes = try_ranks(2, compiled, [nowhere, nowhere])

@@ -12,7 +12,7 @@ import pytest
 from fxcomp.commands.demo import shaped_hosts
 from fxcomp.commands.demo.launch_ranks import run_ranks
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
-from fxcomp.errors import HostsUnavailable, PeerFailed
+from fxcomp.errors import PeerFailed, Unsupported
 
 MEET = """
     import os
@@ -211,7 +211,7 @@ def test_a_link_carries_no_more_than_the_rate_asked_for_and_the_rate_can_change(
 
 
 def test_a_network_without_hosts_is_refused():
-    with pytest.raises(HostsUnavailable, match="at least one host"):
+    with pytest.raises(Unsupported, match="at least one host"):
         ShapedHosts(0)
 
 
@@ -226,5 +226,5 @@ def test_the_reason_is_told_where_no_namespace_can_be_made(monkeypatch: pytest.M
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setattr(shaped_hosts, "_PATH", str(tmp_path))
     assert why_not() == "`unshare --user --map-root-user --net` failed: forbidden"
-    with pytest.raises(HostsUnavailable, match="failed: forbidden"), ShapedHosts(2):
+    with pytest.raises(Unsupported, match="failed: forbidden"), ShapedHosts(2):
         pass

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxcomp.commands.demo.gpt import draw_batch, load_text
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 
 
 def test_the_split_is_the_same_every_time():
@@ -43,5 +43,5 @@ def test_batches_depend_on_step_rank_and_seed_alone():
 
 
 def test_a_folder_without_sources_is_refused(tmp_path: Path):
-    with pytest.raises(BadJob, match="fewer than 10 Python files"):
+    with pytest.raises(BadOption, match="fewer than 10 Python files"):
         load_text(folder=tmp_path)

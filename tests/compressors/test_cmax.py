@@ -10,9 +10,9 @@ import torch
 from helpers.compressor_cases import WITH_KERNELS, decode, encode
 from torch import Tensor
 
-from fxcomp.compressors import BadCompressor, CMax
+from fxcomp.compressors import CMax
 from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.errors import BadPayload
+from fxcomp.errors import BadOption, BadTensor
 from fxcomp.testing.kernel_checks import assert_same_bits, compare_with_reference, plain_torch
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.samples import gaussian, laplace
@@ -68,7 +68,7 @@ def test_the_size_is_the_formula(chunk: int, size: int) -> None:
 
 @pytest.mark.parametrize("chunk", [0, 1, 3, 12, 256])
 def test_a_chunk_is_a_power_of_two(chunk: int) -> None:
-    with pytest.raises(BadCompressor, match=r"cmax needs (a chunk that is a power of two|chunk from 2 to 128)"):
+    with pytest.raises(BadOption, match=r"cmax needs (a chunk that is a power of two|chunk from 2 to 128)"):
         CMax(chunk)
 
 
@@ -159,7 +159,7 @@ def test_a_payload_with_a_place_outside_a_short_chunk_is_refused(n: int) -> None
     payload = encode(CMax(16), torch.ones(n), None, (n,))
     chunks = -(-n // 16)
     payload[4 + (chunks - 1) // 2] |= 0xF << 4 * ((chunks - 1) % 2)
-    with pytest.raises(BadPayload, match="a payload names places outside its segment"):
+    with pytest.raises(BadTensor, match="a payload names places outside its segment"):
         decode(CMax(16), payload, 1, (n,))
 
 

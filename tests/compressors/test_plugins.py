@@ -13,8 +13,9 @@ import pytest
 import torch
 from helpers.ranks import run_alone
 
-from fxcomp.compressors import CATALOGUE, BadCompressor, Int8, catalogue, compressor_of, parse_compressor
+from fxcomp.compressors import CATALOGUE, Int8, catalogue, compressor_of, parse_compressor
 from fxcomp.compressors.facts import fields_of
+from fxcomp.errors import BadOption
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
@@ -119,7 +120,7 @@ def _announce(monkeypatch: pytest.MonkeyPatch, *values: str, name: str = "thirds
 
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _announce(monkeypatch, "no_such_package.thirds:Thirds")
-    with pytest.raises(BadCompressor) as caught:
+    with pytest.raises(BadOption) as caught:
         parse_compressor("thirds")
     assert str(caught.value) == (
         "the compressor 'thirds' is announced as no_such_package.thirds:Thirds, which cannot be loaded: "
@@ -129,7 +130,7 @@ def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_package_that_registers_another_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _announce(monkeypatch, "fxcomp.compressors.int8:Int8")
-    with pytest.raises(BadCompressor) as caught:
+    with pytest.raises(BadOption) as caught:
         parse_compressor("thirds")
     assert str(caught.value) == (
         "the compressor 'thirds' is announced as fxcomp.compressors.int8:Int8, which registers no compressor of that "
@@ -139,7 +140,7 @@ def test_a_package_that_registers_another_name_is_named(monkeypatch: pytest.Monk
 
 def test_announced_names_are_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     _announce(monkeypatch, "no_such_package.thirds:Thirds")
-    with pytest.raises(BadCompressor, match="did you mean 'thirds'"):
+    with pytest.raises(BadOption, match="did you mean 'thirds'"):
         parse_compressor("third")
 
 
@@ -169,7 +170,7 @@ def test_a_package_that_takes_a_name_of_ours_is_warned_of_once(monkeypatch: pyte
 
 def test_two_packages_of_one_name_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _announce(monkeypatch, "acme.thirds:Thirds", "other.parts:Thirds")
-    with pytest.raises(BadCompressor) as caught:
+    with pytest.raises(BadOption) as caught:
         parse_compressor("thirds")
     assert str(caught.value) == (
         "two compressors are announced as 'thirds': acme.thirds:Thirds and other.parts:Thirds.\n"
@@ -300,7 +301,7 @@ def _forgotten() -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_a_class_that_cannot_work_is_explained(changes: list[tuple[str, str]], complaint: str) -> None:
-    with pytest.raises(BadCompressor) as caught:
+    with pytest.raises(BadOption) as caught:
         _pool("acme.pool", *changes)
     assert str(caught.value) == f"acme.pool.Pool cannot be registered: {complaint}"
 
@@ -315,7 +316,7 @@ def test_annotations_may_be_types_and_text() -> None:
         assert str(made(width=16)) == f"{name}(width=16)"
         assert parse_compressor(f"{name}(16)") == made(16)
         assert made.compress_op(torch.ones(16), None, (16,), 16)[0].tolist() == [1.0]
-        with pytest.raises(BadCompressor, match=r"width must be a whole number, not 2\.0"):
+        with pytest.raises(BadOption, match=r"width must be a whole number, not 2\.0"):
             made(2.0)
 
 
@@ -337,7 +338,7 @@ def test_a_class_that_is_registered_again_takes_the_place_of_the_first() -> None
 @pytest.mark.usefixtures("_forgotten")
 def test_another_class_of_the_name_is_refused() -> None:
     _pool("acme.pool", ('name="pool"', 'name="taken"'))
-    with pytest.raises(BadCompressor, match=r"two compressors named 'taken': acme\.pool\.Pool and other\.pool\.Pool\."):
+    with pytest.raises(BadOption, match=r"two compressors named 'taken': acme\.pool\.Pool and other\.pool\.Pool\."):
         _pool("other.pool", ('name="pool"', 'name="taken"'))
 
 

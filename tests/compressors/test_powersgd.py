@@ -7,7 +7,8 @@ import torch
 from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
-from fxcomp.compressors import BadCompressor, PowerSGD, compressor_of, kernels, parse_compressor
+from fxcomp.compressors import PowerSGD, compressor_of, kernels, parse_compressor
+from fxcomp.errors import BadOption
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.rounds import Replica, average, fresh_state
 from fxcomp.testing.samples import gaussian
@@ -191,9 +192,9 @@ def test_the_text_has_the_rank_only() -> None:
     assert str(bound) == "powersgd(4)"
     assert parse_compressor("powersgd(4)") == PowerSGD(4)
     assert compressor_of(bound.compress_op, [4, [50, 0, 0, 0, 90]]) == PowerSGD(4, (50, 0, 0, 0, 90))  # pyright: ignore
-    with pytest.raises(BadCompressor, match=r"it is powersgd\(rank: int\)"):
+    with pytest.raises(BadOption, match=r"it is powersgd\(rank: int\)"):
         parse_compressor("powersgd(4, 5)")
-    with pytest.raises(BadCompressor, match="powersgd needs rank from 1 to 64, not 65"):
+    with pytest.raises(BadOption, match="powersgd needs rank from 1 to 64, not 65"):
         PowerSGD(65)
 
 

@@ -5,17 +5,8 @@ import torch
 from helpers.compressor_cases import decode, encode
 from torch import Tensor
 
-from fxcomp.compressors import (
-    FP16,
-    BadCompressor,
-    Bias,
-    Compressor,
-    Feedback,
-    Int2,
-    Int4,
-    Int8,
-    Sign,
-)
+from fxcomp.compressors import FP16, Bias, Compressor, Feedback, Int2, Int4, Int8, Sign
+from fxcomp.errors import BadOption
 from fxcomp.testing.kernel_checks import plain_torch
 from fxcomp.testing.samples import gaussian, laplace
 
@@ -116,9 +107,7 @@ def test_only_a_random_quantiser_has_state() -> None:
 
 @pytest.mark.parametrize(("kind", "block", "multiple"), [(Int4, 7, 2), (Int2, 6, 4), (Sign, 12, 8)])
 def test_a_block_that_ends_within_a_byte_is_refused(kind: type[Int4 | Int2 | Sign], block: int, multiple: int) -> None:
-    with pytest.raises(
-        BadCompressor, match=f"needs a block of whole bytes, a multiple of {multiple}, not block={block}"
-    ):
+    with pytest.raises(BadOption, match=f"needs a block of whole bytes, a multiple of {multiple}, not block={block}"):
         kind(block)
 
 
@@ -131,7 +120,7 @@ def test_codes_that_do_not_fill_bytes_are_refused(width: int) -> None:
         def bits(self) -> int:
             return width
 
-    with pytest.raises(BadCompressor, match=rf"(?s)has codes of {width} bits.*1, 2, 4 or 8 bits.*next larger"):
+    with pytest.raises(BadOption, match=rf"(?s)has codes of {width} bits.*1, 2, 4 or 8 bits.*next larger"):
         Copied()
 
 

@@ -6,7 +6,7 @@ from helpers.compressor_cases import WITH_KERNELS
 from torch import Tensor
 
 from fxcomp.compressors import Compressed, EncoderInput, Sidco, places, survivors
-from fxcomp.errors import BadPayload
+from fxcomp.errors import BadTensor
 
 
 def _sent(payload: Tensor, n: int, slots: int) -> tuple[int, list[float], list[int]]:
@@ -57,7 +57,7 @@ def test_a_count_that_no_payload_has_is_refused_though_as_many_places_follow(cou
     payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
     payload.view(torch.int32)[0] = count
     payload[4 + 4 * 13 :][:2] = torch.tensor([0xFF, 0x3F], dtype=torch.uint8)
-    with pytest.raises(BadPayload, match="outside its segment"):
+    with pytest.raises(BadTensor, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))
 
 
@@ -66,8 +66,8 @@ def test_a_payload_that_is_not_ours_is_refused() -> None:
     compressor = Sidco(0.1)
     payload = torch.zeros(compressor.payload_elements((100,)), dtype=torch.uint8)
     payload.view(torch.int32)[0] = 14
-    with pytest.raises(BadPayload, match="outside its segment"):
+    with pytest.raises(BadTensor, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))
     payload.view(torch.int32)[0] = 3  # and no bit says where
-    with pytest.raises(BadPayload, match="outside its segment"):
+    with pytest.raises(BadTensor, match="outside its segment"):
         compressor.decode(payload, 1, (100,), torch.empty(100))

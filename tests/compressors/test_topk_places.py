@@ -6,7 +6,7 @@ from helpers.compressor_cases import WITH_KERNELS, decode, encode
 
 from fxcomp.compressors import TopK
 from fxcomp.compressors.places import bytes_of, form_of, read
-from fxcomp.errors import BadPayload
+from fxcomp.errors import BadTensor
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import SAMPLES, gaussian
 
@@ -76,7 +76,7 @@ def test_places_that_go_down_are_refused() -> None:
     assert lows.tolist() == [100, 40_000 - 65_536]
     lows.copy_(lows.flip(0))
     out = torch.empty(n)
-    with pytest.raises(BadPayload, match="outside its segment"):
+    with pytest.raises(BadTensor, match="outside its segment"):
         decode(TopK(1e-5), payload, 1, (n,))
     with plain_torch():
         TopK(1e-5).decode(payload, 1, (n,), out)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxcomp.compressors import PowerSGD, TopK, parse_compressor
 from fxcomp.error_tables import Columns, ErrorSource, ErrorTable, measure
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadOption
 from fxcomp.testing.rounds import average, replicas_of
 
 linalg: Any = torch.linalg
@@ -238,5 +238,5 @@ def test_nothing_at_all_is_a_table():
     ("residuals", "text"), [({"h": torch.zeros(4)}, "no gradient of that name"), ({"g": torch.zeros(3)}, "3 elements")]
 )
 def test_a_residual_of_something_else_is_refused(residuals: dict[str, Tensor], text: str):
-    with pytest.raises(BadErrorTable, match=text):
+    with pytest.raises(BadOption, match=text):
         measure({"g": torch.ones(4)}, residuals)

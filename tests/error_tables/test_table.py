@@ -11,7 +11,7 @@ from fxcomp.compressors import PowerSGD, TopK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorSource, ErrorTable, legal, measure, smoothed
 from fxcomp.error_tables.columns import on_lines
-from fxcomp.errors import BadErrorTable
+from fxcomp.errors import BadOption
 
 COLUMNS = Columns((0.01, 0.1), (1, 4), tuple(map(parse_compressor, ("int8(block=128)", "int4", "sign"))))
 ERRORS = (0.9, 0.5, 0.8, 0.3, 5e-5, 0.014, 0.36)
@@ -49,7 +49,7 @@ def test_a_table_goes_to_json_and_back():
     ],
 )
 def test_what_is_no_table_is_refused(data: dict[str, object]):
-    with pytest.raises(BadErrorTable):
+    with pytest.raises(BadOption, match="this is not an error table: "):
         ErrorTable.from_json(data)
 
 
@@ -190,5 +190,5 @@ def test_a_gradient_that_is_frozen_loses_its_weight_and_gets_it_back():
 
 
 def test_tables_of_other_gradients_have_no_mean():
-    with pytest.raises(BadErrorTable, match="other gradients"):
+    with pytest.raises(BadOption, match="other gradients"):
         smoothed(table_with(ROW), table_with(ROW, ROW))

@@ -142,7 +142,7 @@ def test_a_criterion_with_parameters_trains_in_one_module_with_the_model():
         return criterion(model(batch[0]), batch[1])
 
     both = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
-    with pytest.raises(errors.UnsupportedOptimizer, match=r"nn.ModuleList\(\[model, criterion\]\): loss_fn is called"):
+    with pytest.raises(errors.Unsupported, match=r"nn.ModuleList\(\[model, criterion\]\): loss_fn is called"):
         compile_alone(model, outside, both)
     with pytest.raises(
         errors.CaptureFailed, match=r"(?s)shape \[10, 10\] .* nn.ModuleList\(\[model, criterion\]\): loss"
@@ -176,7 +176,7 @@ def test_an_adapter_network_trains_as_the_model_or_with_it():
     def loss(network: Any, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(base(batch[0]) + network(batch[0]), batch[1])
 
-    with pytest.raises(errors.UnsupportedOptimizer, match=r"number 0 of parameter group 0.*\n.*an adapter outside"):
+    with pytest.raises(errors.Unsupported, match=r"number 0 of parameter group 0.*\n.*an adapter outside"):
         compile_alone(base, lambda _, batch: loss(network, batch), sgd(network))
     assert_trains(network, copy.deepcopy(network), loss)
     both = nn.ModuleList([base, network])
@@ -373,7 +373,7 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_weight_that_a_hook_computes_is_refused_and_its_parametrization_trains(name: str):
     old, new = HOOKS[name]
-    with pytest.raises(errors.UnsupportedModel, match=f"the module '0' has a .* hook.*\n  Use torch.nn.utils.{name}"):
+    with pytest.raises(errors.Unsupported, match=f"the module '0' has a .* hook.*\n  Use torch.nn.utils.{name}"):
         compile_alone(with_layer(old))
     assert_trains(with_layer(new), with_layer(new))
 
@@ -533,7 +533,7 @@ class Prodigy(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [ScheduleFree, Prodigy])
 def test_optimizers_of_one_count_for_all_are_refused_with_the_frontends_that_take_them(kind: Any):
     model = small()
-    with pytest.raises(errors.UnsupportedOptimizer, match=r"(?s)Or: fxcomp.ddp_hook and .*leave the optimizer yours"):
+    with pytest.raises(errors.Unsupported, match=r"(?s)Or: fxcomp.ddp_hook and .*leave the optimizer yours"):
         compile_alone(model, optimizer=kind(model.parameters()))
 
 

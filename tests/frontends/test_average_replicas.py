@@ -321,18 +321,18 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_averaged_is_refused_with_what_to_do():
     for found in run_ranks(4, refusals):
         for case, error, words in (
-            ("two dimensions", "UnsupportedFeature", 'average_replicas(model, mesh["replicate"])'),
+            ("two dimensions", "Unsupported", 'average_replicas(model, mesh["replicate"])'),
             ("whole mesh", "BadOption", "a mesh of 2 dimensions"),
             ("the other dimension", "BadOption", "hold different shards"),
             ("nothing sharded", "BadOption", "nothing that is sharded"),
-            ("a part", "UnsupportedParameter", "'1.0.weight' is trained and not sharded"),
-            ("a divisor", "UnsupportedFeature", "scale the loss"),
-            ("no values", "UnsupportedParameter", "'weight' has no values yet"),
+            ("a part", "Unsupported", "'1.0.weight' is trained and not sharded"),
+            ("a divisor", "Unsupported", "scale the loss"),
+            ("no values", "Unsupported", "'weight' has no values yet"),
             ("rates", "BadOption", "fully_shard leaves yours"),
-            ("fp16", "UnsupportedFeature", "reduce_dtype=torch.float32"),
-            ("a hook of a gradient", "UnsupportedFeature", "Step the optimizer after backward"),
-            ("never", "UnsupportedFeature", "no gradients of module 'layers.1'"),
-            ("unused", "UnsupportedFeature", "set_reduce_scatter_unused_params"),
+            ("fp16", "Unsupported", "reduce_dtype=torch.float32"),
+            ("a hook of a gradient", "Unsupported", "Step the optimizer after backward"),
+            ("never", "Unsupported", "no gradients of module 'layers.1'"),
+            ("unused", "Unsupported", "set_reduce_scatter_unused_params"),
         ):
             assert found.get(case, "").startswith(error), (case, found.get(case))
             assert words in found[case], (case, found[case])

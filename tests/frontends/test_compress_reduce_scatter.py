@@ -199,17 +199,17 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_scattered_is_refused_with_what_to_do():
     for found in run_ranks(2, refusals):
         for case, error, words in (
-            ("two dimensions", "UnsupportedFeature", 'average_replicas(model, mesh["replicate"])'),
+            ("two dimensions", "Unsupported", 'average_replicas(model, mesh["replicate"])'),
             ("nothing sharded", "BadOption", "nothing that is sharded"),
             ("low rank", "BadPlan", "needs whole parameters"),
             ("two shots", "BadPlan", "compressed once at most"),
             ("another plan", "BadPlan", "the plan has no bucket of"),
-            ("no values", "UnsupportedParameter", "'weight' has no values yet"),
+            ("no values", "Unsupported", "'weight' has no values yet"),
             ("rates", "BadOption", "fully_shard leaves yours"),
             ("no scaler", "BadOption", "it is a SGD"),
-            ("different options", "ModelsDiffer", "mode"),
-            ("twice", "UnsupportedFeature", "call it once a model"),
-            ("a divisor", "UnsupportedFeature", "set_gradient_divide_factor"),
+            ("different options", "ReplicasDiffer", "mode"),
+            ("twice", "Unsupported", "call it once a model"),
+            ("a divisor", "Unsupported", "set_gradient_divide_factor"),
             ("too early", "FxcompError", "there is no plan yet"),
         ):
             assert found[case].startswith(error), (case, found[case])

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadOption, BadState, FxcompError, StepClosed
+from fxcomp.errors import BadCall, BadOption, BadState, FxcompError
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
@@ -267,7 +267,7 @@ def used_after_closing() -> str:
     batch = JOBS["mlp"].batch(0, dist.get_rank())
     cross_entropy(ddp, batch).backward()
     hook.close()
-    with pytest.raises(StepClosed) as refusal:
+    with pytest.raises(BadCall) as refusal:
         cross_entropy(ddp, batch).backward()
     return str(refusal.value)
 

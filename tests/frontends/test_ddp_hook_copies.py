@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxcomp
-from fxcomp.errors import BadOption, UnsupportedFeature
+from fxcomp.errors import BadOption, Unsupported
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
@@ -202,7 +202,7 @@ def by_single_gradients() -> list[str]:
         ddp = wrapped(fxcomp.ddp_hook(compress="dense"))
         try:
             passes(way(ddp), 0)
-        except UnsupportedFeature as error:
+        except Unsupported as error:
             refused.append(str(error))
     torch._dynamo.config.optimize_ddp = True
     torch._dynamo.reset()

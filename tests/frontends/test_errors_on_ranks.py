@@ -187,25 +187,25 @@ def works(_: Path) -> None:
 
 SCENARIOS: dict[Scenario, tuple[str, str]] = {
     models_of_other_width: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         r"rank 1 and rank 0 bring different steps: the shape of '0.(bias|weight)' is .*31",
     ),
     models_of_other_depth: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         r"'1.(bias|weight)'.*on rank 1 and 'missing' on rank 0.*Build the same model",
     ),
     models_frozen_elsewhere: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         r"a gradient of '0.bias' is 'missing' on rank 1|requires_grad of '0.bias' is False",
     ),
     other_learning_rates: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         "lr of parameter group 0 is 0.2 on rank 1 and 0.1 on rank 0",
     ),
-    other_optimizers: ("ModelsDiffer ModelsDiffer", "different steps"),
-    other_clipping: ("ModelsDiffer ModelsDiffer", "max_grad_norm is 1.0 on rank 1 and None on rank 0"),
+    other_optimizers: ("ReplicasDiffer ReplicasDiffer", "different steps"),
+    other_clipping: ("ReplicasDiffer ReplicasDiffer", "max_grad_norm is 1.0 on rank 1 and None on rank 0"),
     no_loss_on_one: ("PeerFailed BadOption", "loss_fn is called with the model and a batch; it is a NoneType"),
-    hook_scaled_on_one: ("ModelsDiffer ModelsDiffer", "a scaler is True on rank 1 and False on rank 0"),
+    hook_scaled_on_one: ("ReplicasDiffer ReplicasDiffer", "a scaler is True on rank 1 and False on rank 0"),
     capture_fails_on_one: (
         "PeerFailed KeyError",
         r"rank 1 failed in capturing the step: KeyError: 'labels'|^'labels'",
@@ -226,23 +226,23 @@ SCENARIOS: dict[Scenario, tuple[str, str]] = {
         "accumulate must be a number of micro-batches",
     ),
     plans_differ: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         r"the plan is 'topk\(0.1\)' on rank 1 and 'topk\(0.01\)' on rank 0.*pass the same arguments",
     ),
-    plan_given_to_one: ("ModelsDiffer ModelsDiffer", "the plan is None on rank 1 and 'int8' on rank 0"),
+    plan_given_to_one: ("ReplicasDiffer ReplicasDiffer", "the plan is None on rank 1 and 'int8' on rank 0"),
     saved_plans_differ: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         r"the strategy of '[\w.]+' in the plan is 'all_reduce@world' on rank 1 and 'compress\(int8\).* on rank 0",
     ),
     plan_saved_on_rank_0: ("none none", ""),
     other_warm_up: (
-        "ModelsDiffer ModelsDiffer",
+        "ReplicasDiffer ReplicasDiffer",
         "warmup is .*dense_steps=3.* on rank 1 and .*dense_steps=2.* on rank 0.*pass the same arguments",
     ),
     other_costs: ("none none", ""),  # each machine may have its own; rank 0's decide
-    other_links: ("ModelsDiffer ModelsDiffer", "cluster is '.*10gbit.*' on rank 1 and '.*1gbit.*' on rank 0"),
-    links_that_are_written_alike: ("ModelsDiffer ModelsDiffer", "the digest of cluster= is .* on rank 1 and"),
-    cluster_of_another_size: ("BadCluster BadCluster", "the cluster 3x1 has 3 ranks, the process group has 2"),
+    other_links: ("ReplicasDiffer ReplicasDiffer", "cluster is '.*10gbit.*' on rank 1 and '.*1gbit.*' on rank 0"),
+    links_that_are_written_alike: ("ReplicasDiffer ReplicasDiffer", "the digest of cluster= is .* on rank 1 and"),
+    cluster_of_another_size: ("BadOption BadOption", "the cluster 3x1 has 3 ranks, the process group has 2"),
     wrong_on_all: ("VerificationFailed VerificationFailed", "step 0: the gradient of '0.bias' differs from eager"),
     wrong_on_one: (
         "VerificationFailed VerificationFailed",

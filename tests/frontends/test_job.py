@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxcomp.commands.demo.gpt import GPT, GPTConfig, gpt_job
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,25 +41,25 @@ def test_a_job_without_batches_repeats_its_example(tmp_path: Path):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(BadJob, match=r"there is no file 'nowhere\.py'"):
+    with pytest.raises(BadOption, match=r"there is no file 'nowhere\.py'"):
         load_job("nowhere.py:job")
 
 
 def test_a_missing_function_is_named(tmp_path: Path):
     (tmp_path / "empty.py").write_text("")
-    with pytest.raises(BadJob, match=r"empty\.py has no function 'train'"):
+    with pytest.raises(BadOption, match=r"empty\.py has no function 'train'"):
         load_job(f"{tmp_path / 'empty.py'}:train")
 
 
 def test_a_function_that_returns_something_else_is_refused(tmp_path: Path):
     (tmp_path / "wrong.py").write_text("def job():\n    return 3\n")
-    with pytest.raises(BadJob, match=r"returned int, not a Job"):
+    with pytest.raises(BadOption, match=r"returned int, not a Job"):
         load_job(f"{tmp_path / 'wrong.py'}:job")
 
 
 def test_a_file_that_is_not_python_is_refused(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(BadJob, match="not a Python file"):
+    with pytest.raises(BadOption, match="not a Python file"):
         load_job(f"{tmp_path / 'notes.txt'}:job")
 
 

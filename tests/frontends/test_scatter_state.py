@@ -257,4 +257,5 @@ def test_a_loaded_state_goes_on_to_the_bit_and_dense_gradients_bring_what_is_owe
         assert found["delivered by int8"]
         assert 0 < found["rounded"] < 0.02
         assert found["other shapes"].startswith("BadState: ")
-        assert found["closed"].startswith("StepClosed: ")
+        assert found["closed"].startswith("BadCall: ")
+        assert "has been closed" in found["closed"]

@@ -326,7 +326,7 @@ def test_an_empty_parameter_under_fully_shard_is_refused_by_name_and_trains_once
     for found in run_ranks(2, shard_empty_ones):
         for name in ("average_replicas", "compress_reduce_scatter"):
             text = str(found[f"{name}, False"])
-            assert text.startswith("UnsupportedParameter: the parameter '1.weight' has no elements, [0, 4]"), text
+            assert text.startswith("Unsupported: the parameter '1.weight' has no elements, [0, 4]"), text
             assert f".requires_grad_(False) for it before fully_shard and {name}" in text
             assert found[f"{name}, True"] is True
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.compressors import BadCompressor
 from fxcomp.compressors.examples import examples
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.errors import BadOption, BadPlan, UnsupportedOptimizer
+from fxcomp.errors import BadOption, BadPlan, Unsupported
 from fxcomp.frontends import what_if as whatif
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, rewritten, scaled, what_if
@@ -128,7 +127,7 @@ def test_what_a_plan_needs_is_measured(job: Job):
 
 def test_more_ranks_than_a_compressor_can_sum_are_refused(job: Job):
     where = cluster("64x2", "100mbit")
-    with pytest.raises(BadCompressor, match="cannot sum the codes of 128 ranks"):
+    with pytest.raises(BadOption, match="cannot sum the codes of 128 ranks"):
         what_if(job, where, WhatIf(compress=Compress.of("shared_int8")))
 
 
@@ -281,7 +280,7 @@ def test_the_work_around_a_moved_exchange_is_priced(job: Job):
 @pytest.mark.parametrize(
     ("changes", "compress", "refused", "what"),
     [
-        ({"make": torch.optim.RMSprop}, AT_MOMENTUM, UnsupportedOptimizer, "it keeps no mean of gradients"),
+        ({"make": torch.optim.RMSprop}, AT_MOMENTUM, Unsupported, "it keeps no mean of gradients"),
         ({"max_grad_norm": 1.0}, AT_MOMENTUM, BadOption, "does not go with max_grad_norm="),
         ({}, replace(AT_MOMENTUM, steps=None), BadOption, "there is no warm-up"),
     ],

@@ -33,7 +33,7 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.devices import preset_named
-from fxcomp.errors import AbsentDevice
+from fxcomp.errors import Unsupported
 from fxcomp.frontends.what_if import WhatIf, imagining, rewritten, what_if
 
 CUDA = torch.device("cuda", 0)
@@ -126,7 +126,7 @@ def the_index_of_a_gpu_that_is_not_there_is_refused() -> None:
         lambda: torch.cuda.device(3), lambda: torch.cuda.synchronize(device=3), lambda: torch.Generator("cuda:3"),
     )  # fmt: skip
     for call in calls:
-        with pytest.raises(AbsentDevice, match=r"invalid device ordinal.*imagined.py:\d+.*\n.*Use cuda:0"):
+        with pytest.raises(Unsupported, match=r"invalid device ordinal.*imagined.py:\d+.*\n.*Use cuda:0"):
             call()
 
 
@@ -306,7 +306,7 @@ REFUSED = ("cudart", "CUDAGraph", "graph", "make_graphed_callables", "MemPool", 
 @job_file
 def other_names_of_torch_cuda_are_refused_by_name() -> None:
     for name in REFUSED:
-        with pytest.raises(AbsentDevice, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Leave it out"):
+        with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Leave it out"):
             getattr(torch.cuda, name)()
 
 
@@ -326,7 +326,7 @@ def every_public_call_of_torch_cuda_is_answered_or_refused() -> None:
             continue
         try:
             value()
-        except (AbsentDevice, TypeError):  # a TypeError: arguments are missing
+        except (Unsupported, TypeError):  # a TypeError: arguments are missing
             pass
         except Exception as error:
             foreign.append(f"{name}: {type(error).__name__}: {error}")

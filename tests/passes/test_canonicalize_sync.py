@@ -6,7 +6,7 @@ from helpers.before_after import before_after
 from helpers.graphs import Step, linear_step
 from torch.fx import GraphModule
 
-from fxcomp.errors import UnsupportedFeature
+from fxcomp.errors import Unsupported
 from fxcomp.graph.info import Role
 from fxcomp.graph.ops import ALL_GATHER, ALL_REDUCE, WAIT
 from fxcomp.passes.canonicalize_sync import canonicalize_sync
@@ -72,16 +72,14 @@ def test_one_rank_needs_no_reduction():
 
 @pytest.mark.parametrize("divide_by", [None, 3.0])
 def test_a_sum_that_is_no_mean_is_refused(divide_by: float | None):
-    with pytest.raises(
-        UnsupportedFeature, match=r"'w' is summed over the ranks and not divided by their number, 2"
-    ) as error:
+    with pytest.raises(Unsupported, match=r"'w' is summed over the ranks and not divided by their number, 2") as error:
         canonicalize_sync(reduced_by_user("sum", divide_by=divide_by), 2)
     assert "Reduce with 'avg'" in str(error.value)
 
 
 def test_another_reduction_is_refused():
     with pytest.raises(
-        UnsupportedFeature, match=r"'w' goes through .*all_reduce.* \(max\); only an all_reduce with sum or avg"
+        Unsupported, match=r"'w' goes through .*all_reduce.* \(max\); only an all_reduce with sum or avg"
     ):
         canonicalize_sync(reduced_by_user("max"), 2)
 
@@ -93,5 +91,5 @@ def test_a_gather_of_gradients_is_refused():
     gradient = step.gradient("w", aten.mul.Tensor, x, 1.0)
     gathered = step.do(WAIT, step.do(ALL_GATHER, gradient, 2, "mine", role=Role.COLLECTIVE), role=Role.WAIT)
     step.update("w", aten.sub_.Tensor, weight, step.do(aten.slice.Tensor, gathered, 0, 0, 4))
-    with pytest.raises(UnsupportedFeature, match="all_gather_into_tensor"):
+    with pytest.raises(Unsupported, match="all_gather_into_tensor"):
         canonicalize_sync(step.returning(loss), 2)

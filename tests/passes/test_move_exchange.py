@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fxcomp import compat
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
-from fxcomp.errors import UnsupportedOptimizer
+from fxcomp.errors import Unsupported
 from fxcomp.graph.info import InputKind, Role, info
 from fxcomp.graph.run_passes import run
 from fxcomp.passes.bucket_gradients import bucket_gradients
@@ -104,5 +104,5 @@ def test_nothing_of_the_state_is_written_before_the_exchange():
 )
 def test_an_update_without_a_mean_is_refused_with_the_reason(make, options, why):
     gm = bucketed(WHOLE, make, **options)
-    with pytest.raises(UnsupportedOptimizer, match=rf"'weight'.*{why}"):
+    with pytest.raises(Unsupported, match=rf"'weight'.*{why}"):
         move_exchange(gm, replace(WHOLE))

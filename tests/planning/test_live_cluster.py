@@ -21,7 +21,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.commands.demo import launch_ranks, shaped_hosts
 from fxcomp.cost.collectives import collective_us
 from fxcomp.cost.contention import FittedContention
-from fxcomp.errors import NoProcessGroup
+from fxcomp.errors import BadCall
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Strategy
 from fxcomp.planning import decide
@@ -112,7 +112,7 @@ def test_a_group_of_one_rank_is_a_cluster_of_one():
 
 
 def test_without_a_process_group_there_is_nothing_to_describe():
-    with pytest.raises(NoProcessGroup, match=r"(?s)is not initialised in this process, .*Cluster.parse\('8x4'"):
+    with pytest.raises(BadCall, match=r"(?s)is not initialised in this process, .*Cluster.parse\('8x4'"):
         cluster_of_group()
 
 

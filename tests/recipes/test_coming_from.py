@@ -112,8 +112,8 @@ def mistakes() -> list[str]:
 
 def test_mistakes_are_told():
     for wrapped, twice, shared, both in run_ranks(2, mistakes):
-        assert wrapped.startswith("UnsupportedModel")
+        assert wrapped.startswith("Unsupported")
         assert "Give compile_step the plain model" in wrapped
         assert "can only be called once" in twice
-        assert shared.startswith("UnsupportedFeature: this hook serves another model already.")
+        assert shared.startswith("Unsupported: this hook serves another model already.")
         assert both == "nothing"

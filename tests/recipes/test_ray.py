@@ -77,7 +77,7 @@ def under_ray(script: str, folder: Path) -> str:
 def test_a_prepared_model_takes_the_hook_and_no_compiled_step(tmp_path: Path):
     under_ray(WRAPPED, tmp_path)
     output = (tmp_path / "said").read_text()
-    assert "UnsupportedModel: the model is wrapped by torch.nn.parallel.distributed.DistributedDataParallel" in output
+    assert "Unsupported: the model is wrapped by torch.nn.parallel.distributed.DistributedDataParallel" in output
     assert output.endswith("False\n"), "int8 is no dense plan"
 
 

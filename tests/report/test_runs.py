@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fxcomp.errors import BadLog
+from fxcomp.errors import BadOption
 from fxcomp.report.runs import read_run
 
 METRICS = ("loss", "residual_norm")
@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_is_read_without_its_broken_line(broken: bytes, tm
     path.write_bytes(whole + broken.rstrip(b"\n"))
     assert read_run(path, "one", METRICS).steps == [1, 2]
     path.write_bytes(whole + 3 * broken)
-    with pytest.raises(BadLog, match=r"run.jsonl:3: .* \(and 2 more of 5 lines\)"):
+    with pytest.raises(BadOption, match=r"run.jsonl:3: .* \(and 2 more of 5 lines\)"):
         read_run(path, "one", METRICS)
 
 
@@ -105,10 +105,10 @@ def test_several_ranks_that_write_one_file_are_told(tmp_path: Path):
 
 def test_several_ranks_whose_clocks_or_steps_interleave_are_refused(tmp_path: Path):
     clocks = [line(step, seconds=step - 0.01 * rank) for step in range(1, 50) for rank in (0, 1)]
-    with pytest.raises(BadLog, match=f"'seconds' falls back 49 times in 98 lines: {RANKS}"):
+    with pytest.raises(BadOption, match=f"'seconds' falls back 49 times in 98 lines: {RANKS}"):
         read_run(written(tmp_path, *clocks), "one", METRICS)
     steps = [line(step - 2 * rank, seconds=step) for step in range(3, 50) for rank in (0, 1)]
-    with pytest.raises(BadLog, match=f"steps fall back 47 times in 94 lines: {RANKS}"):
+    with pytest.raises(BadOption, match=f"steps fall back 47 times in 94 lines: {RANKS}"):
         read_run(written(tmp_path, *steps), "one", METRICS)
 
 
@@ -145,21 +145,21 @@ def test_other_numbers_of_a_step_may_have_a_line_of_their_own(tmp_path: Path):
     ],
 )
 def test_a_bad_line_is_named(texts: list[str], said: str, tmp_path: Path):
-    with pytest.raises(BadLog, match=said):
+    with pytest.raises(BadOption, match=said):
         read_run(written(tmp_path, *texts), "one", METRICS)
 
 
 def test_the_time_of_a_step_is_not_the_time_since_the_run_began(tmp_path: Path):
     lines = [line(step, seconds=0.1 + 0.01 * (step % 2)) for step in range(100)]
-    with pytest.raises(BadLog, match="'seconds' falls back 49 times in 100 lines: it must be the time since"):
+    with pytest.raises(BadOption, match="'seconds' falls back 49 times in 100 lines: it must be the time since"):
         read_run(written(tmp_path, *lines), "one", METRICS)
 
 
 def test_a_file_that_is_none(tmp_path: Path):
-    with pytest.raises(BadLog, match=r"cannot read .*none\.jsonl: No such file"):
+    with pytest.raises(BadOption, match=r"cannot read .*none\.jsonl: No such file"):
         read_run(tmp_path / "none.jsonl", "one", METRICS)
-    with pytest.raises(BadLog, match=r"cannot read .*: Is a directory"):
+    with pytest.raises(BadOption, match=r"cannot read .*: Is a directory"):
         read_run(tmp_path, "one", METRICS)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadLog, match="bytes:1: this is no text: invalid start byte"):
+    with pytest.raises(BadOption, match="bytes:1: this is no text: invalid start byte"):
         read_run(tmp_path / "bytes", "one", METRICS)

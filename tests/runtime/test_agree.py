@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fxcomp.errors import BadPlan, ModelsDiffer, PeerFailed
+from fxcomp.errors import BadPlan, PeerFailed, ReplicasDiffer
 from fxcomp.runtime.agree import Conversation
 
 
@@ -67,7 +67,7 @@ def test_rank_0_failing_is_told_at_once(error: Exception):
 
 def test_different_facts_are_named_with_both_values():
     for error in on_threads(2, lambda a: a.check_same("models", {"layers": 2 + a.rank, "width": 8})):
-        assert isinstance(error, ModelsDiffer)
+        assert isinstance(error, ReplicasDiffer)
         assert "layers is 3 on rank 1 and 2 on rank 0" in str(error)
 
 

@@ -27,7 +27,7 @@ def second_start() -> None:
 
 def test_the_second_start_on_a_store_is_refused():
     for outcome in try_ranks(2, second_start):
-        assert outcome.error == "StoreReused", outcome.trace
+        assert outcome.error == "RanksApart", outcome.trace
         assert "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in outcome.text
 
 

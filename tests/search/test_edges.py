@@ -10,8 +10,9 @@ from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, DISTINCT_MODES, cluster, layers
 
 from fxcomp.cluster.cluster import UNSHARED, Cluster, Processors
-from fxcomp.compressors import BadCompressor, kernels
+from fxcomp.compressors import kernels
 from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.plan import Plan
@@ -58,7 +59,7 @@ def test_where_the_verdict_flips_is_known_for_gradients_beyond_31_bits():
 
 def test_a_selection_that_is_asked_for_by_name_is_refused_with_the_reason():
     workload = workload_of((2, 2_200_000_000))
-    with pytest.raises(BadCompressor, match=r"nothing can be selected from [24]200000000 values"):
+    with pytest.raises(BadOption, match=r"nothing can be selected from [24]200000000 values"):
         predict_us(workload, uniform("topk(0.01)", workload, COSTS, WHERE), COSTS, WHERE)
 
 

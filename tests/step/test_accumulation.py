@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.capture.batch_type import batch_type
-from fxcomp.errors import BadOption, GroupUnfinished, UnsupportedBatch
+from fxcomp.errors import BadCall, BadOption, Unsupported
 
 EPOCH = 5
 """Micro-batches of an epoch; in groups of two the last one is shorter."""
@@ -187,14 +187,14 @@ def ends_apart() -> None:
 
 def test_ranks_that_end_a_group_at_different_calls_are_told():
     outcomes = try_ranks(2, ends_apart, group_timeout_s=20.0)
-    assert [outcome.error for outcome in outcomes] == ["GroupsDiffer"] * 2
+    assert [outcome.error for outcome in outcomes] == ["ReplicasDiffer"] * 2
     assert "rank 0 ends a group after 2 micro-batches, rank 1 after 3" in outcomes[0].text
 
 
 def test_a_state_is_saved_between_groups():
     step = fresh("dense", 2)
     step(JOBS["mlp"].batch(0))
-    with pytest.raises(GroupUnfinished, match="1 of 2 micro-batches"):
+    with pytest.raises(BadCall, match="1 of 2 micro-batches"):
         step.state_dict()
     step(JOBS["mlp"].batch(1))
     assert step.state_dict()["steps"] == 1
@@ -247,7 +247,7 @@ def test_a_batch_that_is_refused_leaves_the_group_as_it_is():
     for step in steps:
         step(JOBS["mlp"].batch(0))
         if step is steps[0]:
-            with pytest.raises(UnsupportedBatch):
+            with pytest.raises(Unsupported, match="a batch holds a object"):
                 step(object())
         step(JOBS["mlp"].batch(1))
     one, other = (flat_parameters(step.training.model) for step in steps)

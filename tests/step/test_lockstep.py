@@ -129,7 +129,7 @@ def test_where_all_ranks_raise_before_a_step_has_begun_all_go_on(on_two: Any):
 
 def test_a_closed_step_says_so(on_two: Any):
     for said in on_two:
-        assert all(text.startswith("StepClosed") and "compile_step again" in text for text in said["closed"])
+        assert all(text.startswith("BadCall") and "compile_step again" in text for text in said["closed"])
 
 
 # The pool

@@ -110,7 +110,7 @@ def test_all_ranks_have_the_same_parameters(ranks: list[dict[str, Any]]):
 
 def test_other_pins_on_one_rank_are_an_error_on_all(ranks: list[dict[str, Any]]):
     for rank in ranks:
-        assert rank["differ"][0] == rank["order"][0] == "ModelsDiffer"
+        assert rank["differ"][0] == rank["order"][0] == "ReplicasDiffer"
         assert "pins is ['*.weight=int8', '*.bias=dense'] on rank 1" in rank["differ"][1]
     assert [rank["misspelt"][0] for rank in ranks] == ["PeerFailed", "BadOption"]
     assert "matches no parameter" in ranks[0]["misspelt"][1]

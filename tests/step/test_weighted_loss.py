@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxcomp
 from fxcomp import WeightedLoss
-from fxcomp.errors import StepChanged, UnsupportedResult
+from fxcomp.errors import StepChanged, Unsupported
 
 JOB = JOBS["transformer"]
 IGNORED = -100
@@ -131,7 +131,7 @@ def test_all_batches_are_weighted_or_none():
 
 def test_the_sum_is_a_scalar():
     model = nn.Linear(4, 2)
-    with pytest.raises(UnsupportedResult, match="shape"):
+    with pytest.raises(Unsupported, match="shape"):
         fxcomp.compile_step(
             model, lambda m, x: WeightedLoss(m(x), 3), torch.optim.SGD(model.parameters()), torch.ones(3, 4)
         )

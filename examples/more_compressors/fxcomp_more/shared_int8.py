@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import (
-    BadCompressor,
     Bias,
     Compressed,
     Compressor,
@@ -49,6 +48,7 @@ from fxcomp.compressors import (
 )
 from fxcomp.compressors.base import mean_over_ranks
 from fxcomp.compressors.block_codes import count_blocks, from_blocks, most_scale, to_blocks
+from fxcomp.errors import BadOption
 
 DEFAULT_BLOCK = 512  # the proposal is 1/32 of the payload
 _LARGEST_CODE = 127
@@ -115,7 +115,7 @@ class SharedInt8(Compressor):
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
         if ranks > _LARGEST_CODE:
-            raise BadCompressor(
+            raise BadOption(
                 f"shared_int8 cannot sum the codes of {ranks} ranks in eight bits: each needs at least one level on "
                 f"either side, so there may be {_LARGEST_CODE} ranks.\n"
                 "  Use int8, whose payloads are gathered, or bf16."

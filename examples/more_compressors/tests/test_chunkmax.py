@@ -9,7 +9,7 @@ from fxcomp_more.chunkmax import _library
 from round_trip import decode, encode
 from torch import Tensor
 
-from fxcomp.errors import BadPayload
+from fxcomp.errors import BadTensor
 from fxcomp.testing.result_checks import relative_error
 from fxcomp.testing.samples import gaussian, laplace
 
@@ -55,5 +55,5 @@ def test_what_is_left_out_is_at_most_one_minus_the_ratio(sample: Callable[[int],
 def test_a_payload_with_places_outside_their_chunks_is_refused(place: int) -> None:
     payload = torch.zeros(ChunkMax(0.01).payload_elements((103,)), dtype=torch.uint8)
     payload[4 * 2 + 1] = place
-    with pytest.raises(BadPayload, match="a payload names places outside its segment"):
+    with pytest.raises(BadTensor, match="a payload names places outside its segment"):
         ChunkMax(0.01).decode(payload, 1, (103,), torch.zeros(103))

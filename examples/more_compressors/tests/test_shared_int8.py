@@ -7,7 +7,8 @@ import torch
 from fxcomp_more import SharedInt8
 from torch import Tensor
 
-from fxcomp.compressors import BadCompressor, Bias, Feedback, parse_compressor
+from fxcomp.compressors import Bias, Feedback, parse_compressor
+from fxcomp.errors import BadOption
 from fxcomp.testing.samples import gaussian
 
 
@@ -123,7 +124,7 @@ def test_sent_and_left_telescope_over_all_ranks(ranks: int, stochastic: bool) ->
 
 
 def test_more_ranks_than_levels_are_refused() -> None:
-    with pytest.raises(BadCompressor) as caught:
+    with pytest.raises(BadOption) as caught:
         SharedInt8().bound_to([(10,)], 128)
     assert str(caught.value) == (
         "shared_int8 cannot sum the codes of 128 ranks in eight bits: each needs at least one level on either side, so "
@@ -147,7 +148,7 @@ def test_the_text_has_the_declared_parameters_and_no_others() -> None:
     assert str(_shared(4)) == "shared_int8"
     assert parse_compressor("shared_int8(64, stochastic=false)") == SharedInt8(64, stochastic=False)
     assert str(SharedInt8(64, stochastic=False)) == "shared_int8(block=64, stochastic=false)"
-    with pytest.raises(BadCompressor, match="it is shared_int8\\(block: int = 512, stochastic: bool = true\\)"):
+    with pytest.raises(BadOption, match="it is shared_int8\\(block: int = 512, stochastic: bool = true\\)"):
         parse_compressor("shared_int8(levels=4)")
 
 

@@ -33,7 +33,7 @@ from fxcomp.commands.bisect.mend import compressed_names, partly_dense
 from fxcomp.commands.bisect.search import Search, SearchFindings, most_trainings
 from fxcomp.commands.demo.launch_ranks import join, of_module, run_ranks
 from fxcomp.cost.table import CostTable
-from fxcomp.errors import BadJob, BadState, FxcompError, PeerFailed
+from fxcomp.errors import BadOption, BadState, FxcompError, PeerFailed
 from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job, compile_arguments, load_job
 from fxcomp.options import UNCHECKED
@@ -164,16 +164,16 @@ class Trainings:
         loss = _sum(sum(last) / len(last)) / ranks
         if compressed or math.isfinite(loss):
             return loss
-        raise BadJob(
+        raise BadOption(
             f"the loss of {request.job!r} is not finite after {request.steps} steps without any compression"
             f" (seed {seed}), so nothing can be compared with it.\n  Mend the job, or use fewer --steps."
         )
 
     def _check_same(self, what: str, seed: int, values: Iterable[Any]) -> None:
-        """Raise BadJob on all ranks if on one an earlier training of the seed had others."""
+        """Raise BadOption on all ranks if on one an earlier training of the seed had others."""
         digest = _digest(values)
         if _sum(float(self._seen.setdefault((what, seed), digest) != digest)):
-            raise BadJob(
+            raise BadOption(
                 f"two trainings of {self._request.job!r} from seed {seed} differ in their {what}, so their losses"
                 " cannot be compared: something lives on from one training to the next.\n"
                 "  Make model, optimizer and what next_batch draws from inside of the job's function, or in its file,"

@@ -11,7 +11,7 @@ from typing import Any
 
 from fxcomp.commands.bisect.mend import compressed_names, mended, partly_dense, written
 from fxcomp.commands.bisect.search import Comparison, Guilt, SearchFindings, finite_of
-from fxcomp.errors import DivergingCombination
+from fxcomp.errors import BadOption
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.plan import Plan
@@ -59,7 +59,7 @@ class Result:
         known = self.explanation
         try:
             check_plan(self.compress.feedback, plan, known.workload.shapes, known.cluster, self.kinds)
-        except DivergingCombination as error:
+        except BadOption as error:
             return str(error).partition("\n")[0]
         return ""
 

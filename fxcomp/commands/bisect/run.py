@@ -14,7 +14,7 @@ from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
 from fxcomp.commands.bisect.search import NOTHING_TO_SEARCH
 from fxcomp.commands.job_options import add_plan_options, asked_compress, chosen_cluster, job_files
 from fxcomp.commands.outputs import check_outputs, save_plan
-from fxcomp.errors import BadJob, BadOption
+from fxcomp.errors import BadOption
 from fxcomp.frontends.job import load_job
 from fxcomp.frontends.what_if import WhatIf, capture_job, what_if
 from fxcomp.graph.update_kinds import update_kinds
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     status_line.show("loading the job ...")
     job = load_job(arguments.job)
     if job.next_batch is None:
-        raise BadJob(
+        raise BadOption(
             f"{arguments.job!r} has one batch, and bisect trains on many.\n"
             "  Give it next_batch=: fxcomp.Job(model, loss_fn, optimizer, batch, next_batch=draw), draw(step, rank)."
         )

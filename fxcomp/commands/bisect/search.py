@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 
 Train = Callable[[Collection[str], int], float]
 """Trains with these tensors compressed and all others dense, from one seed; returns the loss at the end."""
@@ -116,10 +116,10 @@ class Search:
     """Of the differences of each comparison so far."""
 
     def run(self) -> SearchFindings:
-        """Find what costs something, until what is left costs nothing that noise could not. Raises BadJob."""
+        """Find what costs something, until what is left costs nothing that noise could not. Raises BadOption."""
         dense = self._losses(())
         if len(set(dense)) == 1:
-            raise BadJob(
+            raise BadOption(
                 f"seeds change nothing in this job: without compression each of {self.seeds} ends with the loss"
                 f" {dense[0]:.9g}, to the bit, and so there is no noise to compare a cost with.\n"
                 "  Let next_batch(step, rank) draw other batches for other steps: each seed is given steps of its own."

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxcomp.errors import BadJob
+from fxcomp.errors import BadOption
 from fxcomp.frontends.job import Job
 
 VOCABULARY = 256
@@ -46,7 +46,7 @@ def load_text(limit_bytes: int = 4_000_000, folder: Path | None = None) -> Text:
         left -= len(content)
         (train if (index + 1) % _VALIDATION_EVERY else validation).append(content)
     if not validation:
-        raise BadJob(
+        raise BadOption(
             f"the training text is the standard library's source, but {folder} has fewer than {_VALIDATION_EVERY} "
             "Python files.\n  Use a Python that was installed with its sources."
         )

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fxcomp.cluster.link import parse_gb_per_s
-from fxcomp.errors import HostsUnavailable
+from fxcomp.errors import Unsupported
 
 INTERFACE = "eth0"  # a host's only way out
 _BURST_S = 0.25e-3  # what may pass at full speed: short, so that short messages see the rate too
@@ -39,7 +39,7 @@ class ShapedHosts:
 
     def __init__(self, count: int, rate: str | None = None) -> None:
         if count < 1:
-            raise HostsUnavailable(f"a network needs at least one host, not {count}")
+            raise Unsupported(f"a network needs at least one host, not {count}")
         self.count = count
         self._shaping = _shaping_commands(rate)
         self._user: Sequence[str] = ()
@@ -79,7 +79,7 @@ class ShapedHosts:
     def _create(self) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
         if missing:
-            raise HostsUnavailable(f"shaped hosts need Linux and {' and '.join(missing)} (iproute2 and util-linux)")
+            raise Unsupported(f"shaped hosts need Linux and {' and '.join(missing)} (iproute2 and util-linux)")
         if not _may_make_namespaces():
             self._user = ("--user", "--map-root-user")
         self._hold("unshare", *self._user, "--net")
@@ -114,7 +114,7 @@ class ShapedHosts:
         )
         self._holders.append(holder)
         if holder.stdout is None or holder.stdout.readline() != "ready\n":
-            raise HostsUnavailable(f"`{' '.join(command)}` failed: {holder.communicate()[1].strip()}")
+            raise Unsupported(f"`{' '.join(command)}` failed: {holder.communicate()[1].strip()}")
 
     def _inside(self, number: int) -> list[str]:
         """Return the words with which a command begins to run in a namespace, as the same user outside."""
@@ -127,7 +127,7 @@ def why_not() -> str | None:
     try:
         with ShapedHosts(1, "1gbit"):
             return None
-    except HostsUnavailable as error:
+    except Unsupported as error:
         return str(error)
 
 
@@ -142,7 +142,7 @@ def sent_by_this_host(interface: str = INTERFACE) -> int:
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
             return int(counters.split()[8])
-    raise HostsUnavailable(f"no network interface is called {interface!r} here")
+    raise Unsupported(f"no network interface is called {interface!r} here")
 
 
 def _may_make_namespaces() -> bool:
@@ -170,7 +170,7 @@ def _run(where: Sequence[str], *commands: str) -> None:
     words = [*where, "sh", "-c", " && ".join(commands)]
     done = subprocess.run(words, env={**os.environ, "PATH": _PATH}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise HostsUnavailable(f"`{words[-1]}` failed: {done.stderr.strip()}")
+        raise Unsupported(f"`{words[-1]}` failed: {done.stderr.strip()}")
 
 
 def _found(tool: str) -> str:

@@ -166,7 +166,7 @@ def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[l
         a vector of 3e9 elements, topk(0.01)       its places do not fit into 31 bits: no bucket that holds it
         a matrix of 3e9 elements in four atoms     no bucket that holds three of them
 
-    A compressor says so by BadCompressor, for each parameter alone. One that carries a parameter carries smaller ones.
+    A compressor says so by BadOption, for each parameter alone. One that carries a parameter carries smaller ones.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:

@@ -24,8 +24,9 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from fxcomp.cluster.cluster import Cluster, Level
-from fxcomp.compressors import BadCompressor, Compressor
+from fxcomp.compressors import Compressor
 from fxcomp.cost.timeline import Task
+from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
 from fxcomp.plan.prices import Prices
 from fxcomp.plan.strategy import Device, Strategy
@@ -69,7 +70,7 @@ class Feature(NamedTuple):
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Count it in a gradient of this shape. Raises BadCompressor where the compressor cannot carry that."""
+        """Count it in a gradient of this shape. Raises BadOption where the compressor cannot carry that."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -97,7 +98,7 @@ def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
     """Count a feature in a gradient; None where the compressor cannot carry that."""
     try:
         return float(feature.of(shape, ranks))
-    except BadCompressor:
+    except BadOption:
         return None
 
 

@@ -23,7 +23,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable, cut, families, joined, smoothed
 from fxcomp.error_tables.families import share_of, total_squares
 from fxcomp.error_tables.table import LAG
-from fxcomp.errors import BadErrorTable, BadState
+from fxcomp.errors import BadState
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.site import Site
@@ -286,7 +286,7 @@ class ErrorLooks(Observer):
 def _read(data: Mapping[str, Any]) -> tuple[int, ErrorTable]:
     try:
         return int(data["looks"]), ErrorTable.from_json(data["table"])
-    except (BadErrorTable, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise BadState(
             f"the state's error table cannot be read: {error}.\n  Load a state as state_dict() returned it."
         ) from None

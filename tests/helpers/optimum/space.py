@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import BadCompressor
 from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
 from fxcomp.plan.budget import is_bursty
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, worth_offering
@@ -68,7 +68,7 @@ class Row:
         for strategy, lost, bursts in zip(self.choices, all_lost, self._bursts, strict=True):
             try:
                 tasks = price_bucket(0, gradients, strategy, workload, costs, cluster)
-            except BadCompressor:  # it cannot carry one of them
+            except BadOption:  # it cannot carry one of them
                 continue
             blocks = Blocks.of(tasks)
             assert blocks is not None, f"{strategy} has tasks that run beside each other"
