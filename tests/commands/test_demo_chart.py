@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from fxcomp.commands.demo.result import Contestant, best_hook, chart, describe, speedup
+from fxcomp.commands.demo.result import Contestant, chart, describe, speedup
 
 
 def contestants(ddp_s: float, bf16_s: float, powersgd_s: float, fxcomp_s: float, free_s: float) -> list[Contestant]:
@@ -21,7 +21,6 @@ def contestants(ddp_s: float, bf16_s: float, powersgd_s: float, fxcomp_s: float,
 
 def test_the_chart_is_last_and_shows_the_faster_hook():
     found = contestants(0.8, 0.5, 0.42, 0.4, 0.36)
-    assert best_hook(found).name == "powersgd_hook"
     assert describe(found, "A title.", "100.0 % int4, in 1 bucket") == "\n".join(
         [
             "A title.",
@@ -83,5 +82,4 @@ def test_the_interval_of_a_speedup_holds_the_true_one_and_not_one():
     fast, slow = (Contestant("", [middle * generator.uniform(0.9, 1.1) for _ in range(40)]) for middle in (0.20, 0.24))
     found = speedup(fast, slow)
     assert 1.0 < found.low < 1.2 < found.high < 1.4
-    assert found.is_faster
-    assert speedup(slow, fast).is_slower
+    assert speedup(slow, fast).high < 1.0

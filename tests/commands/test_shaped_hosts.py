@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from fxcomp.commands.demo import shaped_hosts
 from fxcomp.commands.demo.launch_ranks import run_ranks
-from fxcomp.commands.demo.shaped_hosts import Rights, ShapedHosts, rights_here, why_not
+from fxcomp.commands.demo.shaped_hosts import ShapedHosts, why_not
 from fxcomp.errors import HostsUnavailable, PeerFailed
 
 MEET = """
     import os
     import torch, torch.distributed as dist
     from fxcomp.commands.demo.launch_ranks import join
+    from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
     join()
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
-    print(os.environ["LOCAL_RANK"], int(total.item()))
+    print(os.environ["LOCAL_RANK"], int(total.item()), sent_by_this_host(os.environ["GLOO_SOCKET_IFNAME"]) > 0)
     dist.destroy_process_group()
 """
 
@@ -73,13 +75,21 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("shaping")
-def test_ranks_on_shaped_hosts_meet_and_everything_is_removed_afterwards(script):
+@pytest.mark.parametrize("as_root", [True, False])
+def test_ranks_on_shaped_hosts_meet_and_everything_is_removed_afterwards(
+    script, monkeypatch: pytest.MonkeyPatch, as_root: bool
+):
+    """Where namespaces may not be made as root they are made in a user namespace, as those of any user are."""
+    if as_root and not shaped_hosts._may_make_namespaces():
+        pytest.skip("not root")
+    monkeypatch.setattr(shaped_hosts, "_may_make_namespaces", lambda: as_root)
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
     with ShapedHosts(2, "1gbit") as hosts:
         outputs = run_ranks([script(MEET)], hosts=hosts, ranks_per_host=1, timeout_s=300)
-        sent = hosts.wire_bytes()
         assert len(held_namespaces()) == 3  # two hosts and the switch
-    assert outputs == ["0 3\n", "0 3\n"]
-    assert all(count > 0 for count in sent)
+        assert ("--user" in hosts.command_on(0)) is not as_root
+    assert outputs == ["0 3 True\n", "0 3 True\n"]
     assert held_namespaces() == set()
 
 
@@ -101,7 +111,7 @@ def test_a_rank_runs_on_its_hosts_processors(script):
 
 @pytest.mark.slow
 def test_ranks_without_hosts_meet_on_loopback(script):
-    assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=300) == ["0 3\n", "1 3\n"]
+    assert run_ranks([script(MEET)], ranks_per_host=2, timeout_s=300) == ["0 3 True\n", "1 3 True\n"]
 
 
 @pytest.mark.usefixtures("shaping")
@@ -150,13 +160,13 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(script):
 @pytest.mark.usefixtures("shaping")
 def test_namespaces_end_with_a_process_that_is_killed():
     kills_itself = """
-        import os, signal, sys
-        from fxcomp.commands.demo.shaped_hosts import NetworkNamespace, Rights
-        held = NetworkNamespace(Rights[sys.argv[1]])
-        print(held.pid, flush=True)
+        import os, signal
+        from fxcomp.commands.demo.shaped_hosts import ShapedHosts
+        hosts = ShapedHosts(1).__enter__()
+        print(hosts.command_on(0)[5], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    command = [sys.executable, "-c", textwrap.dedent(kills_itself), rights_here().name]
+    command = [sys.executable, "-c", textwrap.dedent(kills_itself)]
     pid = int(subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout)
     deadline = time.monotonic() + 60
     while is_running(pid) and time.monotonic() < deadline:
@@ -207,29 +217,14 @@ def test_a_network_without_hosts_is_refused():
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.which", lambda name, **_: None if name in ("ip", "tc") else f"/bin/{name}")
-    assert why_not() == "shaped hosts need ip and tc (packages iproute2 and util-linux)"
+    assert why_not() == "shaped hosts need Linux and ip and tc (iproute2 and util-linux)"
 
 
-@pytest.mark.parametrize(
-    ("user", "works", "found"),
-    [
-        (0, {Rights.ROOT, Rights.USER_NAMESPACE}, Rights.ROOT),
-        (0, {Rights.USER_NAMESPACE}, Rights.USER_NAMESPACE),  # root in a container may not be allowed much
-        (1000, {Rights.USER_NAMESPACE}, Rights.USER_NAMESPACE),
-    ],
-)
-def test_root_comes_first_then_a_user_namespace(monkeypatch: pytest.MonkeyPatch, user: int, works, found):
-    monkeypatch.setattr("shutil.which", lambda name, **_: f"/bin/{name}")
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    assert rights_here(lambda rights: None if rights in works else "forbidden") is found
-
-
-def test_all_reasons_are_told_where_no_right_is_enough(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shutil.which", lambda name, **_: f"/bin/{name}")
-    for user, reasons in (
-        (0, "as root: forbidden; in a user namespace: forbidden"),
-        (7, "here: in a user namespace: fo"),
-    ):
-        monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        with pytest.raises(HostsUnavailable, match=reasons):
-            rights_here(lambda _: "forbidden")
+def test_the_reason_is_told_where_no_namespace_can_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for tool in ("ip", "tc", "taskset", "nsenter", "unshare"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho forbidden >&2\nexit 1\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setattr(shaped_hosts, "_PATH", str(tmp_path))
+    assert why_not() == "`unshare --user --map-root-user --net` failed: forbidden"
+    with pytest.raises(HostsUnavailable, match="failed: forbidden"), ShapedHosts(2):
+        pass

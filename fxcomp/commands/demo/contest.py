@@ -24,10 +24,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.commands.demo.gpt import GPTConfig, gpt_job, training_text, validation_loss
 from fxcomp.commands.demo.launch_ranks import join
-from fxcomp.commands.demo.result import BLOCK_STEPS, FREE, FXCOMP, LABELS, Contestant
+from fxcomp.commands.demo.result import BLOCK_STEPS, DDP, FREE, FXCOMP, LABELS, Contestant
 from fxcomp.commands.demo.run import MARK
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.compile_step import compile_step
@@ -88,26 +87,25 @@ def main(steps: int, budget_s: float) -> None:
     _tell(rank, parameters=size, note="fxcomp captures the step, measures the machine and the link, and plans")
     # A race would last longer than the demo's training.
     compiled = compile_step(**compile_arguments(jobs[FXCOMP]), checks=Checks(race="off"))
-    take: dict[str, Step] = {
-        "ddp": _eager_step(jobs["ddp"], DistributedDataParallel(jobs["ddp"].model)),
-        "bf16_hook": _eager_step(jobs["bf16_hook"], with_bf16(jobs["bf16_hook"].model)),
-        "powersgd_hook": _eager_step(jobs["powersgd_hook"], with_powersgd(jobs["powersgd_hook"].model)),
-        FXCOMP: compiled,
-        FREE: _eager_step(jobs[FREE], jobs[FREE].model),
+    wrapped: dict[str, Callable[[nn.Module], nn.Module]] = {
+        DDP: DistributedDataParallel,
+        "bf16_hook": with_bf16,
+        "powersgd_hook": with_powersgd,
+        FREE: lambda model: model,
     }
-    turns = {name: _Turns(name, jobs[name], take[name]) for name in LABELS}
+    steps_of: dict[str, Step] = {
+        name: _eager_step(jobs[name], wrap(jobs[name].model)) for name, wrap in wrapped.items()
+    }
+    turns = [_Turns(name, jobs[name], (steps_of | {FXCOMP: compiled})[name]) for name in LABELS]
     total = WARM_UP_STEPS + steps
     for first in range(0, total, BLOCK_STEPS):
-        order = list(turns.values())
-        random.Random(first).shuffle(order)
-        for each in order:
+        for each in random.Random(first).sample(turns, len(turns)):
             _tell(rank, note=f"step {first + 1} of {total}: {LABELS[each.name]}")
             each.take(range(first, min(first + BLOCK_STEPS, total)))
         if first >= WARM_UP_STEPS + BLOCK_STEPS * (LEAST_BLOCKS - 1) and _time_is_up(until):
             break
     _tell(rank, note="validating")
-    contestants = [each.result() for each in turns.values()]
-    _tell(rank, contestants=[asdict(each) for each in contestants], plan=_summary(compiled.plan))
+    _tell(rank, contestants=[asdict(each.result()) for each in turns], plan=_summary(compiled.plan))
     dist.destroy_process_group()
 
 
@@ -165,19 +163,15 @@ def _summary(plan: Plan) -> str:
 
 
 def _eager_step(job: Job, model: nn.Module) -> Step:
-    optimizers = all_optimizers(job.optimizer)
+    optimizer = cast(torch.optim.Optimizer, job.optimizer)
+    assert job.max_grad_norm is not None, "the GPT's job clips by norm"
 
     def step(batch: Any) -> torch.Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         loss = job.loss_fn(model, batch)
         loss.backward()
-        if job.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
-        if job.max_grad_value is not None:
-            nn.utils.clip_grad_value_(job.model.parameters(), job.max_grad_value)
-        for optimizer in optimizers:
-            optimizer.step()
+        nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm or 0.0)
+        optimizer.step()
         return loss
 
     return step

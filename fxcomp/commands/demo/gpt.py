@@ -31,30 +31,26 @@ class Text:
 
     train: torch.Tensor  # uint8
     validation: torch.Tensor  # uint8
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
 
 
 def load_text(limit_bytes: int = 4_000_000, folder: Path | None = None) -> Text:
     """Read Python files, by name, until there are `limit_bytes`; every tenth file is kept for validation."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    parts: dict[bool, list[bytes]] = {True: [], False: []}
-    names: dict[bool, list[str]] = {True: [], False: []}
-    total = 0
+    train: list[bytes] = []
+    validation: list[bytes] = []
+    left = limit_bytes
     for index, path in enumerate(_python_files(folder)):
-        if total >= limit_bytes:
+        if left <= 0:
             break
-        content = path.read_bytes()[: limit_bytes - total]
-        total += len(content)
-        is_validation = index % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
-        parts[is_validation].append(content)
-        names[is_validation].append(path.relative_to(folder).as_posix())
-    if not parts[True]:
+        content = path.read_bytes()[:left]
+        left -= len(content)
+        (train if (index + 1) % _VALIDATION_EVERY else validation).append(content)
+    if not validation:
         raise BadJob(
             f"the training text is the standard library's source, but {folder} has fewer than {_VALIDATION_EVERY} "
             "Python files.\n  Use a Python that was installed with its sources."
         )
-    return Text(_tokens(parts[False]), _tokens(parts[True]), tuple(names[False]), tuple(names[True]))
+    return Text(_tokens(train), _tokens(validation))
 
 
 def draw_batch(
@@ -91,7 +87,6 @@ class GPTConfig:
     width: int = 384
     context: int = 128
     vocabulary: int = VOCABULARY
-    dropout: float = 0.0
 
 
 class Block(nn.Module):
@@ -106,11 +101,10 @@ class Block(nn.Module):
         self.norm_2 = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, 4 * config.width)
         self.down = nn.Linear(4 * config.width, config.width)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attend(self.norm_1(x)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+        x = x + self.attend(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -127,7 +121,6 @@ class GPT(nn.Module):
         config = config or GPTConfig()
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -136,7 +129,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token(tokens) + self.position(positions))
+        x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

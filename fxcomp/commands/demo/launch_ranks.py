@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO
+from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 
@@ -19,6 +19,8 @@ from fxcomp.commands.demo.shaped_hosts import INTERFACE, ShapedHosts
 from fxcomp.errors import PeerFailed
 
 _PORT = 29511  # in a namespace of our own every port is free
+_TAIL = 40  # lines of a failed rank's error output
+_END_S = 2.0
 
 
 def run_ranks(
@@ -29,40 +31,51 @@ def run_ranks(
     timeout_s: float = 600.0,
     on_line: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Run `python <command>` once a rank and return what each printed.
+    """Run `python <command>` once a rank and return the output of each.
 
     Ranks fill the hosts one after the other; without `hosts` there is one host, this one. Each finds RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. When one fails, or time is up, all are ended and
-    `PeerFailed` carries the end of its error output. `on_line(rank, line)` hears every line as it is printed, in a
-    thread of that rank.
+    `PeerFailed` carries the end of its error output. `on_line(rank, line)` is called for every line as it is printed,
+    in a thread of that rank.
     """
     world_size = (hosts.count if hosts else 1) * ranks_per_host
     address, port = (hosts.address(0), _PORT) if hosts else ("127.0.0.1", _free_port())
-    ranks: list[_Rank] = []
-    deadline = time.monotonic() + timeout_s
-    try:
-        for rank in range(world_size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank % ranks_per_host),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo",
-                "OMP_NUM_THREADS": "1",
-            }
-            prefix = hosts.command_on(rank // ranks_per_host) if hosts else []
-            ranks.append(_Rank(rank, [*prefix, sys.executable, *command], environment, on_line))
-        failed = _wait(ranks, deadline)
-        if failed is not None:
-            late = failed.process.poll() is None
-            _end(ranks)  # first, so that the failed rank's error output is complete
-            how = f"did not finish within {timeout_s:g} s" if late else _ending(failed.process.returncode)
-            raise PeerFailed(f"rank {failed.number} {how}.\n{failed.error_tail()}".rstrip())
-        return [rank.output() for rank in ranks]
-    finally:
-        _end(ranks)
+    meeting = {"WORLD_SIZE": f"{world_size}", "MASTER_ADDR": address, "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1"}
+    lines: list[list[str]] = [[] for _ in range(world_size)]
+
+    def read(rank: int, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            lines[rank].append(line)
+            if on_line:
+                on_line(rank, line.rstrip("\n"))
+
+    with ExitStack() as files:
+        errors = [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(world_size)]
+        processes: list[subprocess.Popen[str]] = []
+        with ExitStack() as stack:
+            for rank in range(world_size):
+                own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % ranks_per_host}"}
+                process = subprocess.Popen(
+                    [*(hosts.command_on(rank // ranks_per_host) if hosts else ()), sys.executable, *command],
+                    env={**os.environ, **meeting, **own, "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors[rank],
+                    text=True,
+                    start_new_session=True,  # a group of its own: ended as a whole, without Ctrl-C of the terminal
+                )
+                processes.append(stack.enter_context(process))
+                reader = threading.Thread(target=read, args=(rank, process), daemon=True)
+                reader.start()
+                stack.callback(reader.join, _END_S)
+                stack.callback(_end, process)
+            codes = _wait(processes, time.monotonic() + timeout_s)
+        for rank, code in enumerate(codes):
+            if code or (code is None and not any(codes)):
+                errors[rank].seek(0)
+                tail = "".join(errors[rank].readlines()[-_TAIL:])
+                raise PeerFailed(f"rank {rank} {_ending(code, timeout_s)}.\n{tail}".rstrip())
+    return ["".join(each) for each in lines]
 
 
 def of_module(module: str, *arguments: str) -> list[str]:
@@ -86,99 +99,28 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-class _Rank:
-    """A running rank, and two threads that keep what it prints."""
-
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        on_line: Callable[[int, str], None] | None,
-    ) -> None:
-        self.number = number
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # a process group of its own: ended as a whole, and deaf to Ctrl-C in the terminal
-        )
-        assert self.process.stdout is not None, "asked for a pipe"
-        assert self.process.stderr is not None, "asked for a pipe"
-        self._out: list[str] = []
-        self._errors: deque[str] = deque(maxlen=40)
-
-        def heard(line: str) -> None:
-            self._out.append(line)
-            if on_line:
-                on_line(number, line.rstrip("\n"))
-
-        self._readers = [
-            _start_reader(self.process.stdout, heard),
-            _start_reader(self.process.stderr, self._errors.append),
-        ]
-
-    def output(self) -> str:
-        self._drain()
-        return "".join(self._out)
-
-    def error_tail(self) -> str:
-        self._drain()
-        return "".join(self._errors).rstrip()
-
-    def close(self) -> None:
-        self._drain()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe:
-                pipe.close()
-
-    def _drain(self) -> None:
-        for reader in self._readers:
-            reader.join(timeout=2)
-
-
-def _start_reader(pipe: IO[str], hear: Callable[[str], object]) -> threading.Thread:
-    def read() -> None:
-        for line in pipe:
-            hear(line)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    return reader
-
-
-def _wait(ranks: Sequence[_Rank], deadline: float) -> _Rank | None:
-    """Wait for all ranks. Return the first that failed, or one that still runs at the deadline."""
+def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[int | None]:
+    """Wait until all have ended, one has failed, or time is up. Return their exit codes."""
     while True:
-        codes = [rank.process.poll() for rank in ranks]
-        failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
-        if failed:
-            return failed[0]
-        if None not in codes:
-            return None
-        if time.monotonic() > deadline:
-            return ranks[codes.index(None)]
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
         time.sleep(0.02)
 
 
-def _ending(code: int) -> str:
+def _ending(code: int | None, timeout_s: float) -> str:
+    if code is None:
+        return f"did not finish within {timeout_s:g} s"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    """End what still runs: ask, wait two seconds, then insist."""
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a rank that still runs: SIGTERM, and SIGKILL after two seconds."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        running = [rank for rank in ranks if rank.process.poll() is None]
-        for rank in running:
-            os.killpg(rank.process.pid, sign)
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and any(rank.process.poll() is None for rank in running):
-            time.sleep(0.02)
-    for rank in ranks:
-        rank.close()
+        if process.poll() is None:
+            os.killpg(process.pid, sign)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
 
 
 def _free_port() -> int:

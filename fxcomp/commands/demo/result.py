@@ -1,11 +1,12 @@
-"""Compare the demo's contestants, and write what was found: a few sentences, then a bar for each contestant's step."""
+"""Compare the demo's contestants, and write the result: a few sentences, then a bar for each contestant's step."""
 
 from __future__ import annotations
 
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fxcomp.report.document import count
 
@@ -40,51 +41,33 @@ class Contestant:
     def median_ms(self) -> float:
         return statistics.median(self.step_s) * 1e3
 
-    def summary(self) -> dict[str, object]:
-        return {"median_ms": self.median_ms, **asdict(self)}
+    @property
+    def spoken(self) -> str:
+        return LABELS[self.name].replace(", ", " with the ")
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """Divide the median of another's steps by one's: the speed-up, with a 95 % interval."""
+class Speedup(NamedTuple):
+    """The median of another's steps over the median of one's, with a 95 % interval."""
 
     ratio: float
     low: float
     high: float
 
-    @property
-    def is_faster(self) -> bool:
-        return self.low > 1.0
-
-    @property
-    def is_slower(self) -> bool:
-        return self.high < 1.0
-
 
 def speedup(mine: Contestant, theirs: Contestant) -> Speedup:
     """Compare two contestants. The interval comes from drawing rounds again with replacement."""
-    ours, others = _blocks(mine.step_s), _blocks(theirs.step_s)
-    generator = random.Random(0)
+    firsts, generator = range(0, len(mine.step_s), BLOCK_STEPS), random.Random(0)
     drawn: list[float] = []
     for _ in range(_RESAMPLES):
-        rounds = generator.choices(range(len(ours)), k=len(ours))
-        drawn.append(_median_of([others[k] for k in rounds]) / _median_of([ours[k] for k in rounds]))
+        rounds = generator.choices(firsts, k=len(firsts))
+        theirs_s, mine_s = (
+            statistics.median(step for first in rounds for step in each.step_s[first : first + BLOCK_STEPS])
+            for each in (theirs, mine)
+        )
+        drawn.append(theirs_s / mine_s)
     drawn.sort()
     low, high = (drawn[round(share * (_RESAMPLES - 1))] for share in (0.025, 0.975))
     return Speedup(theirs.median_ms / mine.median_ms, low, high)
-
-
-def best_hook(contestants: Sequence[Contestant]) -> Contestant:
-    """Find the faster hook, by the same steps that it is shown with: chance is on its side, not on fxcomp's."""
-    return min((each for each in contestants if each.name in HOOKS), key=lambda each: each.median_ms)
-
-
-def _blocks(step_s: Sequence[float]) -> list[Sequence[float]]:
-    return [step_s[first : first + BLOCK_STEPS] for first in range(0, len(step_s), BLOCK_STEPS)]
-
-
-def _median_of(blocks: Sequence[Sequence[float]]) -> float:
-    return statistics.median(step for block in blocks for step in block)
 
 
 WIDTH = 110  # columns that the widest chart needs
@@ -96,79 +79,60 @@ _LEAST_COST = 0.03  # of DDP's step: a network that costs less has nothing to re
 
 
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
-    """Write what was found. The chart is last, and no wider than `width` columns."""
+    """Write the result. The chart is last, and no wider than `width` columns.
+
+    Of the two hooks the faster is shown, by the same steps: chance is on its side, not on fxcomp's.
+    """
     named = {each.name: each for each in contestants}
-    hook = best_hook(contestants)
-    other = next(each for each in contestants if each.name in HOOKS and each is not hook)
-    shown = [named[DDP], hook, named[FXCOMP], named[FREE]]
-    steps = len(named[DDP].step_s)
-    compared = [f"{count(steps, 'step')} of each are too few to compare; {_FEW_STEPS} are the least."]
+    ddp, fxcomp, free = (named[name] for name in (DDP, FXCOMP, FREE))
+    hook, other = sorted((named[name] for name in HOOKS), key=lambda each: each.median_ms)
+    steps = len(ddp.step_s)
     if steps >= _FEW_STEPS:
-        compared = [
-            _against(speedup(named[FXCOMP], named[DDP]), "DDP"),
-            _recovered(*(named[name] for name in (DDP, FXCOMP, FREE))),
-            _against(speedup(named[FXCOMP], hook), f"{_spoken(hook)}, the faster hook here"),
-        ]
-    sentences = [
-        *compared,
-        f"{_spoken(other)} took {other.median_ms:.0f} ms a step.",
-        f"fxcomp's plan: {plan}." if plan else "",
-    ]
+        against_ddp = speedup(fxcomp, ddp)
+        recovered = _recovered(ddp.median_ms, fxcomp.median_ms, free.median_ms, is_faster=against_ddp.low > 1.0)
+        against_hook = _against(speedup(fxcomp, hook), f"{hook.spoken}, the faster hook here")
+        compared = [_against(against_ddp, "DDP"), recovered, against_hook]
+    else:
+        compared = [f"{count(steps, 'step')} of each are too few to compare; {_FEW_STEPS} are the least."]
     foot = (
         f"Medians of {steps} steps, taken in turns, and what a host sent in one; losses after the same number of steps"
         " on the same batches."
     )
-    return "\n".join([title, "", *filter(None, sentences), foot, "", *chart(shown, width)])
+    compared += [f"{other.spoken} took {other.median_ms:.0f} ms a step.", f"fxcomp's plan: {plan}." if plan else ""]
+    return "\n".join([title, "", *filter(None, compared), foot, "", *chart([ddp, hook, fxcomp, free], width)])
 
 
 def chart(contestants: Sequence[Contestant], width: int = WIDTH) -> list[str]:
     """Draw a bar for each contestant's step, with its bytes and losses as far as `width` columns have room."""
-    rows = [("", "ms a step", "", "MB sent", "train loss", "validation loss")]
+    rows: list[Sequence[str]] = [("", "ms a step", "MB sent", "train loss", "validation loss")]
     for each in contestants:
         sent = "–" if each.name == FREE else f"{each.wire_bytes / 1e6:.2f}"
         losses = ["–" if loss is None else f"{loss:.3f}" for loss in (each.train_loss, each.validation_loss)]
-        rows.append((LABELS[each.name], f"{each.median_ms:.0f}", "", sent, losses[0], losses[1]))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while len(widths) > 3 and _rest(widths) + _LEAST_BAR > width:
-        widths.pop()
-    widths[2] = max(_LEAST_BAR, min(_BAR, width - _rest(widths)))
-    longest = max(each.median_ms for each in contestants)
-    bars = ["", *("█" * max(round(widths[2] * each.median_ms / longest), 1) for each in contestants)]
-    are_left = (True, False, True, False, False, False)
-    return [
-        _GAP.join(
-            cell.ljust(size) if is_left else cell.rjust(size)
-            for cell, size, is_left in zip((*row[:2], bar, *row[3:]), widths, are_left, strict=False)
-        ).rstrip()
-        for row, bar in zip(rows, bars, strict=True)
-    ]
+        rows.append((LABELS[each.name], f"{each.median_ms:.0f}", sent, *losses))
+    columns = [(column, max(map(len, column))) for column in zip(*rows, strict=True)]
+    while (room := width - sum(size + len(_GAP) for _, size in columns)) < _LEAST_BAR and len(columns) > 2:
+        columns.pop()
+    longest, bar = max(each.median_ms for each in contestants), max(_LEAST_BAR, min(_BAR, room))
+    bars = ("", *("█" * max(round(bar * each.median_ms / longest), 1) for each in contestants))
+    (labels, first), *numbers = columns
+    right = [[cell.rjust(size) for cell in column] for column, size in numbers]
+    left = [[cell.ljust(size) for cell in column] for column, size in ((labels, first), (bars, bar))]
+    return [_GAP.join(row).rstrip() for row in zip(left[0], right[0], left[1], *right[1:], strict=True)]
 
 
-def _rest(widths: Sequence[int]) -> int:
-    """Count the columns beside the bars, which are the third."""
-    return sum(widths) - widths[2] + len(_GAP) * (len(widths) - 1)
-
-
-def _against(found: Speedup, whom: str) -> str:
+def _against(found: Speedup, other: str) -> str:
     interval = f"95 % interval {found.low:.2f} to {found.high:.2f}"
-    if found.is_faster:
-        return f"fxcomp makes a step {found.ratio:.2f} times as fast as {whom} ({interval})."
-    if found.is_slower:
-        return f"fxcomp is SLOWER here than {whom}: {found.ratio:.2f} times as fast ({interval})."
-    return (
-        f"fxcomp is not faster here than {whom}, as far as can be told: {found.ratio:.2f} times as fast ({interval})."
-    )
+    if found.low > 1.0:
+        return f"fxcomp makes a step {found.ratio:.2f} times as fast as {other} ({interval})."
+    slower = f"fxcomp is SLOWER here than {other}"
+    equal = f"fxcomp is not faster here than {other}, as far as can be told"
+    return f"{slower if found.high < 1.0 else equal}: {found.ratio:.2f} times as fast ({interval})."
 
 
-def _recovered(ddp: Contestant, fxcomp: Contestant, free: Contestant) -> str:
-    cost = ddp.median_ms - free.median_ms
-    if cost < _LEAST_COST * ddp.median_ms:
+def _recovered(ddp_ms: float, fxcomp_ms: float, free_ms: float, *, is_faster: bool) -> str:
+    cost = ddp_ms - free_ms
+    if cost < _LEAST_COST * ddp_ms:
         return "The network costs DDP next to nothing here, so there is nothing to win."
-    if not speedup(fxcomp, ddp).is_faster:
+    if not is_faster:
         return ""
-    share = 100 * (ddp.median_ms - fxcomp.median_ms) / cost
-    return f"It recovers {share:.0f} % of the {cost:.0f} ms that the network costs DDP."
-
-
-def _spoken(contestant: Contestant) -> str:
-    return LABELS[contestant.name].replace(", ", " with the ")
+    return f"It recovers {100 * (ddp_ms - fxcomp_ms) / cost:.0f} % of the {cost:.0f} ms that the network costs DDP."
