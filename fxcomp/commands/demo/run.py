@@ -72,7 +72,7 @@ class Findings:
     """The messages of the ranks so far."""
 
     note: str
-    """What they do now."""
+    """Current work of the ranks."""
     parameters: int = 0
     plan: str = ""
     contestants: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
