@@ -65,7 +65,7 @@ class Adaptation:
         errors: ErrorLooks,
         terms: Terms,
         site: Site,
-        follow: Callable[[int, str], None],
+        follow: Callable[[int], None],
         note: Callable[[str], None],
     ):
         self._force, self._errors, self._terms, self._site = force, errors, terms, site
@@ -146,7 +146,7 @@ class Adaptation:
                 self._force.retune(plan, program)
             else:
                 self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
-            self._follow(step, _TOPIC)
+            self._follow(step)
         self.moves.append(move)
         self._note(str(move))
 

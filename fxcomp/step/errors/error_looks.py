@@ -31,9 +31,9 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.errors.applied import AppliedError, lags
 from fxcomp.step.errors.look import ErrorLook, needed_bytes
-from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.step_times import StepTimes
 
 LOOKS, LOOKS_SHARE = 20, 0.007
 """Steps between looks at least, and the share of a job's time that looks may take."""
@@ -95,9 +95,9 @@ class ErrorLooks(Observer):
 
     wants = frozenset({Use.LOOK, Use.CHECK})
 
-    def __init__(self, force: PlanInForce, site: Site, monitor: Monitor, note: Callable[[str], None], steps: int = 0):
+    def __init__(self, force: PlanInForce, site: Site, times: StepTimes, note: Callable[[str], None], steps: int = 0):
         """Take looks from the step of this number on."""
-        self._force, self._site, self._monitor, self._note = force, site, monitor, note
+        self._force, self._site, self._times, self._note = force, site, times, note
         self._calendar = force.calendar
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
         self._families = families(STANDARD)
@@ -227,8 +227,7 @@ class ErrorLooks(Observer):
 
     def _slowest(self, seen: ErrorLook | AppliedError) -> float:
         """Agree on how long a look or a check took on the slowest rank, and a step on the fastest one."""
-        times = self._monitor.times
-        mine = [seen.work.took_us(), 1e3 * times.median_ms if times.step_ms else 0.0]
+        mine = [seen.work.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
         everyone = self._site.gather_numbers("what a look took", mine)
         self._pace.step_us = min(step for _, step in everyone) or self._pace.step_us
         return max(took for took, _ in everyone)
