@@ -1,6 +1,6 @@
 """Say what a step is for. Data that all ranks have agreed on, and a step's number: nothing else is asked.
 
-    verified ─► a turn of a race ─► none, before the plan that stays ─► a look ─► a check
+    verified ─► a turn of a race ─► none, before the plan that stays ─► a look
 
 The first that holds takes the step, so a step is for one thing at most: each makes the step longer, and would spoil the
 times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
@@ -27,7 +27,7 @@ SETTLED = 20
 """Steps under a plan before gradients are looked at: so many make a median, and warm what they use."""
 
 
-LASTS = ("patience", "patient_until", "solved_at", "look_from", "check_from")
+LASTS = ("patience", "patient_until")
 """The part of a calendar that a saved state holds."""
 
 
@@ -40,8 +40,6 @@ class Use(Enum):
     """It counts for the plan whose turn it is."""
     LOOK = "look"
     """A family of compressors is tried on its gradients."""
-    CHECK = "check"
-    """The real error of the plan in force is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,6 @@ class Calendar:
     """After so many steps the plan was last solved for by the errors of its gradients."""
     look_from: int | None = None
     """The first step that may take the next look; None while none is due."""
-    check_from: int | None = None
-    """The first step that may take the next check; None while none is due."""
 
     # A step
 
@@ -90,8 +86,6 @@ class Calendar:
             return None
         if self.look_from is not None and step >= max(self.look_from, self.followed_from + SETTLED):
             return Use.LOOK
-        if self.check_from is not None and step >= self.check_from:
-            return Use.CHECK
         return None
 
     def stage_at(self, step: int) -> int:
@@ -139,26 +133,19 @@ class Calendar:
 
     # Saved and loaded
 
-    def to_json(self) -> dict[str, int | None]:
+    def to_json(self) -> dict[str, int]:
         """Return what lasts when a job is started again: what it has waited for already."""
         return {name: getattr(self, name) for name in LASTS}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Go on at another step of the job, under the same plan. Raises BadState.
 
-        Without `saved` nothing is waited for yet. Turns and the warm-up are those of this start.
+        Without `saved` nothing is waited for yet. Turns, looks and the warm-up are those of this start.
         """
-        self.followed_from = step
-        begun: dict[str, int | None] = {
-            "patience": 1,
-            "patient_until": step,
-            "solved_at": step,
-            "look_from": None,
-            "check_from": None,
-        }
-        for name, value in begun.items():
+        self.followed_from = self.solved_at = step
+        for name, value in (("patience", 1), ("patient_until", step)):
             known = value if saved is None else saved.get(name, value)
-            if known is not None and not isinstance(known, int):
+            if not isinstance(known, int):
                 raise BadState(
                     f"the state's calendar has {name} = {known!r}, which is no number of steps.\n"
                     "  Load a state as state_dict() returned it."

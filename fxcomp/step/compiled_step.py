@@ -267,8 +267,7 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and compressors' states; the model and the optimizer have their own."""
         self._execution.group.check_is_over()
-        saved = self.in_force.state_dict(self.steps)
-        return saved if self.errors is None else {**saved, "errors": self.errors.state()}
+        return self.in_force.state_dict(self.steps)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.

@@ -17,10 +17,9 @@ FIRST = [0, 7, 1000]
 """The first step, resumed ones."""
 
 QUIET = [
-    Calendar(verified, (0,), first, look_from=look_from, check_from=check_from)
+    Calendar(verified, (0,), first, look_from=look_from)
     for verified, first in itertools.product(VERIFIED, FIRST)
     for look_from in (None, first, first + SETTLED + 11)
-    for check_from in (None, first, first + 4)
 ]
 """One plan is followed."""
 
@@ -55,22 +54,15 @@ def test_nothing_but_verification_while_error_feedback_warms_up():
         assert set(uses(calendar).values()) <= {None, Use.VERIFY}, calendar
 
 
-def test_looks_and_checks_wait_until_they_are_due_and_then_take_the_first_step_that_is_free():
+def test_looks_wait_until_they_are_due_and_then_take_the_first_step_that_is_free():
     for calendar in QUIET:
         found = uses(calendar)
         settled = calendar.followed_from + SETTLED
-        for use, due in ((Use.LOOK, calendar.look_from), (Use.CHECK, calendar.check_from)):
-            steps = [step for step, other in found.items() if other is use]
-            assert not steps or (due is not None and min(steps) >= due), calendar
-            assert use is Use.CHECK or not steps or min(steps) >= settled, calendar
+        due, steps = calendar.look_from, [step for step, use in found.items() if use is Use.LOOK]
+        assert not steps or (due is not None and min(steps) >= max(due, settled)), calendar
         if calendar.look_from is not None:
             due = max(calendar.look_from, settled)
             assert all(use in (Use.LOOK, Use.VERIFY) for step, use in found.items() if step >= due), calendar
-
-
-def test_a_look_comes_before_a_check():
-    calendar = Calendar(followed_from=-SETTLED, look_from=3, check_from=2)
-    assert [calendar.use_of(step) for step in range(5)] == [None, None, Use.CHECK, Use.LOOK, Use.LOOK]
 
 
 def test_ranks_judge_where_a_window_is_full():
@@ -110,19 +102,18 @@ def test_patience_doubles_as_long_as_planning_again_changes_nothing():
 
 
 def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one():
-    before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), look_from=50, check_from=60)
+    before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), look_from=50)
     before.be_patient(35, changed=False)
-    before.solved_at = 20
     saved = json.loads(json.dumps(before.to_json()))
     after = Calendar(VerifiedSteps(7))
     after.resume(39, saved)
     assert after.to_json() == before.to_json()
     lasting = {name: getattr(before, name) for name in LASTS}
-    assert after == Calendar(VerifiedSteps(7), followed_from=39, **lasting)
+    assert after == Calendar(VerifiedSteps(7), followed_from=39, solved_at=39, **lasting)
     after.resume(10)
     assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10, solved_at=10)
 
 
 def test_a_calendar_that_is_none_is_refused():
-    with pytest.raises(BadState, match="solved_at = 'soon', which is no number of steps"):
-        Calendar().resume(3, {"solved_at": "soon"})
+    with pytest.raises(BadState, match="patience = 'soon', which is no number of steps"):
+        Calendar().resume(3, {"patience": "soon"})

@@ -148,7 +148,6 @@ def soon() -> Generator[None]:
         patch.multiple(error_looks, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
         patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
-        patch.object(error_looks, "CHECKS", 4),
     ):
         yield
 
