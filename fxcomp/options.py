@@ -32,7 +32,7 @@ _ON_RACE = (
     "'auto' lets the few best plans take turns in the first steps and keeps the fastest, 'off' follows the predicted"
     " one."
 )
-_ON_REPLAN = "'offer' says when a cost is wrong, 'auto' plans again by itself, 'off' times nothing."
+_ON_REPLAN = "'offer' says when steps take another time, 'auto' plans again by itself, 'off' compares nothing."
 
 
 def _check_one_of(name: str, given: object, allowed: Sequence[object], meanings: str) -> None:
@@ -50,8 +50,9 @@ class Checks:
     `race` says who decides between the few best plans: `auto` (they take turns in the first hundred steps, and the
     fastest stays), `off` (the prediction).
 
-    `replan` says what happens when the running step shows that a cost is wrong: `offer` (the report says so, and
-    `step.replan()` plans again), `auto` (all ranks plan again at the same step), `off` (nothing is timed).
+    `replan` says what happens when steps take another time than when their plan was settled: `offer` (a note says so,
+    plans race again, and `step.replan()` measures the links and plans again), `auto` (all ranks plan again at the same
+    step), `off` (nothing is compared).
     """
 
     verify: int | str = SAMPLED
@@ -186,6 +187,16 @@ class StepOptions:
 
     @property
     def why_not_replan(self) -> str:
+        """The reason why links cannot be measured again and the plan chosen by them; empty if that can be done."""
+        if self.cluster is not None and not self.why_plan_stays:
+            return (
+                "the cluster was given, and the links of a given cluster are not measured.\n"
+                "  Leave cluster= out, so that they are, or compile another step with the cluster as it is now."
+            )
+        return self.why_plan_stays
+
+    @property
+    def why_plan_stays(self) -> str:
         """The reason why the plan cannot change later; empty if it can."""
         if self.compress.plan is not None:
             return (
@@ -206,8 +217,8 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """Steps are compared with their prediction. A plan given without costs was not judged by any."""
-        return self.checks.replan != "off" and (self.compress.plan is None or self.costs is not None)
+        """Steps are compared with the time when their plan was settled. A given plan is never changed."""
+        return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property
     def races(self) -> bool:

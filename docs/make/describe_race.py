@@ -68,7 +68,7 @@ RACE_END = """
 
 A race costs the time by which the losers' steps are longer than the winner's. Turns that would bring it above
 {budget:.0f} steps of the winner are cut or left out. Each runner has residuals of its own; in the end they go out under
-the plan that stays. `step.explain()` shows the race of your own job. When costs drift, plans race again.
+the plan that stays. `step.explain()` shows the race of your own job. When steps drift, plans race again.
 """
 
 

@@ -7,7 +7,7 @@
 """
 
 from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.error_tables.families import cut, families, joined, scaled, smoothed
+from fxcomp.error_tables.families import families, joined, scaled, smoothed
 from fxcomp.error_tables.measure import measure
 from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
 
@@ -19,7 +19,6 @@ __all__ = [
     "ErrorRow",
     "ErrorSource",
     "ErrorTable",
-    "cut",
     "families",
     "joined",
     "legal",

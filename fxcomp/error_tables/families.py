@@ -1,4 +1,4 @@
-"""Average error tables over looks in time, cut them into families of columns, and join them again.
+"""Average error tables over looks in time, by families of columns, and join the families.
 
     densities │ ranks │ codecs        each measured in looks of its own, and smoothed by itself
 
@@ -69,16 +69,6 @@ def families(columns: Columns) -> tuple[Columns, ...]:
     """List the families that have columns, each alone."""
     alone = Columns(columns.densities, (), ()), Columns((), columns.ranks, ()), Columns((), (), columns.codecs)
     return tuple(each for each in alone if each.count)
-
-
-def cut(table: ErrorTable, columns: Columns) -> ErrorTable:
-    """Return some of a table's columns."""
-    places = [table.columns.names.index(name) for name in columns.names]
-    rows = {
-        name: ErrorRow(row.shape, row.squares, tuple(row.errors[place] for place in places), row.samples)
-        for name, row in table.rows.items()
-    }
-    return legal(columns, rows, table.notes)
 
 
 def scaled(table: ErrorTable, factor: float) -> ErrorTable:

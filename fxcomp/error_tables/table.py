@@ -33,10 +33,7 @@ _MOST = 1e150
 LAG = 0.8
 """powersgd takes one step of subspace iteration a step, which follows changing gradients late: it loses the error of
 the best matrix of its rank to this power. Fitted to small tasks with four workers, which are within 6 % of that
-(docs/benchmarks/error_tables.md); where powersgd runs it is measured."""
-
-LEAST_LAG = 0.25
-"""Measurements below it are taken for a disturbance."""
+(docs/benchmarks/error_tables.md)."""
 
 
 class ErrorSource(Enum):
@@ -65,8 +62,6 @@ class ErrorRow:
     """By column; of no meaning without samples."""
     samples: int
     """The number of looks in time that the smoothed errors are of."""
-    lag: float = 1.0
-    """powersgd loses the error of the best matrix of its rank to this power; see `ErrorTable.lagging`."""
 
     @property
     def size(self) -> int:
@@ -88,7 +83,7 @@ class ErrorTable:
         if row is not None and row.samples:
             found = self.columns.find(row.errors, compressor, row.shape)
             if found is not None:
-                return Error(_lagging(row, compressor, found), ErrorSource.MEASURED)
+                return Error(found, ErrorSource.MEASURED)
         return Error(gaussian_error(compressor, ranks), ErrorSource.ASSUMED)
 
     def errors_of(self, gradient: str) -> Callable[[Compressor, int], float]:
@@ -108,13 +103,17 @@ class ErrorTable:
                 found.append(assumed)
             else:
                 is_whole = isinstance(compressor, PowerSGD) and sends_whole(compressor, row.shape)
-                found.append(0.0 if is_whole else _lagging(row, compressor, row.errors[entry]))
+                found.append(0.0 if is_whole else row.errors[entry])
         return found
 
-    def lagging(self, lags: Mapping[str, float], others: float = LAG) -> ErrorTable:
-        """The same for powersgd as it runs, by gradient as far as that is known: it loses more than the best matrix."""
+    def lagging(self) -> ErrorTable:
+        """Return the errors of powersgd as it runs, of a table that has those of the best matrices."""
+        first, end = len(self.columns.densities), self.columns.contractions()
         rows = {
-            name: replace(row, lag=min(1.0, max(LEAST_LAG, lags.get(name, others)))) for name, row in self.rows.items()
+            name: replace(
+                row, errors=(*row.errors[:first], *(each**LAG for each in row.errors[first:end]), *row.errors[end:])
+            )
+            for name, row in self.rows.items()
         }
         return replace(self, rows=rows)
 
@@ -208,10 +207,6 @@ def legal(columns: Columns, rows: Mapping[str, ErrorRow], notes: Sequence[str] =
     return ErrorTable(columns, repaired, tuple(dict.fromkeys((*notes, *found))))
 
 
-def _lagging(row: ErrorRow, compressor: Compressor, error: float) -> float:
-    return error**row.lag if isinstance(compressor, PowerSGD) else error
-
-
 def _alone(rows: Mapping[str, ErrorRow]) -> list[str]:
     """Note a gradient that outweighs all others."""
     name = max(rows, key=lambda each: rows[each].squares, default=None)
@@ -268,6 +263,4 @@ def _row_of(data: Mapping[str, Any]) -> ErrorRow:
     shape, samples = tuple(map(int, data["shape"])), int(data["samples"])
     if min(samples, *shape) < 0:
         raise ValueError(f"a shape {shape} and {samples} samples cannot be")
-    lag = float(data.get("lag", 1.0))
-    known = lag if LEAST_LAG <= lag <= 1 else LAG
-    return ErrorRow(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples, known)
+    return ErrorRow(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples)

@@ -328,7 +328,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
     alone = [[n] for n in gm.graph.nodes if n.op == "call_function" and n not in together and info(n).role in _KINDS]
     for row in (*alone, *rows):
         line, role = line_of(row[0]), info(row[0]).role
-        if (line is None and (is_free(row[0]) or is_view(row[0]))) or (line is not None and line.cost is None):
+        if (line is None and (is_free(row[0]) or is_view(row[0]))) or (line is not None and not line.is_work):
             continue
         number = compressor_at(row[0]).facts.passes if role is Role.COMPRESS else _over_lists(row)
         found[_KINDS[role]] = found.get(_KINDS[role], 0) + number

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -52,19 +51,6 @@ from fxcomp.plan.strategy import Device
 from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.watched_lines import Call
-
-
-class CostKind(Enum):
-    """A kind of cost, which is predicted and measured as one."""
-
-    COMPUTE = "compute"
-    UPDATE = "updates"
-    PACK = "packing"
-    START = "starting collectives"
-    COLLECTIVE = "collective"
-    COMPRESS = "compressing"
-    DECOMPRESS = "decompressing"
-
 
 # Arguments: nodes stand for their values, compressors and operators for themselves
 
@@ -194,8 +180,6 @@ class Line:
     method: str
     """The runtime's method that runs it."""
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
-    cost: CostKind | None = None
-    """The kind of cost that its time counts as; None for lines that wait, or move what another line makes."""
     price: Callable[[Prices, Node, Device], float] = _free
     """The predicted time, in us. Collectives are priced by their links instead."""
     stream: Stream = Stream.COMPUTE
@@ -212,31 +196,36 @@ class Line:
 
     @property
     def is_timed(self) -> bool:
-        """True for lines whose time is compared with what was predicted."""
+        """True for lines whose time stands beside what was predicted."""
         return not self.is_undoing and not self.is_free and self.method not in ("exchange", "arrive")
+
+    @property
+    def is_work(self) -> bool:
+        """False for lines that wait, move what another line makes, or run only in a step that is taken back."""
+        return not self.is_undoing and not self.is_free and self.method not in ("exchange", "wait", "d2h", "h2d")
 
 
 _CPU, _ARRIVING = POOL
 
-LAUNCH = Line("launch", _kind_value_cut_level, CostKind.START, stream=Stream.INTER)
+LAUNCH = Line("launch", _kind_value_cut_level, stream=Stream.INTER)
 EXCHANGE = Line("exchange", _operator_and_arguments, result=_if_used, has_buffer=False)
-COMPRESS = Line("compress", _with_compressor, CostKind.COMPRESS, _encoding, _CPU, _payload)
-PROPOSE = Line("propose", _with_compressor, CostKind.COMPRESS, _proposing, _CPU)
-DECOMPRESS = Line("decompress", _with_compressor, CostKind.DECOMPRESS, _decoding, _ARRIVING)
+COMPRESS = Line("compress", _with_compressor, _encoding, _CPU, _payload)
+PROPOSE = Line("propose", _with_compressor, _proposing, _CPU)
+DECOMPRESS = Line("decompress", _with_compressor, _decoding, _ARRIVING)
 
 BY_OPERATOR: dict[Any, Line] = {
     **dict.fromkeys(COLLECTIVE_KINDS, LAUNCH),
-    ARRIVE: Line("arrive", cost=CostKind.COMPUTE, price=_as_measured, has_buffer=False),
+    ARRIVE: Line("arrive", price=_as_measured, has_buffer=False),
     WAIT: Line("wait", stream=_ARRIVING, has_buffer=False),
-    PACK: Line("pack", _gradients_by_name, CostKind.PACK, _rewriting),
-    CAST: Line("cast", _as_in_graph, CostKind.PACK, _rewriting),
-    IN_PLACE: Line("in_place", cost=CostKind.PACK, price=_scaling, has_buffer=False),
-    TURN: Line("turn", _as_in_graph, CostKind.PACK, _packing, _CPU),
-    SAVE: Line("save", _as_in_graph, CostKind.PACK, _packing, _CPU),
+    PACK: Line("pack", _gradients_by_name, _rewriting),
+    CAST: Line("cast", _as_in_graph, _rewriting),
+    IN_PLACE: Line("in_place", price=_scaling, has_buffer=False),
+    TURN: Line("turn", _as_in_graph, _packing, _CPU),
+    SAVE: Line("save", _as_in_graph, _packing, _CPU),
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
     H2D: Line("h2d", price=_copying, stream=Stream.H2D),
-    KEEP: Line("keep", _as_in_graph, CostKind.PACK, _keeping, _ARRIVING, _nothing, has_buffer=False),
-    ALL_FINITE: Line("all_finite", _as_in_graph, CostKind.PACK, _looking, has_buffer=False),
+    KEEP: Line("keep", _as_in_graph, _keeping, _ARRIVING, _nothing, has_buffer=False),
+    ALL_FINITE: Line("all_finite", _as_in_graph, _looking, has_buffer=False),
     RNG_STATE: Line("rng_state", _with_device_by_name, has_buffer=False, is_free=True),
     SEED_RNG: Line("seed_rng", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
     SET_RNG_STATE: Line("set_rng_state", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),
@@ -247,7 +236,7 @@ COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 
-_DECOMPRESS_OWN = replace(DECOMPRESS, cost=None, price=_free, stream=Stream.COMPUTE, is_undoing=True)
+_DECOMPRESS_OWN = replace(DECOMPRESS, price=_free, stream=Stream.COMPUTE, is_undoing=True)
 
 UNDOING: dict[Any, Line] = {
     ROLL_BACK: Line("roll_back", _residual_own_bucket, result=_nothing, has_buffer=False, is_undoing=True),

@@ -28,7 +28,7 @@ from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
-from fxcomp.planning.measure_machine import gathered_costs, hardware
+from fxcomp.planning.measure_machine import gathered_costs, hardware, with_links_of_now
 from fxcomp.planning.measure_step import StepMeasurement, apportion, feed_us, measure_step, with_feed
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
@@ -172,8 +172,12 @@ class Planner:
         return replace(decision, workload=workload)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Decide by other costs, and by errors of this job's gradients; ranks meet for a topic of its own."""
+        """Measure the links again, and decide by them and by errors of this job's gradients.
+
+        Ranks meet for a topic of its own.
+        """
         ranks = self.site.ranks
+        costs = with_links_of_now(costs, self.site)
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
         return self._best(workload, costs, topic, errors)
 

@@ -118,5 +118,17 @@ def with_ranks(costs: CostTable, site: Site) -> CostTable:
         costs = replace(costs, processors=site.processors())
     if not site.ranks.fits_links:
         return costs
+    return _with_links(costs, site)
+
+
+def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
+    """Measure the links again in a job; all else in the table stays. Every rank takes part.
+
+    The start of a collective stays too: it was measured in the step, where it takes longer than alone.
+    """
+    return replace(_with_links(costs, site), launch_us=costs.launch_us)
+
+
+def _with_links(costs: CostTable, site: Site) -> CostTable:
     assert isinstance(site.transport, Groups), "several ranks have groups"
     return with_live_links(costs, site.transport, site.cluster, site.device, site.beside)

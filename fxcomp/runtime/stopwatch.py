@@ -45,9 +45,9 @@ class _Marks:
 class Stopwatch:
     """Times steps of one runtime, one at a time: `start`, the step over `lines` and `region`s, `stop`, `reading`."""
 
-    def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock, pool_clock: Clock | None = None) -> None:
+    def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock) -> None:
         """`methods` are the runtime's methods that are timed."""
-        self._clock, self._pool_clock = clock, pool_clock or HostClock()
+        self._clock, self._pool_clock = clock, HostClock()
         self._counts: dict[str, int] = {}
         self._line: Call = ("", 0)
         self._marks = _Marks(None, None)

@@ -1,7 +1,6 @@
 """Say what a step is for. Data that all ranks have agreed on, and a step's number: nothing else is asked.
 
-    verified ─► a turn of a race ─► none, before the plan that stays ─► timed, if some steps are ─► a look ─► a check
-            ─► timed, if all are
+    verified ─► a turn of a race ─► none, before the plan that stays ─► a look
 
 The first that holds takes the step, so a step is for one thing at most: each makes the step longer, and would spoil the
 times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
@@ -21,14 +20,14 @@ from typing import Any
 from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
-WINDOW = 20
-"""The number of timed steps that make a median. Two windows in a row are judged together."""
+WINDOW = 100
+"""Steps between two comparisons of the step's time with the settled one, and whose median is compared."""
 
 SETTLED = 20
 """Steps under a plan before gradients are looked at: so many make a median, and warm what they use."""
 
 
-LASTS = ("patience", "patient_until", "solved_at", "look_from", "check_from")
+LASTS = ("patience", "patient_until")
 """The part of a calendar that a saved state holds."""
 
 
@@ -41,10 +40,6 @@ class Use(Enum):
     """It counts for the plan whose turn it is."""
     LOOK = "look"
     """A family of compressors is tried on its gradients."""
-    CHECK = "check"
-    """The real error of the plan in force is measured."""
-    TIMED = "timed"
-    """Its lines are timed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +66,13 @@ class Calendar:
     """The first step of the plan that is followed now."""
     turn: RaceTurn | None = None
     """The turn that is on, or the first one to come; None while no plans race."""
-    timed_every: int = 0
-    """One in so many steps is timed; 0 for none."""
-    window: int = WINDOW
     patience: int = 1
-    """After planning again, drift is only noted for so many verdicts."""
+    """Windows for which no drift is judged after the last one was acted on."""
     patient_until: int = 0
     solved_at: int = 0
     """After so many steps the plan was last solved for by the errors of its gradients."""
     look_from: int | None = None
     """The first step that may take the next look; None while none is due."""
-    check_from: int | None = None
-    """The first step that may take the next check; None while none is due."""
     verified_too: int | None = None
     """One more verified step: the last one that was agreed on after a new capture on some rank."""
 
@@ -96,21 +86,9 @@ class Calendar:
             return Use.TURN if step in self.turn.steps else None
         if not self.is_quiet_at(step):
             return None
-        is_timed = self._is_timed(step)
-        if is_timed and self.timed_every > 1:
-            return Use.TIMED
         if self.look_from is not None and step >= max(self.look_from, self.followed_from + SETTLED):
             return Use.LOOK
-        if self.check_from is not None and step >= self.check_from:
-            return Use.CHECK
-        return Use.TIMED if is_timed else None
-
-    def _is_timed(self, step: int) -> bool:
-        """Tell the first step of each `timed_every` that is not verified: such a one takes longer."""
-        if self.timed_every == 0 or step < self.followed_from or self.is_verified(step):
-            return False
-        place = (step - self.followed_from) % self.timed_every
-        return all(self.is_verified(step - k) for k in range(1, place + 1))
+        return None
 
     def is_verified(self, step: int) -> bool:
         """Return whether a step is compared with eager PyTorch."""
@@ -130,15 +108,10 @@ class Calendar:
 
     # After a step
 
-    @property
-    def judged_every(self) -> int:
-        """After so many steps two windows are full, if every step that should be timed was."""
-        return 2 * self.timed_every * self.window
-
     def judges_after(self, steps: int) -> bool:
-        """Return whether ranks compare steps with their prediction after so many."""
+        """Return whether ranks compare a full window of steps with the settled time after so many."""
         passed = steps - self.followed_from
-        return self.timed_every > 0 and self.is_quiet_at(steps - 1) and passed > 0 and passed % self.judged_every == 0
+        return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
     # Entering
 
@@ -160,32 +133,25 @@ class Calendar:
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:
-        """Wait longer after planning again changed nothing: what no table can put right would be found for ever."""
+        """Wait twice as long after a drift that led to no other plan: no plan puts it right, and it may come again."""
         self.patience = 1 if changed else 2 * self.patience
-        self.patient_until = step + self.patience * self.judged_every
+        self.patient_until = step + self.patience * WINDOW
 
     # Saved and loaded
 
-    def to_json(self) -> dict[str, int | None]:
+    def to_json(self) -> dict[str, int]:
         """Return what lasts when a job is started again: what it has waited for already."""
         return {name: getattr(self, name) for name in LASTS}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Go on at another step of the job, under the same plan. Raises BadState.
 
-        Without `saved` nothing is waited for yet. Timing, turns and the warm-up are those of this start.
+        Without `saved` nothing is waited for yet. Turns, looks and the warm-up are those of this start.
         """
-        self.followed_from = step
-        begun: dict[str, int | None] = {
-            "patience": 1,
-            "patient_until": step,
-            "solved_at": step,
-            "look_from": None,
-            "check_from": None,
-        }
-        for name, value in begun.items():
+        self.followed_from = self.solved_at = step
+        for name, value in (("patience", 1), ("patient_until", step)):
             known = value if saved is None else saved.get(name, value)
-            if known is not None and not isinstance(known, int):
+            if not isinstance(known, int):
                 raise BadState(
                     f"the state's calendar has {name} = {known!r}, which is no number of steps.\n"
                     "  Load a state as state_dict() returned it."

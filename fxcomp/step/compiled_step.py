@@ -29,11 +29,11 @@ from fxcomp.step.execution import Execution
 from fxcomp.step.explain import Explainer, notes_of
 from fxcomp.step.guard import Guard
 from fxcomp.step.metrics import Counts, in_a_line, metrics_of
-from fxcomp.step.monitor import Monitor
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.profile import Profiler
 from fxcomp.step.steering import Replanner, Steering
+from fxcomp.step.step_times import StepTimes
 from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
 
@@ -68,8 +68,9 @@ class CompiledStep:
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._site, self._ranks = site, site.ranks
         force.calendar.verified = options.checks.verified
-        self.monitor = Monitor(force, site, options)  # judges how long steps take
-        self._execution = Execution(force, self.monitor.times, site, options)
+        self.times = StepTimes(site.device)
+        """The times of recent steps."""
+        self._execution = Execution(force, self.times, site, options)
         self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
@@ -79,16 +80,15 @@ class CompiledStep:
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes = Notes(site.ranks.notes)
         """Sentences about what happened, which reports end with."""
-        self._steering = Steering(force, self.monitor, planner, options, site, self.notes.append)
+        self._steering = Steering(force, self.times, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._followed = force.plan, force.predicted  # by the last step, as told in its metrics
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, self.notes.append, inputs.sums)
-        watch = self.monitor.watch
         self._guard, self._profiler = Guard(force, site.ranks, self._steering.follow, self.notes.append), Profiler()
         acting = self._guard, self._steering, self._steering.referee, self._profiler
-        self._observers: list[Observer] = [verifier, *((watch,) if watch else ()), *acting]
+        self._observers: list[Observer] = [verifier, *acting]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
@@ -117,7 +117,7 @@ class CompiledStep:
             if self._guard.before_step(self.steps):
                 self._steering.referee.wait(self.steps)
             if self.in_force.enter_stage_of(self.steps):
-                self.monitor.forget(self.steps)
+                self._steering.drift.follow(self.steps)
             if not group.ends(last=last):
                 return self._execution.sum_up(batch)
             step = self._execution.step(self.steps, batch, self._observers)
@@ -142,7 +142,7 @@ class CompiledStep:
         self.skipped_steps += counters.skipped
         self.payload_bytes, self._followed = counters.payload_bytes, (self.in_force.plan, self.in_force.predicted)
         if step.says_how_long and not counters.skipped:
-            self.monitor.times.add(step.number, step.took, counters.waits)
+            self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there.
@@ -158,10 +158,11 @@ class CompiledStep:
         self.close()
 
     def replan(self) -> bool:
-        """Put the costs right by what the running step took, choose again, and follow that; whether the plan changed.
+        """Measure the links again, choose again, and follow that. Returns whether the plan changed.
 
-        Every rank calls it after the same step, and all follow the same plan. What compression has left out is kept,
-        or goes out with the next step where it is fed back no more; the optimizer's state stays. Raises CannotReplan.
+        Every rank calls it after the same step, and all follow the same plan. Plans race as after compiling. What
+        compression has left out is kept, or goes out with the next step where it is fed back no more; the optimizer's
+        state stays. Raises CannotReplan.
         """
         self._steering.check_replan(self.steps)
         self._execution.lockstep.check()
@@ -170,7 +171,7 @@ class CompiledStep:
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
-        self.errors = ErrorLooks(self.in_force, self._site, self.monitor, self.notes.append, self.steps)
+        self.errors = ErrorLooks(self.in_force, self._site, self.times, self.notes.append, self.steps)
         self._observers.insert(0, self.errors)
         self._steering.follow_errors(self.errors)
 
@@ -209,12 +210,12 @@ class CompiledStep:
     @property
     def step_ms(self) -> float:
         """The median of recent steps, in ms; nan before the first."""
-        return self.monitor.times.median_ms
+        return self.times.median_ms
 
     @property
     def exposed_ms(self) -> float:
         """The wait of recent steps for the network, in ms (median); nan before the first."""
-        return self.monitor.times.exposed_ms
+        return self.times.exposed_ms
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=self.is_racing)}>"
@@ -222,7 +223,7 @@ class CompiledStep:
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
         counts = Counts(self.steps, self.skipped_steps, self.payload_bytes)
-        found = metrics_of(counts, self.monitor.times, *self._followed)
+        found = metrics_of(counts, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
     @property
@@ -246,7 +247,7 @@ class CompiledStep:
     def report(self) -> StepReport:
         """Report on the plan and the step: `print` it, or `save_html`, `save_trace` and `to_json` it."""
         notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
-        race, times = (self.raced, self._steering.referee.takes_turns(self.steps)), self.monitor.times
+        race, times = (self.raced, self._steering.referee.takes_turns(self.steps)), self.times
         found = self._explainer.explanation(self.in_force, times, notes, race, self.error_table, self.moves)
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
@@ -266,8 +267,7 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and compressors' states; the model and the optimizer have their own."""
         self._execution.group.check_is_over()
-        saved = self.in_force.state_dict(self.steps)
-        return saved if self.errors is None else {**saved, "errors": self.errors.state()}
+        return self.in_force.state_dict(self.steps)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.
@@ -296,7 +296,6 @@ class CompiledStep:
             steps = self.in_force.load(states, self._guard.go_on)
             if steps is not None:
                 self.steps = steps
-                self.monitor.follow(steps, "load_state_dict: the costs")
                 for each in self._observers:
                     each.resume(steps, states)
                 note = note_on_another_plan(saved_plan(states), self.in_force.plans[-1])

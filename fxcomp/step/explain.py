@@ -17,8 +17,8 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 EVERY_STEP_VERIFIED = (
-    "every step is verified, so none is timed (Checks(verify=1)): plans do not race, and what turns out slower than"
-    " predicted is not noticed"
+    "every step is verified, so none is timed (Checks(verify=1)): plans do not race, and it is not noticed when steps"
+    " come to take another time"
 )
 
 

@@ -38,7 +38,7 @@ class Guard(Observer):
         self,
         force: PlanInForce,
         ranks: Ranks,
-        follow: Callable[[int, str], None],
+        follow: Callable[[int], None],
         note: Callable[[str], None],
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
@@ -84,7 +84,7 @@ class Guard(Observer):
         with self._ranks.together(topic):
             energies = self._ranks.from_rank_0(f"{topic}: the energies", lambda: energies)
             self.thaw(steps, topic, energies)
-            self._follow(steps, topic)
+            self._follow(steps)
         name = max(energies, key=lambda each: math.inf if math.isnan(energies[each]) else energies[each])
         self._note(
             f"step {steps}: ranks exchange gradients again, in int8, and second moments go on: the frozen one of"
@@ -106,7 +106,7 @@ class Guard(Observer):
         force = self._force
         force.momenta.freeze_again(step, self._at_momenta)  # first: residuals will be in units of what is frozen
         force.switch(replace(force.decision, plan=self._at_momenta), topic)
-        self._follow(step, topic)
+        self._follow(step)
         self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")
 
     def _freeze_at(self, step: int | None) -> None:

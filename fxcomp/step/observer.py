@@ -1,4 +1,4 @@
-"""Observe a running step and act between steps: verification, looks, timing, races, verdicts.
+"""Observe a running step and act between steps: verification, looks, profiles, races, verdicts.
 
     for each in observers that want this step:   each.before(step)
     the emitted step runs
@@ -45,7 +45,7 @@ class StepUnderWay:
     @property
     def says_how_long(self) -> bool:
         """Its whole time is that of a step: it is like the first one, and no longer than others."""
-        return self.is_like_first and self.use in (None, Use.TURN, Use.TIMED)
+        return self.is_like_first and self.use in (None, Use.TURN)
 
     @property
     def program(self) -> Program:

@@ -7,8 +7,7 @@ step.report()                  has them beside the prediction
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +17,18 @@ from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Span, Task, Timeline
 from fxcomp.errors import BadOption
+from fxcomp.graph.edit import value_bytes
 from fxcomp.graph.info import info
 from fxcomp.graph.lines import TIMED_METHODS, Line, timed_lines
 from fxcomp.graph.regions import Region, cut
-from fxcomp.plan.kinds import Stream
+from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.stopwatch import Reading, Stopwatch
 from fxcomp.runtime.watched_lines import Call
 from fxcomp.step.calendar import Use
-from fxcomp.step.drift.predicted_costs import LaunchedCollective, end_us, predict_costs
 from fxcomp.step.observer import Observer, StepUnderWay
 
-_WANTED = frozenset({None, Use.TIMED})
+_WANTED = frozenset({None})
 """Steps that are for nothing else: others take longer, or follow plans in turns."""
 
 
@@ -123,12 +122,39 @@ def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
     for piece in pieces:
         if isinstance(piece, Region) and (piece.name, 0) in reading.main:
             yield piece.name.replace("_", " "), Stream.COMPUTE, *reading.main[piece.name, 0]
-    names: dict[Call, str] = {}
-    for node, call, line in timed_lines(pieces):
-        names[call] = node.name
+    lines = list(timed_lines(pieces))
+    for node, call, line in lines:
         if line.method not in ("wait", "d2h", "h2d"):
             yield from _line(node, call, line, reading)
-    yield from _on_wires(names, predict_costs(program).collectives, reading)
+    yield from _on_wires(_collectives(lines), reading)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """A collective that sends or receives something: the line that launches it, and the one that waits for it."""
+
+    name: str
+    launch: Call
+    wait: Call | None
+    stream: Stream
+    on_pool: bool
+
+    def end_us(self, reading: Reading) -> float | None:
+        """Return its end: as the backend reports it, or the end of the wait for it, which may come later."""
+        if self.launch in reading.ends:
+            return reading.ends[self.launch]
+        times = reading.pool if self.on_pool else reading.main
+        return times[self.wait][1] if self.wait in times else None
+
+
+def _collectives(lines: Sequence[tuple[Node, Call, Line]]) -> Iterator[_Collective]:
+    calls = {node: call for node, call, _ in lines}
+    for node, call, line in lines:
+        # A rank that is no root holds nothing.
+        if line.method == "launch" and (value_bytes(node.args[0]) or value_bytes(node)):
+            wait = next((calls[user] for user in node.users if user in calls and calls[user][0] == "wait"), None)
+            on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
+            yield _Collective(node.name, call, wait, info(node).stream or Stream.INTER, on_pool)
 
 
 def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Measured]:
@@ -140,26 +166,19 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
         yield name, Stream.COMPUTE, *reading.main[call]
 
 
-def _on_wires(
-    names: Mapping[Call, str], collectives: Sequence[LaunchedCollective], reading: Reading
-) -> Iterator[_Measured]:
-    """Lay out collectives: each has its link from its launch, or from when another was done.
-
-    Where nobody tells its end, it counts as the end of the wait for it, which may come later.
-    """
-    known: list[tuple[float, float, LaunchedCollective]] = []
+def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
+    """Lay out collectives: each has its link from its launch, or from when another was done."""
+    known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
-        times = reading.pool if each.on_pool else reading.main
-        if each.launch in times and not each.is_idle:
-            launched_us = times[each.launch][1]
-            _, end = end_us(each, reading, launched_us)
-            known += [(end, launched_us, each)] if math.isfinite(end) else []
+        times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)
+        if each.launch in times and end_us is not None:
+            known.append((end_us, times[each.launch][1], each))
     free_us: dict[Stream, float] = {}
-    for end, launched_us, each in sorted(known, key=lambda one: one[0]):
-        start = max(launched_us, free_us.get(each.stream, 0.0))
-        if end > start:
-            free_us[each.stream] = end
-            yield names[each.launch], each.stream, start, end
+    for end_us, launched_us, each in sorted(known, key=lambda one: one[0]):
+        start_us = max(launched_us, free_us.get(each.stream, 0.0))
+        if end_us > start_us:
+            free_us[each.stream] = end_us
+            yield each.name, each.stream, start_us, end_us
 
 
 def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:

@@ -59,6 +59,11 @@ class StepTimes:
         known = dict(zip(self._numbers, times, strict=True))
         return [known.get(number) for number in numbers]
 
+    def since(self, number: int) -> list[float]:
+        """Return the times of steps from this number on that are known to be done, in ms."""
+        times = self.step_ms
+        return [ms for other, ms in zip(self._numbers, times, strict=True) if other >= number]
+
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
         """Return the times of these steps on the slowest rank, in ms; None where some rank did not count it.
 

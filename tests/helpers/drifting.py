@@ -1,8 +1,12 @@
-"""A job whose costs change in virtual time: a table that every line keeps to, and a step that is compared soon."""
+"""A job whose links change in virtual time: a table that every step keeps to, and windows that are soon full."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -12,13 +16,13 @@ from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollec
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.planning import decide
+from fxcomp.step import calendar, drift
 from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
-from helpers.virtual_time import scheduled
 
 JOB = JOBS["mlp"]
-EVERY, WINDOW = 2, 4
-JUDGED = 2 * EVERY * WINDOW
+WINDOW = 8
 POINTS = tuple(CompressorPoint(n, n * 1e-2, n * 1e-2, n * 1e-2) for n in (1_000, 100_000))
 
 
@@ -42,15 +46,31 @@ def table(gbit: float, **more: Any) -> CostTable:
 def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp.CompiledStep:
     model = JOB.build()
     given: dict[str, Any] = {"verify": 5, "within": "balanced", "costs": costs, "race": "off", **options}
-    step = fxcomp.compile_step(
+    return fxcomp.compile_step(
         model,
         cross_entropy,
         OPTIMIZERS[optimizer](model.parameters()),
         JOB.batch(0, dist.get_rank()),
         **gathered(**given),
     )
-    scheduled(step, EVERY, WINDOW)
-    return step
+
+
+@contextmanager
+def short_windows() -> Generator[None]:
+    """Steps are compared WINDOW at a time, of which two must be timed."""
+    with patch.object(calendar, "WINDOW", WINDOW), patch.multiple(drift, WINDOW=WINDOW, LEAST=WINDOW // 4):
+        yield
+
+
+@contextmanager
+def links_become(gbit: float) -> Generator[None]:
+    """Links that are measured again have this speed."""
+
+    def measured(costs: CostTable, _: Any) -> CostTable:
+        return replace(costs, collectives=table(gbit).collectives)
+
+    with patch.object(decide, "with_links_of_now", measured):
+        yield
 
 
 def same(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxcomp
-from fxcomp.graph.lines import CostKind
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.drift.judge import Finding
-from fxcomp.step.drift.predicted_costs import Cost
-from fxcomp.step.monitor import Monitor
-from helpers.drifting import table
+from helpers.drifting import links_become, table
 from helpers.gathered import gathered
 from helpers.jobs import cross_entropy, rows
 
@@ -37,17 +33,11 @@ def parameters_of(step: CompiledStep) -> list[float]:
 
 
 def replanning() -> Callable[[], CompiledStep]:
-    """Plan again at each call, for a reason that all ranks see each time, with a pool to be added."""
-    step = compiled()
-    findings = (Finding(Cost(CostKind.COMPUTE), 1000.0, 3000.0, ((0, 1000.0, 3000.0),)),)
-    compare = Monitor.compare
-
-    def seen(self: Monitor, step: int) -> Any:
-        compare(self, step)
-        return findings
+    """Plan again at each call, by links that are slow and fast in turns."""
+    step, speeds = compiled(), itertools.cycle((0.05, 2.0))
 
     def plan() -> CompiledStep:
-        with patch.object(Monitor, "compare", seen), patch.object(Monitor, "check_timed"):
+        with links_become(next(speeds)):
             step.replan()
         return step
 

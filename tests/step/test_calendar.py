@@ -9,7 +9,6 @@ import pytest
 from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 from fxcomp.step.calendar import LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
-from fxcomp.step.drift.watch import timing_interval
 
 VERIFIED = [NO_STEPS, VerifiedSteps(None), *map(VerifiedSteps, (1, 2, 3, 5, 7, 20))]
 """Never, sampled, each, and others."""
@@ -18,10 +17,9 @@ FIRST = [0, 7, 1000]
 """The first step, resumed ones."""
 
 QUIET = [
-    Calendar(verified, (0,), first, timed_every=every, look_from=look_from, check_from=check_from)
-    for verified, every, first in itertools.product(VERIFIED, (0, 1, 2, 6, 10), FIRST)
+    Calendar(verified, (0,), first, look_from=look_from)
+    for verified, first in itertools.product(VERIFIED, FIRST)
     for look_from in (None, first, first + SETTLED + 11)
-    for check_from in (None, first, first + 4)
 ]
 """One plan is followed."""
 
@@ -56,43 +54,22 @@ def test_nothing_but_verification_while_error_feedback_warms_up():
         assert set(uses(calendar).values()) <= {None, Use.VERIFY}, calendar
 
 
-def test_looks_and_checks_wait_until_they_are_due_and_then_take_the_first_step_that_is_free():
+def test_looks_wait_until_they_are_due_and_then_take_the_first_step_that_is_free():
     for calendar in QUIET:
         found = uses(calendar)
         settled = calendar.followed_from + SETTLED
-        for use, due in ((Use.LOOK, calendar.look_from), (Use.CHECK, calendar.check_from)):
-            steps = [step for step, other in found.items() if other is use]
-            assert not steps or (due is not None and min(steps) >= due), calendar
-            assert use is Use.CHECK or not steps or min(steps) >= settled, calendar
+        due, steps = calendar.look_from, [step for step, use in found.items() if use is Use.LOOK]
+        assert not steps or (due is not None and min(steps) >= max(due, settled)), calendar
         if calendar.look_from is not None:
-            taken = (Use.VERIFY, Use.TIMED) if calendar.timed_every > 1 else (Use.VERIFY,)
             due = max(calendar.look_from, settled)
-            assert all(use is Use.LOOK or use in taken for step, use in found.items() if step >= due), calendar
+            assert all(use in (Use.LOOK, Use.VERIFY) for step, use in found.items() if step >= due), calendar
 
 
-def test_a_look_comes_before_a_check_and_both_before_timing_of_every_step():
-    every_step = Calendar(timed_every=1, followed_from=-SETTLED, look_from=3, check_from=2)
-    assert [every_step.use_of(step) for step in range(5)] == [Use.TIMED, Use.TIMED, Use.CHECK, Use.LOOK, Use.LOOK]
-    seldom = Calendar(timed_every=2, followed_from=-SETTLED, look_from=3, check_from=1)
-    assert [seldom.use_of(step) for step in range(5)] == [Use.TIMED, Use.CHECK, Use.TIMED, Use.LOOK, Use.TIMED]
-
-
-def test_one_of_each_so_many_steps_is_timed_whatever_is_looked_at():
-    for calendar in QUIET:
-        every, first = calendar.timed_every, calendar.followed_from
-        if every > 1:
-            timed = [step for step, use in uses(calendar).items() if use is Use.TIMED]
-            assert len({(step - first) // every for step in timed}) == len(timed), calendar
-            is_free = [any(step not in calendar.verified for step in range(k, k + every))
-                       for k in range(first, first + STEPS, every)]  # fmt: skip
-            assert len(timed) == sum(is_free), calendar
-
-
-def test_ranks_judge_where_two_windows_are_full():
-    calendar = Calendar(timed_every=3, window=4, followed_from=100)
-    assert [steps for steps in range(200) if calendar.judges_after(steps)] == [124, 148, 172, 196]
-    assert calendar.judged_every == 24
-    assert not any(map(Calendar().judges_after, range(100))), "nothing is timed"
+def test_ranks_judge_where_a_window_is_full():
+    calendar = Calendar(followed_from=100)
+    assert [steps for steps in range(501) if calendar.judges_after(steps)] == [200, 300, 400, 500]
+    calendar.warm_from = (0, 250)
+    assert [steps for steps in range(501) if calendar.judges_after(steps)] == [300, 400, 500], "not in a warm-up"
 
 
 def test_a_calendar_without_data_leaves_every_step_alone():
@@ -116,46 +93,27 @@ def test_a_turn_is_of_steps_that_are_not_verified():
 
 
 def test_patience_doubles_as_long_as_planning_again_changes_nothing():
-    calendar = Calendar(timed_every=1, window=10)
+    calendar = Calendar()
     until: list[int] = []
     for changed in (False, False, True, False):
         calendar.be_patient(100, changed=changed)
         until.append(calendar.patient_until)
-    assert until == [140, 180, 120, 140]
+    assert until == [100 + k * WINDOW for k in (2, 4, 1, 2)]
 
 
 def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one():
-    before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), 2, look_from=50, check_from=60)
+    before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), look_from=50)
     before.be_patient(35, changed=False)
-    before.solved_at = 20
     saved = json.loads(json.dumps(before.to_json()))
-    after = Calendar(VerifiedSteps(7), timed_every=4)
+    after = Calendar(VerifiedSteps(7))
     after.resume(39, saved)
     assert after.to_json() == before.to_json()
     lasting = {name: getattr(before, name) for name in LASTS}
-    assert after == Calendar(VerifiedSteps(7), followed_from=39, timed_every=4, **lasting)
+    assert after == Calendar(VerifiedSteps(7), followed_from=39, solved_at=39, **lasting)
     after.resume(10)
-    assert after == Calendar(VerifiedSteps(7), (0,), 10, timed_every=4, patient_until=10, solved_at=10)
+    assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10, solved_at=10)
 
 
 def test_a_calendar_that_is_none_is_refused():
-    with pytest.raises(BadState, match="solved_at = 'soon', which is no number of steps"):
-        Calendar().resume(3, {"solved_at": "soon"})
-
-
-@pytest.mark.parametrize("begun", [0, 7, 20])
-@pytest.mark.parametrize("verify", [2, 3, 4, 5, 7, 10, 20])
-@pytest.mark.parametrize("step_us", [1e3, 50e3, 100e3, 1e6])
-def test_verified_steps_are_not_timed_and_leave_enough_that_are(step_us: float, verify: int, begun: int):
-    verified = VerifiedSteps(verify)
-    every = timing_interval(step_us, verified)
-    calendar = Calendar(verified, followed_from=begun, timed_every=every)
-    timed = [step for step in range(begun, begun + every * WINDOW) if calendar.use_of(step) is Use.TIMED]
-    assert all(step % verify != 0 for step in timed)
-    assert WINDOW // 2 < len(timed) <= WINDOW
-    assert every == 1 or len(timed) == WINDOW
-
-
-def test_where_every_step_is_verified_none_is_timed():
-    calendar = Calendar(VerifiedSteps(1), timed_every=timing_interval(1e3, VerifiedSteps(1)))
-    assert all(calendar.use_of(step) is Use.VERIFY for step in range(100))
+    with pytest.raises(BadState, match="patience = 'soon', which is no number of steps"):
+        Calendar().resume(3, {"patience": "soon"})

@@ -1,105 +1,249 @@
-"""A cost that has become wrong is named, and all ranks plan again alike; with nothing wrong nothing is said."""
+"""Steps that come to take another time are noticed by all ranks at once, which measure links again and plan alike."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.drifting import EVERY, JOB, JUDGED, POINTS, WINDOW, compiled, same, table
-from helpers.jobs import JOBS, cross_entropy
+from helpers.drifting import JOB, WINDOW, compiled, links_become, same, short_windows, table
+from helpers.gathered import gathered
+from helpers.jobs import OPTIMIZERS, cross_entropy
 from helpers.judged import plans_made
-from helpers.plans import plan_in_turns
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters
-from helpers.virtual_time import VirtualTime, no_surprise, scheduled, slower, virtual_time
+from helpers.virtual_ranks import VirtualRank, run_virtual
+from helpers.virtual_time import LINKS, VirtualTime, virtual_time
 from torch import Tensor, nn
 
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.codegen.program import Program
-from fxcomp.compressors import parse_compressor
-from fxcomp.cost.table import CostTable
-from fxcomp.graph.lines import CostKind
-from fxcomp.plan.strategy import Strategy
-from fxcomp.step.drift.predicted_costs import predict_costs
+from fxcomp.errors import BadOption, CannotReplan
+from fxcomp.planning import measure_machine
+from fxcomp.planning.measure_machine import with_links_of_now
+from fxcomp.site import Site
+from fxcomp.step.calendar import WINDOW as FULL
+from fxcomp.step.calendar import Calendar
+from fxcomp.step.drift import FACTOR, Drift, DriftWatch, has_drifted
+from fxcomp.step.step_times import StepTimes
+
+AUTO = {"replan": "auto"}
+
+# The rule, on virtual ranks
+
+Times = Callable[[int, int], float | None]
+"""The time of a step on a rank, in ms; None where it is not timed."""
 
 
-def train(
-    costs: CostTable,
-    factors: dict[Any, float],
-    steps: int,
-    options: dict[str, Any],
-    seen: bool = True,
-    jitter: float = 0.0,
-    surprise: Callable[[Program], float] = no_surprise,
-) -> dict[str, Any]:
-    """Steps in which `factors` hold from the first comparison on, until the costs have been put right.
+def judged(times_ms: Times, windows: int, ranks: int = 2, patience: int = 0) -> list[Drift | None]:
+    """Return what all ranks find alike after each window."""
 
-    A whole step takes so many times longer than its lines explain as `surprise` says.
-    """
-    clock = VirtualTime(sees_threads=seen, jitter=jitter, surprise=surprise)
-    with virtual_time(clock):
-        step = compiled(costs, **options)
-        before, sources = step.plan, [step.source]
-        first = predict_costs(step.in_force.program).predicted_us
-        for i in range(steps):
-            clock.factor = slower(factors if i >= JUDGED and not plans_made(step) else {})
+    def work(rank: VirtualRank) -> list[Drift | None]:
+        found: list[Drift | None] = []
+
+        def since(first: int) -> list[float]:
+            times = (times_ms(step, rank.rank) for step in range(first, first + FULL))
+            return [ms for ms in times if ms is not None]
+
+        def gather(what: str, values: list[float]) -> list[list[float]]:
+            return rank.gather(f"{what} {len(found)}", values)
+
+        times, site = SimpleNamespace(since=since, forget=lambda: None), SimpleNamespace(gather_numbers=gather)
+        calendar = Calendar(patient_until=patience)
+        watch = DriftWatch(calendar, cast(StepTimes, times), cast(Site, site))
+        for step in range(1, windows * FULL + 1):
+            if calendar.judges_after(step):
+                found.append(watch.judge(step))
+        return found
+
+    first, *others = run_virtual(ranks, work)
+    assert all(other == first for other in others)
+    return first
+
+
+def changing(at: int, before_ms: float, after_ms: float) -> Times:
+    return lambda step, _: before_ms if step < at else after_ms
+
+
+@pytest.mark.parametrize(("after_ms", "drifts"), [(30.0, True), (7.0, True), (24.0, False), (17.0, False)])
+def test_a_median_that_moves_by_more_than_the_factor_is_drift_up_or_down(after_ms: float, drifts: bool):
+    assert has_drifted(20.0, after_ms) is drifts
+    found = judged(changing(FULL + FULL // 4, 20.0, after_ms), 3)
+    assert found[0] is None, "the first window settles the time"
+    assert found[1:] == ([Drift(step * FULL, 20.0, after_ms) for step in (2, 3)] if drifts else [None, None])
+
+
+def test_noise_and_a_moment_that_is_shorter_than_half_a_window_are_no_drift():
+    def noisy(step: int, rank: int) -> float:
+        disturbed = 130 <= step < 130 + FULL // 3
+        return (10.0 if disturbed else 1.0) * (20.0 + (7 * step + rank) % 5)
+
+    assert judged(noisy, 6) == [None] * 6
+
+
+def test_one_slow_rank_is_drift_on_all():
+    found = judged(lambda step, rank: 40.0 if rank == 2 and step >= FULL else 20.0, 2, ranks=3)
+    assert found == [None, Drift(2 * FULL, 20.0, 40.0)]
+
+
+def test_a_window_of_which_a_rank_has_timed_too_little_says_nothing():
+    def seldom(step: int, rank: int) -> float | None:
+        is_timed = rank == 0 or step % 5 == 0 or not FULL <= step < 2 * FULL
+        return (20.0 if step < FULL else 40.0) if is_timed else None
+
+    assert judged(seldom, 3) == [None, None, Drift(3 * FULL, 20.0, 40.0)]
+    assert judged(lambda step, _: 20.0 * (1 + step // FULL) if step % 4 == 0 else None, 2)[1] is not None
+    assert judged(lambda *_: None, 3) == [None] * 3
+
+
+def test_patience_postpones_the_verdict_and_not_the_settled_time():
+    found = judged(changing(FULL, 20.0, 40.0), 5, patience=4 * FULL)
+    assert found == [None, None, None, *(Drift(step * FULL, 20.0, 40.0) for step in (4, 5))]
+
+
+def test_under_another_plan_the_time_is_settled_again():
+    calendar = Calendar()
+    times = SimpleNamespace(since=lambda _: [20.0 if calendar.followed_from == 0 else 40.0] * FULL, forget=lambda: None)
+    site = SimpleNamespace(gather_numbers=lambda _, values: [values])
+    watch = DriftWatch(calendar, cast(StepTimes, times), cast(Site, site))
+    assert watch.judge(FULL) is None
+    watch.follow(FULL + 3)
+    assert calendar.followed_from == FULL + 3
+    assert watch.judge(2 * FULL + 3) is None
+
+
+def test_a_drift_says_both_times():
+    assert str(Drift(300, 20.0, 41.23)) == "step 300: steps take 41.23 ms, and took 20 when their plan was settled."
+    assert FACTOR > 1
+
+
+# On real ranks, in virtual time
+
+
+def train(factor: float, gbit: float, windows: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Links take `factor` times as long from the third window on, and are measured at `gbit` then."""
+    clock = VirtualTime()
+    with virtual_time(clock), short_windows(), links_become(gbit):
+        step = compiled(table(2.0), **options)
+        before = step.plan
+        for i in range(windows * WINDOW):
+            is_slow = i >= 2 * WINDOW and (options["replan"] != "auto" or not plans_made(step))
+            clock.factors = {LINKS: factor if is_slow else 1.0}
             step(JOB.batch(i, dist.get_rank()))
-        text = step.explain()
+        calendar = step.in_force.calendar
     return {
         "notes": step.notes,
         "before": before.is_dense,
         "plan": step.plan.digest,
         "is dense": step.plan.is_dense,
         "compressed": "rt.compress" in step.source,
-        "sources": [*sources, step.source],
         "parameters": flat_parameters(step.training.model).tolist(),
-        "text": text,
-        "costs": step.costs,
-        "first": {str(cost): us for cost, us in first.items()},
-        "rows": {str(row.cost): (row.predicted_us, row.second_us) for row in step.monitor.timed},
+        "patience": (calendar.patience, calendar.patient_until),
+        "rows": {},
     }
 
 
-WIRE = {(CostKind.COLLECTIVE, ""): 10.0}
-AUTO = {"replan": "auto"}
-
-
-@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, True)], ids=["ends at waits", "told of ends"])
-@pytest.mark.one_in(2)
-def test_a_link_that_becomes_slower_is_named_and_all_ranks_plan_anew(ranks: int, seen: bool):
-    found = same(run_ranks(ranks, train, table(2.0), WIRE, 5 * JUDGED, AUTO, seen))
+def test_links_that_become_slow_are_measured_again_and_all_ranks_follow_another_plan():
+    found = same(run_ranks(2, train, 10.0, 0.2, 8, AUTO))
+    drift, planned = found["notes"]
+    assert drift.startswith(f"step {3 * WINDOW}: steps take ")
+    assert planned.startswith(f"planned again at step {3 * WINDOW}: summing all gradients takes ")
+    assert "another plan is followed" in planned
     assert (found["before"], found["is dense"], found["compressed"]) == (True, False, True)
-    assert len(found["notes"]) == 2, "what was put right is not found again"
-    assert "all_reduce@world" in found["notes"][0]
-    times = re.search(r"takes (\S+) x what the table says", found["notes"][0])
-    assert times is not None
-    assert float(times[1]) == pytest.approx(10.0, rel=0.05)
-    assert "mbit, not 2gbit" in found["notes"][0]
-    assert found["notes"][1].startswith("planned again at step ")
-    assert "another plan is followed" in found["notes"][1]
-    speeds = [8 * fit.gb_per_s(kind) for (kind, _), fit in found["costs"].collectives.items() if fit.ranks == ranks]
-    assert all(speed == pytest.approx(0.2, rel=0.03) for speed in speeds[:4]), "of every collective over that link"
-
-
-def test_a_link_that_becomes_faster_lets_compression_go_and_what_was_left_out_arrives():
-    found = same(run_ranks(2, train, table(0.2), {(CostKind.COLLECTIVE, ""): 0.05}, 5 * JUDGED, AUTO))
-    assert (found["before"], found["is dense"], found["compressed"]) == (False, True, False)
+    assert found["patience"][0] == 1
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("verify", [2, EVERY * WINDOW])
-def test_drift_is_seen_between_steps_that_are_verified(verify: int):
-    """Every timed step would be a verified one, if it were the first of each `EVERY`."""
-    found = same(run_ranks(2, train, table(2.0), WIRE, 3 * JUDGED, {**AUTO, "verify": verify}))
-    assert "all_reduce@world" in found["notes"][0]
-    assert found["notes"][1].startswith(f"planned again at step {2 * JUDGED}")
+@pytest.mark.parametrize(("replan", "more"), [("auto", ["planned again"]), ("offer", [])])
+def test_a_drift_that_leads_to_no_other_plan_is_noted_once_and_waited_for_twice_as_long(replan: str, more: list[str]):
+    found = same(run_ranks(2, train, 10.0, 2.0, 8, {"replan": replan}))
+    drift, *others = found["notes"]
+    assert drift.startswith(f"step {3 * WINDOW}: steps take ")
+    assert ("step.replan(), called by every rank," in drift) is (replan == "offer")
+    assert [" ".join(note.split()[:2]) for note in others][:1] == more
+    assert found["is dense"]
+    assert found["patience"][0] >= 2
+
+
+def measured_now() -> tuple[bool, list[str]]:
+    """Let a job measure its own links; tell which costs have changed."""
+    step = compiled(table(0.001))
+    before = step.costs
+    step.replan()
+    changed = [name for name in before.to_json() if before.to_json()[name] != step.costs.to_json()[name]]
+    return all(fit.source != "assumed" for fit in step.costs.collectives.values()), changed
+
+
+@pytest.mark.slow
+def test_the_links_of_the_running_job_are_measured_and_all_other_costs_stay():
+    one, other = run_ranks(2, measured_now)
+    assert one == other
+    assert one[0]
+    assert set(one[1]) <= {"collectives", "transport"}
+
+
+def test_measuring_again_replaces_links_alone(monkeypatch: pytest.MonkeyPatch):
+    old, new = table(2.0, launch_us=50.0), table(0.2, launch_us=1.0)
+    monkeypatch.setattr(measure_machine, "_with_links", lambda *_: new)
+    found = with_links_of_now(old, cast(Site, None))
+    assert found.collectives == new.collectives
+    assert found.launch_us == 50.0, "as measured in the step"
+
+
+# Refusals
+
+
+def refusals() -> list[str]:
+    def asked(**options: Any) -> fxcomp.CompiledStep:
+        model = JOB.build()
+        given: dict[str, Any] = {"costs": table(2.0), **options}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fxcomp.compile_step(model, cross_entropy, optimizer, JOB.batch(0, dist.get_rank()), **gathered(**given))
+
+    cluster = Cluster(2, 1, intra=Link(1.0, 10.0), inter=Link(100.0, 0.1))
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"plan": "int8"}, CannotReplan),
+        ({"cluster": cluster, "race": "off"}, CannotReplan),
+        ({"plan": "int8", "replan": "auto"}, BadOption),
+        ({"replan": "sometimes"}, BadOption),
+        ({"verify": 1}, CannotReplan),
+        ({"verify": 1, "replan": "auto"}, BadOption),
+        ({"cluster": cluster, "replan": "auto"}, BadOption),
+    ]
+    texts: list[str] = []
+    for options, expected in cases:
+        with pytest.raises(expected) as caught:
+            asked(**options).replan()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_plan_that_cannot_be_made_again_says_why():
+    one, other = run_ranks(2, refusals)
+    assert one == other
+    given, where, auto, unknown, verified, never, fixed = one
+    assert "the plan was given" in given
+    assert "the links of a given cluster are not measured" in where
+    assert "replan='auto' cannot be done here: the plan was given" in auto
+    assert verified.startswith("every step is verified")
+    assert "replan='auto' cannot be done here: every step is verified" in never
+    assert "Checks(verify=2) leaves every other step to time" in never
+    assert "replan must be 'off', 'offer', 'auto'; it is 'sometimes'" in unknown
+    assert "replan='auto' cannot be done here: the cluster was given" in fixed
+
+
+def test_alone_there_is_nothing_to_plan():
+    model = JOB.build()
+    step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), JOB.batch(0))
+    with pytest.raises(CannotReplan, match="one rank"):
+        step.replan()
 
 
 def reported(verify: int) -> str:
@@ -111,42 +255,52 @@ def test_where_every_step_is_verified_the_report_says_that_none_is_timed():
     assert not any("every step is verified" in text for text in run_ranks(2, reported, 2))
 
 
-COMPRESSING = {(CostKind.COMPRESS, "int4@gpu"): 40.0}
-COMPUTE = {(CostKind.COMPUTE, ""): 8.0, (CostKind.UPDATE, ""): 8.0}
+def failing_to_plan(what: str) -> tuple[list[str], bool, str]:
+    """Return what is raised where planning again fails on rank 1, whether the plan stays, and the next time's error."""
+    with links_become(0.2):
+        step = compiled(table(2.0))
+        before, costs = step.plan, step.costs
+        step(JOB.batch(0, dist.get_rank()))
+        fails = dist.get_rank() == 1
 
+        def planned() -> str:
+            try:
+                return str(step.replan())
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
 
-def test_a_compressor_that_becomes_slower_is_named_and_replaced():
-    found = same(run_ranks(2, train, table(0.2), COMPRESSING, 5 * JUDGED, AUTO))
-    assert "compressing int4@gpu takes 40 x what the table says" in found["notes"][0]
-    assert found["compressed"]
-    assert "int4," not in found["sources"][1], "another compressor does it"
-    points = found["costs"].compressors["int4@gpu"].points
-    assert [point.encode_us for point in points] == pytest.approx([40 * point.encode_us for point in POINTS])
-    assert [point.decode_us for point in points] == [point.decode_us for point in POINTS]
-
-
-def test_compute_that_becomes_slower_is_named_and_put_right():
-    found = same(run_ranks(2, train, table(0.2), COMPUTE, 5 * JUDGED, AUTO))
-    assert "updates takes 8 x what the table says" in found["notes"][0]
-    assert "compute takes 8 x what the table says" in found["notes"][0]
-    for what in ("compute", "updates"):
-        predicted, measured = found["rows"][what]
-        assert predicted == pytest.approx(8 * found["first"][what])
-        assert measured == pytest.approx(predicted)
+        with patch(what, side_effect=ZeroDivisionError("a mistake of ours")) if fails else nullcontext():
+            failed = planned()
+        stays = step.plan == before and step.costs == costs
+        step(JOB.batch(0, dist.get_rank()))
+        return [failed, planned()], stays, step.plan.digest
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("jitter", [0.0, 0.05])
-def test_with_nothing_wrong_nothing_is_said(jitter: float):
-    found = same(run_ranks(2, train, table(0.2), {}, 6 * JUDGED, AUTO, True, jitter))
-    assert found["notes"] == []
-    assert len(found["rows"]) > 5
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [
+        ("fxcomp.pipeline.Compiler.analyze", "reading the costs"),
+        ("fxcomp.planning.decide.Choice.from_json", "reading the choice"),
+        ("fxcomp.pipeline.Compiler.emit", "emitting the step"),
+        ("fxcomp.state.gradient_state.residual_layout", "emitting the step"),
+    ],
+)
+def test_where_one_rank_cannot_plan_again_all_keep_their_plan_and_none_hangs(what: str, when: str):
+    one, other = run_ranks(2, failing_to_plan, what)
+    assert one[0] == [
+        f"PeerFailed: rank 1 failed in planning again: {when}: ZeroDivisionError: a mistake of ours",
+        "True",
+    ]
+    assert other[0] == ["ZeroDivisionError: a mistake of ours", "True"]
+    assert one[1:] == other[1:]
+    assert one[1]
 
 
 # The books: what was applied and what is left out are the gradients, whatever plan was followed when
 
 
-def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, bool, str]:
+def books(mode: str, gbit: float, becomes: float, commits: bool) -> tuple[float, bool, str]:
     """Return the distance of Σ mean + mean residual from Σ gradients after a change of plan, and what the notes say.
 
     The loss is linear in the parameters, so that gradients do not depend on them.
@@ -162,8 +316,7 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         generator = torch.Generator().manual_seed(10 * step + rank)
         return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
 
-    clock = VirtualTime(sees_threads=True)
-    with virtual_time(clock):
+    with links_become(becomes):
         step = fxcomp.compile_step(
             model,
             linear,
@@ -172,14 +325,14 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
             costs=table(gbit),
             skip_nonfinite=commits,
             compress=mode,
-            checks=fxcomp.Checks(replan="auto", race="off", verify=5),
+            checks=fxcomp.Checks(race="off", verify=5),
         )
-        scheduled(step, EVERY, WINDOW)
         start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         due = {name: torch.zeros_like(value) for name, value in start.items()}
         plans, owed = [step.plan], False
-        for i in range(3 * JUDGED):
-            clock.factor = slower({(CostKind.COLLECTIVE, ""): factor} if i >= 4 and not plans_made(step) else {})
+        for i in range(24):
+            if i == 12:
+                step.replan()
             gradients = draw(i)
             owed = owed or bool(step.in_force.runtime.gradients.owed)
             if commits and plans[-1] != step.plan:  # the first step of a plan is left out
@@ -205,62 +358,20 @@ def books(mode: str, gbit: float, factor: float, commits: bool) -> tuple[float, 
         applied = (start[name] - parameter.detach().double()).flatten()
         off = applied + 0.1 * both[1] - both[0] / ranks
         worst = max(worst, off.abs().max().item() / due[name].abs().max().item())
-    return worst, owed, step.notes[1]
+    return worst, owed, step.notes[-1]
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("commits", [False, True], ids=["", "a step is left out"])
 @pytest.mark.parametrize(
-    ("ranks", "mode", "gbit", "factor", "owes"),
-    [(2, "balanced", 0.2, 0.05, True), (3, "balanced", 0.2, 0.05, True), (2, "lossy", 0.5, 8.0, False)],
+    ("ranks", "mode", "gbit", "becomes", "owes"),
+    [(2, "balanced", 0.2, 4.0, True), (3, "balanced", 0.2, 4.0, True), (2, "lossy", 0.5, 0.06, False)],
     ids=["two, to dense", "three, to dense", "two, to less"],
 )
 def test_over_a_change_of_plan_nothing_is_lost(
-    ranks: int, mode: str, gbit: float, factor: float, owes: bool, commits: bool
+    ranks: int, mode: str, gbit: float, becomes: float, owes: bool, commits: bool
 ):
-    for worst, owed, note in run_ranks(ranks, books, mode, gbit, factor, commits):
+    for worst, owed, note in run_ranks(ranks, books, mode, gbit, becomes, commits):
         assert worst <= 2e-5
         assert owed is owes
         assert "another plan is followed" in note
-
-
-def watched_by_level() -> bool:
-    """Compile a plan whose shards are of uneven sizes; tell whether ranks have something to compare."""
-    cluster = Cluster(2, 2, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
-    job = JOBS["mlp"]
-    model = job.build()
-    plan = plan_in_turns(model, [Strategy.hierarchical(parse_compressor("topk(0.05)"))], per_bucket=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, costs=table(2.0), cluster=cluster, compress=plan)
-    return step.monitor.watch is not None
-
-
-def test_ranks_with_uneven_shards_compare_the_same_costs():
-    assert run_ranks(4, watched_by_level) == [True] * 4
-
-
-def slower_between_hosts_that_differ(factors: dict[Any, float]) -> dict[str, Any]:
-    """Go by the hosts' first ranks: rank 1 of three sends nothing between hosts, and compresses nothing."""
-    steps = "reduce@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > broadcast@intra"
-    cluster = Cluster.parse("2+1", intra=Link(5.0, 5.0), inter=Link(50.0, 0.02))
-    plan = plan_in_turns(JOB.build(), [Strategy.parse(steps)], per_bucket=3)
-    return train(table(2.0), factors, 3 * JUDGED, {"plan": plan, "cluster": cluster})
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("kind", "what", "said"),
-    [
-        (CostKind.COLLECTIVE, "all_gather@inter", "all_gather@inter of up to .* takes 40 x"),
-        (CostKind.COMPUTE, "", None),
-    ],
-    ids=["link", "nothing"],
-)
-def test_where_hosts_differ_each_cost_is_judged_by_the_ranks_that_have_it(kind: CostKind, what: str, said: str | None):
-    found = same(run_ranks(3, slower_between_hosts_that_differ, {(kind, what): 40.0 if said else 1.0}))
-    if said is None:
-        assert not found["notes"]
-    else:
-        assert len(found["notes"]) == 1
-        assert re.search(said, found["notes"][0])

@@ -117,7 +117,7 @@ def one_is_killed_in_a_race(rank: int, killer: tuple[type, str]) -> None:
     def killed(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with virtual_time(VirtualTime(sees_threads=True)):
+    with virtual_time(VirtualTime()):
         step = racing(table(0.8), optimizer="plain", race="auto", verify=0)
         first = step.plan
         while step.plan == first:

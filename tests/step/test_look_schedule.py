@@ -1,4 +1,4 @@
-"""Looks and checks are as seldom as what they take asks for."""
+"""Looks are as seldom as what they take asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import ceil
 
 import pytest
 
-from fxcomp.step.errors.error_looks import CHECKS, CHECKS_SHARE, FIRST, LOOKS, LOOKS_SHARE, Pace
+from fxcomp.step.errors.error_looks import FIRST, LOOKS, LOOKS_SHARE, Pace
 
 STEP_US, STEPS = 1e5, 20_000
 
@@ -19,7 +19,7 @@ def looks(costs_us: list[float], steps: int) -> list[tuple[int, int]]:
     while due < steps:
         family = len(found) % len(costs_us)
         found.append((due, family))
-        due += pace.after_look(family, costs_us[family], more_come_first=len(found) < len(costs_us))
+        due += pace.after_look(costs_us[family], more_come_first=len(found) < len(costs_us))
     return found
 
 
@@ -52,21 +52,6 @@ def test_what_takes_many_steps_is_paid_for_before_the_next_one_even_at_first():
     assert [step for step, _ in found[:3]] == [LOOKS, LOOKS + FIRST, LOOKS + FIRST + ceil(23 / LOOKS_SHARE)]
 
 
-def test_a_look_that_was_disturbed_does_not_stop_looks():
-    pace = Pace()
-    pace.step_us = STEP_US
-    assert pace.after_look(0, 1e4, more_come_first=False) == LOOKS
-    assert pace.after_look(0, 1e9, more_come_first=False) == ceil(4e4 / (LOOKS_SHARE * STEP_US))
-
-
-def test_nobody_waits_longer_where_no_step_has_been_timed():
-    pace = Pace()
-    assert pace.after_look(0, 1e9, more_come_first=True) == LOOKS
-    assert pace.after_check(1e9) == CHECKS
-
-
-@pytest.mark.parametrize("cost_us", [10.0, 3e4, 5e5])
-def test_checks_are_paid_for_by_the_steps_after_them(cost_us: float):
-    pace = Pace()
-    pace.step_us = STEP_US
-    assert pace.after_check(cost_us) == max(CHECKS, ceil(cost_us / (CHECKS_SHARE * STEP_US)))
+def test_no_look_waits_longer_where_no_step_has_been_timed():
+    assert Pace().after_look(1e9, more_come_first=True) == LOOKS
+    assert Pace().after_look(1e9, more_come_first=False) == LOOKS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.drifting import JOB, JUDGED, compiled, table
+from helpers.drifting import JOB, compiled, links_become, table
 from helpers.gathered import gathered
 from helpers.jobs import cross_entropy, mlp
 from helpers.ranks import run_ranks
@@ -61,9 +61,10 @@ def run_pinned() -> dict[str, Any]:
     state = pinned.state_dict()
     other = compiled(table(0.05), pins=PINS)
     other.load_state_dict(state)
-    after = trained(other, 5, JUDGED + 2)
-    other.replan()
-    again = trained(other, JUDGED + 7, 1)
+    after = trained(other, 5, 5)
+    with links_become(0.05):
+        other.replan()
+    again = trained(other, 10, 1)
     odd = dist.get_rank() == 1
     model = JOB.build()
     options = {"compress": fxcomp.Compress(pins=PINS), "costs": table(0.05)}

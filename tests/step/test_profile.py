@@ -134,26 +134,6 @@ def test_without_a_profiler_lines_are_the_runtimes_own():
     assert Program.run(program, runtime, ["batch"]) == (runtime, "batch")
 
 
-def watched() -> dict[str, Any]:
-    """Steps that are timed for their costs, under a profiler of torch, and asked for by the user."""
-    step = compiled("int8")
-    watch = step.monitor.watch
-    assert watch is not None
-    timed = [number for number in range(60) if step.in_force.calendar.use_of(number) is not None]
-    with profile(activities=[ProfilerActivity.CPU]):
-        while step.steps <= timed[-1]:
-            step(batch())
-    under = len(watch._samples) + (watch._pending is not None)
-    step.close()
-    return {"timed": len(timed), "under": under}
-
-
-def test_what_a_profiler_lengthens_is_not_compared_with_a_prediction():
-    for found in run_ranks(2, watched):
-        assert found["timed"] > 0
-        assert found["under"] == 0
-
-
 def asked_wrongly() -> str:
     step = compiled("int8")
     with pytest.raises(BadOption) as raised:

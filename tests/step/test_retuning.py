@@ -22,7 +22,6 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.drift.predicted_costs import predict_costs
 
 JOB = JOBS["mlp"]
 ONE_SHOT = "compress({})@gpu > all_gather@world > decompress@gpu"
@@ -99,8 +98,8 @@ def batch(number: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     return JOB.batch(number, dist.get_rank(), length)
 
 
-def costs_of(step: CompiledStep) -> dict[Any, float]:
-    return dict(predict_costs(step.in_force.standing).predicted_us)
+def costs_of(step: CompiledStep) -> dict[str, float]:
+    return {span.task.name: span.task.duration_us for span in step.in_force.standing.timeline.spans}
 
 
 def lines_of(step: CompiledStep) -> list[str]:

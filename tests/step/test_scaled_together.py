@@ -11,17 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.drifting import EVERY, JUDGED, WINDOW, table
+from helpers.drifting import links_become, short_windows, table
 from helpers.ranks import run_ranks
 from helpers.scaled import Summing, same_bits
 from helpers.scaled_jobs import SMALL, Found, Job, Work, small_batch
-from helpers.virtual_time import VirtualTime, scheduled, slower, virtual_time
+from helpers.virtual_time import LINKS, VirtualTime, virtual_time
 from torch import Tensor, nn
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.table import CostTable
-from fxcomp.graph.lines import CostKind
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
@@ -100,7 +99,7 @@ def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tu
 
 
 def raced(seed: int, often: float) -> Found:
-    with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
+    with virtual_time(VirtualTime()), patch.object(choosing, "pick_runners", exact):
         job = Job(seed, often=often, race="auto", costs=table(0.3), verify=5)
         job.run(1)
         while job.step.is_racing:
@@ -121,13 +120,11 @@ def test_plans_race_while_steps_are_left_out(often: float, seed: int):
 
 
 def planned_anew(seed: int) -> Found:
-    clock = VirtualTime(sees_threads=True, factor=slower({(CostKind.COLLECTIVE, ""): 10.0}))
-    with virtual_time(clock):
+    with links_become(0.2):
         job = Job(seed, often=0.05, costs=table(2.0), verify=5, within="lossy")
-        scheduled(job.step, EVERY, WINDOW)
-        job.run(2 * JUDGED)
+        job.run(32)
         job.step.replan()
-        job.run(JUDGED)
+        job.run(16)
     return job.found()
 
 
@@ -151,7 +148,6 @@ def soon() -> Generator[None]:
         patch.multiple(error_looks, LOOKS=3, LOOKS_SHARE=1e9, FIRST=3),
         patch.object(calendar, "SETTLED", 3),
         patch.object(adaptation, "MEETING", 10),
-        patch.object(error_looks, "CHECKS", 4),
     ):
         yield
 
@@ -311,7 +307,7 @@ def test_a_job_that_is_saved_in_the_middle_of_a_growth_interval_goes_on_to_the_b
 
 def loaded_in_a_race(seed: int) -> Found:
     """Load a state in the middle of a race, with the parameters and the scaler of then."""
-    with virtual_time(VirtualTime(sees_threads=True)), patch.object(choosing, "pick_runners", exact):
+    with virtual_time(VirtualTime()), patch.object(choosing, "pick_runners", exact):
         job = Job(seed, race="auto", costs=table(0.3), optimizers=plain)
         job.run(6)
         assert job.step.is_racing
@@ -340,15 +336,20 @@ def test_a_state_is_loaded_in_the_middle_of_a_race():
 
 def all_at_once(seed: int) -> Found:
     """A race, a plan that follows the gradients and the costs, three micro-batches, two optimizers, some verified."""
-    clock = VirtualTime(sees_threads=True)
-    with virtual_time(clock), patch.object(choosing, "pick_runners", exact), soon():
+    clock = VirtualTime()
+    with (
+        virtual_time(clock),
+        patch.object(choosing, "pick_runners", exact),
+        soon(),
+        short_windows(),
+        links_become(0.03),
+    ):
         job = Job(
             seed, DEEP, lambda p: [Summing(p[k::2], lr=0.05) for k in range(2)], 3, 0.1, within=0.2, measured=True,
             race="auto", replan="auto", verify=7, costs=table(0.3), feedback=ErrorFeedback(everywhere=True),
         )  # fmt: skip
-        scheduled(job.step, EVERY, WINDOW)
         job.run(60)
-        clock.factor = slower({(CostKind.COLLECTIVE, ""): 10.0})
+        clock.factors = {LINKS: 10.0}
         job.run(100)
     return job.found()
 

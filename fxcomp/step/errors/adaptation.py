@@ -1,6 +1,6 @@
 """Let the plan follow what compressors lose of the gradients, while the job trains. All ranks act at the same steps.
 
-    quiet ─► errors have changed, or INTERVAL steps have passed
+    quiet ─► the plan's error has changed, or INTERVAL steps have passed
           ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
           ─► retune    where compressors of the same buckets get other parameters: every rank, in four turns
              emit      else: every rank, a pass between two steps
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from fxcomp.error_tables import ErrorTable
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.report.document import mb
 from fxcomp.report.plan_diff import PlanFile, diff_plans
@@ -26,13 +27,19 @@ from fxcomp.search.decision import PlanMove
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
-from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.plan_in_force import PlanInForce
 
 INTERVAL = 1000
 """Steps after which a plan is solved for again, whatever has changed."""
+
+PLAN_CHANGE = 0.2
+"""Relative change of a plan's error for which it is solved for again: three times the deviation of the smoothed error
+between looks of a job whose errors stay (assumed)."""
+
+ROUNDING = 1e-5
+"""Errors below it are rounding, of which no budget notices a change."""
 
 MEETING = 25
 """Steps between meetings for the answer. A solution takes some 50 turns."""
@@ -45,15 +52,19 @@ WORTH_GIVING_BACK = 0.2
 
 SAME_STEP = 1e-3
 
-OVERSPENT, RETRY = 0.1, 50
-"""Of the budget, and steps: what loses more is solved for again, if that was not done just now."""
-
 SPENT = 0.95
 """Of the budget: plans are solved for this share, so that steps which lose more than the mean stay within it."""
 
-T = TypeVar("T")
-
 _TOPIC = "following the gradients"
+
+
+def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
+    """Say why a plan that was solved for by the errors of before should be solved for again; empty if it need not."""
+    if not before.is_measured:
+        return "errors are measured now"
+    was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
+    has_changed = max(was, becomes) > ROUNDING and abs(becomes - was) >= PLAN_CHANGE * was
+    return f"the plan's error was {was:.3g} and is {becomes:.3g}" if has_changed else ""
 
 
 class Adaptation:
@@ -65,13 +76,14 @@ class Adaptation:
         errors: ErrorLooks,
         terms: Terms,
         site: Site,
-        follow: Callable[[int, str], None],
+        follow: Callable[[int], None],
         note: Callable[[str], None],
     ):
         self._force, self._errors, self._terms, self._site = force, errors, terms, site
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
-        self._known_limit: tuple[ErrorTable, float] | None = None
+        self._solved_by = self._compared = ASSUMED
+        """The errors that the plan was solved for by, and those that were compared with them last."""
         self._last_failure = ""
         self.moves: list[PlanMove] = []
         """The changes so far."""
@@ -83,52 +95,34 @@ class Adaptation:
 
     def act(self, step: int) -> None:
         """Go on with what is under way, or begin."""
-        if self._work is None and self._is_due(step):
-            self._work = self._adapt(step)
+        if self._work is None and (why := self._why(step)):
+            self._work = self._adapt(step, why)
         if self._work is not None and next(self._work, _DONE) is _DONE:
             self._work = None
 
     def drop(self, step: int) -> None:
         """Forget what is under way: another plan is followed, chosen by the errors of now."""
-        self.forget()
+        self._work, self._solved_by = None, self.table
         self._force.calendar.solved_at = step
-        self._errors.mark()
 
     def forget(self) -> None:
         """Forget what is under way: the job goes on elsewhere."""
-        self._work = None
-
-    def _is_due(self, step: int) -> bool:
-        is_left_alone = self._force.plan.is_dense and not self.moves
-        if is_left_alone or not self._errors.table.is_measured:
-            return False
-        return step - self._force.calendar.solved_at >= INTERVAL or bool(self._why(step))
+        self._work, self._solved_by = None, ASSUMED
 
     def _why(self, step: int) -> str:
-        """Say why the plan should be chosen again; empty if it should not."""
-        if self._errors.change:
-            return self._errors.change
-        lost = self._errors.applied
-        if lost is None or step - self._force.calendar.solved_at < RETRY:
+        """Say why the plan should be solved for again; empty if it should not."""
+        plan, table = self._force.plan, self.table
+        if not table.is_measured or (plan.is_dense and not self.moves):
             return ""
-        limit = self._limit
-        return f"steps lose {lost:.3g}, more than the {limit:.3g} allowed" if lost > limit * (1 + OVERSPENT) else ""
+        if step - self._force.calendar.solved_at >= INTERVAL:
+            return f"{INTERVAL} steps have passed"
+        if table is self._compared:
+            return ""
+        self._compared = table
+        return what_changed(self._solved_by, table, plan, self._site.cluster)
 
-    @property
-    def _limit(self) -> float:
-        """Return the plans' limit by the errors of now."""
-        table = self._errors.table
-        if self._known_limit is None or self._known_limit[0] is not table:
-            self._known_limit = table, self._terms.by(table).limit(self._workload, self._site.cluster)
-        return self._known_limit[1]
-
-    @property
-    def _workload(self) -> Workload:
-        return self._force.decision.workload
-
-    def _adapt(self, step: int) -> Generator[None]:
-        why = self._why(step) or f"{INTERVAL} steps have passed"
-        self._errors.mark()
+    def _adapt(self, step: int, why: str) -> Generator[None]:
+        self._solved_by = self.table
         answer = yield from self._answer()
         self._force.calendar.solved_at = step
         if "failed" in answer:
@@ -146,7 +140,7 @@ class Adaptation:
                 self._force.retune(plan, program)
             else:
                 self._force.switch(replace(self._force.decision, plan=plan), _TOPIC, program)
-            self._follow(step, _TOPIC)
+            self._follow(step)
         self.moves.append(move)
         self._note(str(move))
 
@@ -161,36 +155,35 @@ class Adaptation:
         ranks = self._site.ranks
         turns = self._solve() if ranks.rank == 0 else None
         answer: dict[str, Any] | None = None
+
+        def known() -> dict[str, Any] | None:
+            return answer
+
         while True:
             for _ in range(MEETING):
                 if turns is not None and answer is None:
                     answer = _next_answer(turns)
                 yield
             with ranks.together(_TOPIC):
-                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", partial(_same, answer))
+                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", known)
             if shared is not None:
                 return shared
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
         """Solve by the errors of now; the answer comes last. Rank 0 alone runs it."""
-        force, cluster = self._force, self._site.cluster
-        workload, before, excess = self._workload, force.plan, self._errors.excess
-        terms = self._terms.by(self._errors.table)
+        force, cluster, terms = self._force, self._site.cluster, self._terms.by(self.table)
+        workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
         traced = TracedPrices(force.decision.costs, cluster)
-        solving = Resolve(workload, traced, before, replace(terms, share=SPENT / excess))
+        solving = Resolve(workload, traced, before, replace(terms, share=SPENT))
         while (plan := solving.turn()) is None:
             yield None
         was, becomes = solving.before, solving.after
         assert was is not None
         assert becomes is not None
-        is_worth = (
-            was.error * excess > limit
-            or becomes.step_us < was.step_us * (1 - WORTH_SAVING)
-            or (
-                becomes.error < was.error * (1 - WORTH_GIVING_BACK) and becomes.step_us <= was.step_us * (1 + SAME_STEP)
-            )
-        )
+        saves = becomes.step_us < was.step_us * (1 - WORTH_SAVING)
+        gives_back = becomes.error < was.error * (1 - WORTH_GIVING_BACK)
+        is_worth = was.error > limit or saves or (gives_back and becomes.step_us <= was.step_us * (1 + SAME_STEP))
         yield {
             "plan": plan.to_json(),
             "move": {
@@ -203,7 +196,7 @@ class Adaptation:
 
 
 def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Go on with solving. What it raises is the answer: the others wait for one, and the step has done its work."""
+    """Advance the solver one turn. An exception is the answer, since other ranks wait for one."""
     try:
         return next(turns)
     except Exception as error:
@@ -211,10 +204,6 @@ def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 _DONE = object()
-
-
-def _same(value: T) -> T:
-    return value
 
 
 _SAID = 4  # changes that a note tells

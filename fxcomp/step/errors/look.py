@@ -41,37 +41,6 @@ DRAWN_BYTES = 4 * 2 * 64 * 512
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class ExtraWork:
-    """The work of a step beside training: timed, and given up where memory runs out."""
-
-    def __init__(self, device: torch.device, needed_bytes: int):
-        self._device, self._clock = device, clock_of(device)
-        self._spans: list[tuple[Any, Any]] = []
-        spare = compat.spare_bytes(device)
-        self.lacks_room = spare is not None and spare < needed_bytes
-
-    @contextmanager
-    def timed(self) -> Generator[None]:
-        """Count the time of this."""
-        begin = self._clock.look()
-        yield
-        self._spans.append((begin, self._clock.look()))
-
-    @contextmanager
-    def tried(self) -> Generator[None]:
-        """Count the time of this, and go on where memory runs out; `lacks_room` says so."""
-        with self.timed():
-            try:
-                yield
-            except compat.OUT_OF_MEMORY:
-                self.lacks_room = True
-
-    def took_us(self) -> float:
-        """Return the time of all this so far; waits for the device."""
-        compat.synchronize(self._device)
-        return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
-
-
 class ErrorLook:
     """One look, in one step; every rank makes one. `number` counts looks, so that each draws other values.
 
@@ -90,8 +59,11 @@ class ErrorLook:
     ):
         self._columns, self._number = columns, number
         self._shapes, self._residuals, self._site = shapes, residuals, site
-        self.work = ExtraWork(site.device, needed_bytes(shapes))
-        self._is_on = wants and not self.work.lacks_room
+        self._clock, self._spans = clock_of(site.device), list[tuple[Any, Any]]()
+        spare = compat.spare_bytes(site.device)
+        self.lacks_room = spare is not None and spare < needed_bytes(shapes)
+        """This rank has no memory for it."""
+        self._is_on = wants and not self.lacks_room
         self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """By parameter and start."""
         self._left_out: dict[str, Tensor] = {}
@@ -112,11 +84,15 @@ class ErrorLook:
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
         """Take in a gradient, or the part of one from element `start` on, before it is compressed."""
-        if self._is_on:
-            with self.work.tried():
+        if not self._is_on:
+            return
+        with self._timed():
+            try:
                 self._keep(name, gradient.detach().flatten(), start)
-            if self.work.lacks_room:
-                self._let_go()
+            except compat.OUT_OF_MEMORY:
+                self.lacks_room = True
+        if self.lacks_room:
+            self._let_go()
 
     def _keep(self, name: str, flat: Tensor, start: int) -> None:
         self._seen[name][start] = flat
@@ -134,22 +110,15 @@ class ErrorLook:
 
     def measure(self, _: Tensor) -> None:
         """Measure what was seen, if all ranks can; every rank calls it before its first update."""
-        is_out = not self._is_on or any(self._missing(name) for name in self._shapes)
-        flags = torch.tensor([float(is_out), float(self.work.lacks_room)], device=self._site.device)
-        self._site.sum_over_ranks(flags)
+        site, is_out = self._site, not self._is_on or any(self._missing(name) for name in self._shapes)
+        flags = torch.tensor([float(is_out), float(self.lacks_room)], device=site.device)
+        site.sum_over_ranks(flags)
         some_out, self.some_lack_room = (bool(flag > 0) for flag in flags.cpu())
         if not some_out:
-            with self.work.timed():
+            with self._timed():
                 gradients = {name: self._whole(name) for name in self._shapes}
-                site = self._site
-                table = measure(
-                    gradients,
-                    self._left_out,
-                    self._columns,
-                    site.sum_over_ranks,
-                    rank=site.rank,
-                    look=self._number,
-                )
+                sums, look = site.sum_over_ranks, self._number
+                table = measure(gradients, self._left_out, self._columns, sums, rank=site.rank, look=look)
                 squares = sum(row.squares for row in table.rows.values())
                 self.table = scaled(table, 1 / squares if squares > 0 else 0.0)
             self.was_taken = True
@@ -161,6 +130,17 @@ class ErrorLook:
     def _whole(self, name: str) -> Tensor:
         parts = sorted(self._seen.pop(name).items(), key=lambda each: each[0])
         return torch.cat([part for _, part in parts]).view(self._shapes[name])
+
+    @contextmanager
+    def _timed(self) -> Generator[None]:
+        begin = self._clock.look()
+        yield
+        self._spans.append((begin, self._clock.look()))
+
+    def took_us(self) -> float:
+        """Return the time that it took beside the step; waits for the device."""
+        compat.synchronize(self._site.device)
+        return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
 
 
 def needed_bytes(shapes: Shapes) -> int:
