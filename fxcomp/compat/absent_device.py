@@ -9,7 +9,8 @@
 torch's build without CUDA aborts the process where fakes of CUDA differentiate, so no tensor's device is ever cuda.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
 # What stands in for a function takes its arguments.
 # ruff: noqa: ARG001, ARG005
@@ -25,31 +26,29 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._C._distributed_c10d import HashStore
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from fxcomp.compat.absent_cuda import CUDA, DeviceFacts, Refusal, check_index, cuda_instead, names_cuda
 from fxcomp.compat.cuda_attention import cuda_attention
 from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.compat.dynamo import compiled_functions_eager, uncompiled
-from fxcomp.compat.modes import function_mode_in_backward
+from fxcomp.compat.modes import function_mode_in_backward, function_mode_stack
 from fxcomp.compat.optimizers import GradScaler
 from fxcomp.compat.source_lines import is_scripts
 from fxcomp.compat.symbols import attributes_instead
-from fxcomp.compat.tracing import is_traced_here
+from fxcomp.compat.tracing import Fake, is_traced_here
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _WITHOUT_MEMORY = torch.device("cuda", 0)
 """The object that scripts get for the device of a tensor without memory: what is made there has none either."""
 
-_BASE: Any = torch._C.TensorBase
+_BASE: Any = Tensor.__base__
 """The class in C that has tensors' methods and attributes."""
 
 _scopes: list[DeviceFacts] = []
@@ -66,7 +65,7 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
     if _scopes:
         yield
         return
-    mode, default = _Placing(refusal), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    mode, default = _Placing(refusal), _default_device()
     instead: dict[Any, Mapping[str, Any]] = {
         **_tensors_instead(refusal),
         **_optimizers_instead(),
@@ -89,8 +88,13 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
             yield
     finally:
         _scopes.pop()
-        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not default:
+        if _default_device() is not default:
             torch.set_default_device(None if default is None else default.device)
+
+
+def _default_device() -> Any:
+    """Return the mode that torch.set_default_device has begun; None where it has not."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
@@ -157,11 +161,11 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         "pin_memory": lambda tensor, device=None: tensor,
         "record_stream": lambda tensor, stream: None,
     }
-    fakes: Any = vars(FakeTensor)["device"]
+    fakes: Any = vars(Fake)["device"]
     lazy: Any = cast("Any", nn.parameter).UninitializedTensorMixin
     return {
         Tensor: {**getters, **methods, "to": to, "cuda": cuda},
-        FakeTensor: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
+        Fake: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
         lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
@@ -183,7 +187,7 @@ def _moves(tensor: Tensor) -> bool:
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     """Make functions that take or return a device and that no mode sees, and torch.compile, which does nothing."""
-    made, nn_of_c = cast("Any", torch._C.Generator), cast("Any", torch._C)._nn
+    made, nn_of_c = cast("Any", torch.Generator), cast("Any", torch._C)._nn
     load, parse, default = torch.load, nn_of_c._parse_to, torch.get_default_device
 
     class Kind(type(made)):  # pyright: ignore[reportUntypedBaseClass]
@@ -201,7 +205,7 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         return parse(*(torch.device("cuda", each) if type(each) is int else each for each in args), **kwargs)
 
     def default_device() -> torch.device:
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
+        modes = [mode for mode in function_mode_stack() if isinstance(mode, _device.DeviceContext)]
         is_cuda = any(mode.device.type == "cuda" for mode in modes[-1:])
         return CUDA if is_cuda and is_scripts(sys._getframe(1)) else default()
 
@@ -268,7 +272,7 @@ def _group_of_one() -> Generator[None]:
     )
     was_begun, environment = distributed.is_initialized(), {**_TORCHRUN, **os.environ}
     instead: dict[str, Any] = {
-        "init_process_group": lambda *_, **__: begin("gloo", store=HashStore(), rank=0, world_size=1),
+        "init_process_group": lambda *_, **__: begin("gloo", store=distributed.HashStore(), rank=0, world_size=1),
         "barrier": lambda group=None, async_op=False, device_ids=None: barrier(group, async_op),
         "is_nccl_available": lambda: True,
         "new_group": lambda ranks=None, *_, **__: new(ranks),

@@ -141,5 +141,5 @@ _HARMLESS = frozenset(
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Read `.grad` past Python's modes, which refuse that to the user."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return parameter.grad

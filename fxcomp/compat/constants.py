@@ -22,8 +22,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxcomp.compat.modes import dispatch_mode_stack
 from fxcomp.compat.source_lines import is_called_by_user
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -81,7 +82,7 @@ class Constants(TorchDispatchMode):
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = tensor, fake
             if tensor.requires_grad and tensor.is_leaf:
-                with torch._C.DisableTorchFunction():  # it is no hook of the user's
+                with torch.DisableTorchFunction():  # it is no hook of the user's
                     hook = cast("Any", tensor.register_post_accumulate_grad_hook(self.trained.append))
                     self._gradients.append((tensor, tensor.grad, hook))
         return self._known[id(tensor)][1]
@@ -99,7 +100,7 @@ def trained_outside() -> list[Tensor]:
 
 
 def _under_way() -> list[Constants]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Constants)]
+    return [mode for mode in dispatch_mode_stack() if isinstance(mode, Constants)]
 
 
 def _is_torchs_own(func: Any) -> bool:

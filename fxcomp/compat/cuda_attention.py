@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_sdp_priority_order, _set_sdp_priority_order
 from torch._guards import detect_fake_mode
+from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
@@ -46,15 +48,15 @@ def cuda_attention(capability: tuple[int, int]) -> Generator[None]:
             return on_cpu.call_boxed(keys, q, k, v, *args, **kwargs)
         return _attend(capability, q, k, v, *args, **kwargs)
 
-    order: list[int] = torch._C._get_sdp_priority_order()
+    order: list[int] = _get_sdp_priority_order()
     try:
         with kernels_instead({"scaled_dot_product_attention": attend}, "CompositeImplicitAutograd", with_keyset=True):
             # From cuDNN 9.15.1 on, which comes with torch's wheels for CUDA.
             if capability[0] in (9, 10) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1":
-                torch._C._set_sdp_priority_order([_CUDNN.value, *(each for each in order if each != _CUDNN.value)])
+                _set_sdp_priority_order([_CUDNN.value, *(each for each in order if each != _CUDNN.value)])
             yield
     finally:
-        torch._C._set_sdp_priority_order(order)
+        _set_sdp_priority_order(order)
 
 
 def _attend(
@@ -86,7 +88,7 @@ def _choose(
     *, is_causal: bool, enable_gqa: bool, trains: bool,
 ) -> SDPBackend:  # fmt: skip
     """Find the first kernel that is enabled and takes this call. Raises as torch does where there is none."""
-    can = {_MATH: torch._C._get_math_sdp_enabled()}
+    can = {_MATH: cuda.math_sdp_enabled()}
     is_plain = q.dim() == k.dim() == v.dim() == 4 and (mask is None or mask.stride(-1) == 1)
     if is_plain and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] > 0 and k.shape[2] > 0:
         (_, h, n, d), (_, h_k, s, d_k), (_, h_v, _, d_v) = q.shape, k.shape, v.shape
@@ -97,19 +99,19 @@ def _choose(
         unit = 16 // q.element_size() if is_new or (capability[0] == 7 and is_half) else 1
         fits_small = not trains or capability not in _SMALL or d <= 192 or (d > 224 and p == 0)
         can[_FLASH] = (
-            torch._C._get_flash_sdp_enabled() and on_tensor_cores and mask is None and d == d_k == d_v and d <= 256
+            cuda.flash_sdp_enabled() and on_tensor_cores and mask is None and d == d_k == d_v and d <= 256
             and (not is_causal or n == s) and fits_small
         )  # fmt: skip
         can[_EFFICIENT] = (
-            torch._C._get_mem_efficient_sdp_enabled() and steps and h == h_k == h_v and d == d_k and d % unit == 0
+            cuda.mem_efficient_sdp_enabled() and steps and h == h_k == h_v and d == d_k and d % unit == 0
             and d_v % unit == 0 and (q.dtype in (torch.float16, torch.float32) or (is_half and is_new))
         )  # fmt: skip
         can[_CUDNN] = (
-            torch._C._get_cudnn_sdp_enabled() and on_tensor_cores and max(d, d_v) <= 128 and d % 8 == 0 and d_v % 8 == 0
+            cuda.cudnn_sdp_enabled() and on_tensor_cores and max(d, d_v) <= 128 and d % 8 == 0 and d_v % 8 == 0
             and s != 1 and (p == 0 or n != 1) and (16 * p).is_integer() and (mask is None or mask.dim() in (2, 4))
             and not (mask is not None and mask.requires_grad) and not torch.are_deterministic_algorithms_enabled()
         )  # fmt: skip
-    found = next((each for each in map(SDPBackend, torch._C._get_sdp_priority_order()) if can.get(each)), None)
+    found = next((each for each in map(SDPBackend, _get_sdp_priority_order()) if can.get(each)), None)
     if found is None:
         raise RuntimeError("No available kernel. Aborting execution.")  # torch's own text
     return found

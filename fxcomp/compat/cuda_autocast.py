@@ -18,7 +18,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import (
+    Tensor,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+    set_autocast_gpu_dtype,
+)
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_get_registrations_for_dispatch_key,
+    _ExcludeDispatchKeyGuard,
+)
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import DefaultDeviceType
@@ -64,7 +78,7 @@ BANNED = "binary_cross_entropy"
 """Operators that raise under autocast."""
 # fmt: on
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 _USERS = {"cpu": "maia"}
 """The device type whose state in torch is the user's state of "cpu" meanwhile; that of "cpu" is what kernels see."""
@@ -78,8 +92,8 @@ def cuda_autocast() -> Generator[None]:
 
     The default type of "cuda" is float16. Where both are on, the type of "cuda" counts.
     """
-    assert torch.set_autocast_enabled is torch._C.set_autocast_enabled, "cuda_autocast is not entered twice"
-    before = {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES}
+    assert torch.set_autocast_enabled is set_autocast_enabled, "cuda_autocast is not entered twice"
+    before = {device: (is_autocast_enabled(device), get_autocast_dtype(device)) for device in _DEVICES}
     casts = _Casts()
     attributes: dict[Any, dict[str, Any]] = {
         torch: {**_functions(), "clear_autocast_cache": casts.clear},
@@ -101,7 +115,7 @@ def cuda_autocast() -> Generator[None]:
 def _kernels(casts: _Casts) -> dict[str, Callable[..., Any]]:
     """Make the kernels of all operators that autocast of either device treats."""
     on_cpu, on_cuda = (
-        [name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)]
+        [name.removeprefix("aten::") for name in _dispatch_get_registrations_for_dispatch_key(key)]
         for key in ("AutocastCPU", "AutocastCUDA")
     )
     kernels = dict.fromkeys(on_cpu, torch.library.fallthrough_kernel)
@@ -128,11 +142,11 @@ class _Casts:
 
     def clear(self) -> None:
         self._of_weights.clear()
-        torch._C.clear_autocast_cache()
+        clear_autocast_cache()
 
     def run(self, choose: Callable[[Any], torch.dtype], operator: Operator, *args: Any, **kwargs: Any) -> Any:
         """Call an operator on arguments of the type that is chosen for them."""
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with _ExcludeDispatchKeyGuard(_AUTOCAST):
             cast = partial(self._cast, choose((args, kwargs)))
             given, named = pytree.tree_map_only(Tensor, cast, (args, kwargs))
             return operator(*given, **named)
@@ -154,7 +168,7 @@ def _is_cast(value: Any) -> bool:
 
 
 def _lower() -> torch.dtype:
-    return torch._C.get_autocast_dtype("cpu")
+    return get_autocast_dtype("cpu")
 
 
 def _widest(values: Any) -> torch.dtype:
@@ -168,13 +182,13 @@ def _with_float32_result(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     given = named_arguments(operator, args, kwargs)
     if given.get("dtype") is None and _is_cast(given["self"]):
         given["dtype"] = torch.float32
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return operator(**given)
 
 
 def _raise(operator: Operator, *args: Any) -> Any:
     """Call CUDA's kernel, which raises."""
-    return operator._op_dk(torch._C.DispatchKey.AutocastCUDA, *args)
+    return operator._op_dk(DispatchKey.AutocastCUDA, *args)
 
 
 # Switches
@@ -182,11 +196,9 @@ def _raise(operator: Operator, *args: Any) -> Any:
 
 def _functions() -> dict[str, Callable[..., Any]]:
     """Make torch's functions that read and set autocast's state."""
-    of_device = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
-    on_cpu = {
-        name.replace("autocast", "autocast_cpu"): partial(_call, getattr(torch._C, name), "cpu") for name in of_device
-    }
-    return on_cpu | {name: partial(_call, getattr(torch._C, name)) for name in (*of_device, "set_autocast_gpu_dtype")}
+    of_device = (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype)
+    on_cpu = {each.__name__.replace("autocast", "autocast_cpu"): partial(_call, each, "cpu") for each in of_device}
+    return on_cpu | {each.__name__: partial(_call, each) for each in (*of_device, set_autocast_gpu_dtype)}
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,13 +210,13 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _apply() -> None:
     """Let kernels see the state of "cuda" where that is on, or else the user's of "cpu"."""
-    device = "cuda" if torch._C.is_autocast_enabled("cuda") else _USERS["cpu"]
-    _set("cpu", torch._C.is_autocast_enabled(device), torch._C.get_autocast_dtype(device))
+    device = "cuda" if is_autocast_enabled("cuda") else _USERS["cpu"]
+    _set("cpu", is_autocast_enabled(device), get_autocast_dtype(device))
 
 
 def _set(device: str, enabled: bool, dtype: torch.dtype) -> None:
-    torch._C.set_autocast_enabled(device, enabled)
-    torch._C.set_autocast_dtype(device, dtype)
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
 
 
 _BEGIN, _CAST = torch.autocast.__init__, autocast_mode._cast

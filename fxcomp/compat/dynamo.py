@@ -105,10 +105,9 @@ def compile_training(
         return run
 
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_forward(graph: GraphModule, given: Any) -> Callable[..., Any]:
-        return boxed_nop(forward(graph), given)
+    def compile_forward(graph: GraphModule, _: Any) -> Callable[..., Any]:
+        return run_eagerly(forward(graph))
 
     # Without keeping input mutations AOTAutograd raises AssertionError for `.data =` on a graph input.
     compiler: Any = aot_autograd(
@@ -137,22 +136,21 @@ def compile_training_with_inductor(
 
     With symbolic sizes random operators stay torch's own. Else Inductor may replace them by `draws_by_seed`.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor import compile_fx, config
 
     is_dynamic = any(isinstance(v, SYMBOLS) or (isinstance(v, torch.Tensor) and has_symbols(v)) for v in inputs)
     patches = {"fallback_random": config.fallback_random or is_dynamic, "triton.cudagraphs": False}
 
     def compile_graph(graph: GraphModule, given: Sequence[Any], *args: Any, **how: Any) -> Callable[..., Any]:
         if not how.get("is_backward"):
-            return compile_fx_inner(graph, given, *args, **how)
+            return compile_fx.compile_fx_inner(graph, given, *args, **how)
         _keep_what_is_saved()
         _take_inputs(graph, given)
         context = TracingContext.try_get()
 
         def compile_whole() -> Backward:
             with tracing(context), config.patch(patches):
-                whole: Any = compile_fx_inner(graph, given, *args, **how)
+                whole: Any = compile_fx.compile_fx_inner(graph, given, *args, **how)
             return whole
 
         own = _MadeLater(compile_whole)
@@ -170,7 +168,7 @@ def compile_training_with_inductor(
     with functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False, enable_autograd_cache=False
     ):
-        compile_both: Any = compile_fx  # typed for what Inductor itself makes
+        compile_both: Any = compile_fx.compile_fx  # typed for what Inductor itself makes
         return compile_both(gm, list(inputs), inner_compile=compile_graph, config_patches=patches)
 
 
@@ -242,7 +240,7 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
 
 def register_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Register a hook on a parameter that may be frozen, or not initialized yet."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         trains = parameter.requires_grad
         parameter.requires_grad_(True).register_hook(hook)
         parameter.requires_grad_(trains)

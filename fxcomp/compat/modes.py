@@ -10,13 +10,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import backends
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+from torch.utils import deterministic
 from torch.utils._device import DeviceContext
 
 from fxcomp.compat.symbols import attributes_instead
+
+_C: Any = torch._C
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:
@@ -50,8 +54,6 @@ def generators_in(graph: GraphModule) -> list[torch.Generator]:
     return list(found.values())
 
 
-_C: Any = torch._C
-
 _INSTEAD_OF_VALUES = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
 """Dispatch modes of torch under which no operator computes on values."""
 
@@ -61,13 +63,17 @@ _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
 
 def default_device() -> torch.device | None:
     """Read the default device; None where nobody has set one, which is told without the microseconds of asking."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    return torch.get_default_device() if _C._len_torch_function_stack() else None
 
 
 def function_modes() -> list[str]:
     """Name the TorchFunctionModes around this thread, but for the one of a default device."""
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return [type(mode).__name__ for mode in function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+
+def function_mode_stack() -> list[TorchFunctionMode]:
+    """List the function modes around this thread, the outermost first."""
+    return [_C._get_function_stack_at(place) for place in range(_C._len_torch_function_stack())]
 
 
 @contextmanager
@@ -88,11 +94,16 @@ def dispatch_mode() -> str | None:
 
     Those of torch that remain count, log or trace memory.
     """
-    for place in range(torch._C._len_torch_dispatch_stack()):
-        kind: Any = type(torch._C._get_dispatch_stack_at(place))
+    for mode in dispatch_mode_stack():
+        kind: Any = type(mode)
         if not kind.__module__.startswith("torch.") or kind.__name__ in (*_INSTEAD_OF_VALUES, *_HOOKS_MODULES):
             return kind.__name__
     return None
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """List the dispatch modes around this thread, the outermost first."""
+    return [_C._get_dispatch_stack_at(place) for place in range(_C._len_torch_dispatch_stack())]
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -107,35 +118,31 @@ def is_inside_transform() -> bool:
 
 def subclass_dispatch() -> Hashable:
     """Read whether tensors' subclasses are asked, and how autograd repeats views."""
-    is_off = torch._C._is_torch_function_all_disabled()
-    return torch._C._is_torch_function_enabled(), is_off, torch._C._is_view_replay_enabled()
+    is_off = _C._is_torch_function_all_disabled()
+    return _C._is_torch_function_enabled(), is_off, _C._is_view_replay_enabled()
 
 
 def determinism() -> Hashable:
     """Read everything that torch.use_deterministic_algorithms and its neighbours set."""
-    return torch.get_deterministic_debug_mode(), torch._C._get_deterministic_fill_uninitialized_memory()
+    return torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def cpu_libraries() -> Hashable:
     """Read which libraries' kernels the CPU may use."""
-    return torch._C._get_mkldnn_enabled(), torch._C._get_mkldnn_deterministic(), torch._C._get_nnpack_enabled()
+    return backends.mkldnn.enabled, backends.mkldnn.deterministic, _C._get_nnpack_enabled()
 
 
 def attention_order() -> Hashable:
     """Read which of the attention kernels that may run is tried first."""
-    return tuple(torch._C._get_sdp_priority_order()), torch._C._get_overrideable_sdp_enabled()
+    return tuple(_C._get_sdp_priority_order()), _C._get_overrideable_sdp_enabled()
 
-
-_GETTER: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
 
 
 def float32_precision() -> Hashable:
     """Read in which precision products and convolutions of float32 may be computed."""
-    if _GETTER is None:
-        return torch.get_float32_matmul_precision(), torch._C._get_cudnn_allow_tf32()
-    return tuple(_GETTER(*each) for each in _PRECISIONS)
+    return tuple(_C._get_fp32_precision_getter(*each) for each in _PRECISIONS)  # the public ones take 5 times as long
 
 
 def is_profiling() -> bool:

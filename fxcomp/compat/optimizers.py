@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler as GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxcomp.compat.tracing import Fake
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
@@ -100,7 +101,7 @@ suggested_format = suggest_memory_format
 
 def is_fake(tensor: Tensor) -> bool:
     """Ask if a tensor was made while tracing, or comes in as an argument; others are constants of the trace."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, Fake)
 
 
 def knows_values(tensor: Tensor) -> bool:

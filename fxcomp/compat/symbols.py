@@ -34,11 +34,16 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
     """Make a float symbol with a hint: comparisons decide by the hint, arithmetic becomes nodes."""
-    from torch._dynamo.source import ConstantSource
-
-    source = ConstantSource(f"live_{name}".replace(".", "_"))
+    source = constant_source(f"live_{name}".replace(".", "_"))
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def constant_source(name: str) -> Any:
+    """Name the origin of a symbol as torch does for a constant."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
 
 
 def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _DisablePythonDispatcher, _set_mkldnn_enabled
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.backends import mkldnn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,15 +31,12 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.proxy import _create_arg_bypass
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fxcomp.compat.constants import Constants
 from fxcomp.compat.dynamo import compiled_functions_inline
-from fxcomp.compat.symbols import symbolic_products
+from fxcomp.compat.modes import dispatch_mode_stack
+from fxcomp.compat.symbols import constant_source, symbolic_products
 
 FakeMode = FakeTensorMode
 """The mode under which tensors have shapes and no values."""
@@ -46,6 +45,8 @@ Fake = FakeTensor
 """The class of such tensors."""
 
 DispatchMode = TorchDispatchMode
+
+_GENERATOR = torch.Generator  # which as_if_on exchanges for another class
 
 SIZE_DEPENDS = DynamicOutputShapeException
 """The error of tracing where an operator makes tensors of a size that only values tell, and has no symbol for it."""
@@ -67,10 +68,8 @@ def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int
     if not dims:
         return mode.from_tensor(value, static_shapes=True)
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
-    from torch._dynamo.source import ConstantSource
-
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * value.dim())
-    return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
+    return mode.from_tensor(value, symbolic_context=context, source=constant_source(name))
 
 
 def fake_on(value: Tensor, device: torch.device) -> Tensor:
@@ -104,13 +103,13 @@ def real_tensors() -> Generator[None]:
     Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
     may want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
     """
-    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+    with unset_fake_temporarily(), _DisablePythonDispatcher():
         yield
 
 
 def is_traced_here() -> bool:
     """Ask if operators that this thread calls now are traced."""
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, FakeTensorMode) for mode in dispatch_mode_stack())
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
@@ -139,14 +138,14 @@ def _generators_as_attributes() -> Generator[None]:
         return tracer.create_node("get_attr", name, (), {})
 
     handlers: dict[Any, Any] = _create_arg_bypass
-    if torch._C.Generator in handlers:
+    if _GENERATOR in handlers:
         yield
         return
-    handlers[torch._C.Generator] = as_attribute
+    handlers[_GENERATOR] = as_attribute
     try:
         yield
     finally:
-        del handlers[torch._C.Generator]
+        del handlers[_GENERATOR]
 
 
 def trace_functional(
@@ -219,15 +218,15 @@ def without_autocast() -> Generator[None]:
 
 def uses_onednn() -> bool:
     """Ask if operators may choose oneDNN."""
-    return torch._C._get_mkldnn_enabled()
+    return bool(mkldnn.enabled)
 
 
 @contextmanager
 def onednn(use: bool) -> Generator[None]:
     """Let operators choose oneDNN, or do what PyTorch does without. Its public switch sets TF32 as well, and warns."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(use)
+    before = uses_onednn()
+    _set_mkldnn_enabled(use)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        _set_mkldnn_enabled(before)
