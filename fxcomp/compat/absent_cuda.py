@@ -119,7 +119,7 @@ _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
 
 def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
     """Make the answers, by the name of the function."""
-    generator, (major, minor) = torch.default_generator, facts.capability
+    major, minor = facts.capability
     properties = SimpleNamespace(
         name=facts.name, major=major, minor=minor, total_memory=facts.memory_bytes, warp_size=32,
         multi_processor_count=facts.multiprocessors, max_threads_per_multi_processor=2048,
@@ -139,13 +139,15 @@ def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
         **dict.fromkeys(_COUNTS, lambda device=None: defaultdict(int)),
         **dict.fromkeys(_CONTEXTS, lambda *_, **__: nullcontext()),
         **dict.fromkeys(("current_stream", "default_stream"), Stream),
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(seed) and None),
-        **dict.fromkeys(("seed", "seed_all"), lambda: generator.seed() and None),
-        "initial_seed": lambda: generator.initial_seed(),
-        "get_rng_state": lambda device=None: generator.get_state(),
-        "get_rng_state_all": lambda: [generator.get_state()],
-        "set_rng_state": lambda new_state, device=None: generator.set_state(new_state) and None,
-        "set_rng_state_all": lambda new_states: generator.set_state(new_states[0]) and None,
+        **dict.fromkeys(
+            ("manual_seed", "manual_seed_all"), lambda seed: torch.default_generator.manual_seed(seed) and None
+        ),
+        **dict.fromkeys(("seed", "seed_all"), lambda: torch.default_generator.seed() and None),
+        "initial_seed": lambda: torch.default_generator.initial_seed(),
+        "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+        "get_rng_state_all": lambda: [torch.default_generator.get_state()],
+        "set_rng_state": lambda new_state, device=None: torch.default_generator.set_state(new_state) and None,
+        "set_rng_state_all": lambda new_states: torch.default_generator.set_state(new_states[0]) and None,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
     }
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, LossFn] = {
     r"draws from a torch.Generator that was not there": lambda m, x: noisy(m, x, torch.Generator()),
     r"draws from a torch.Generator that was not": lambda m, x: noisy(m, x, torch.Generator().manual_seed(7)),
     r"draws from a torch.Generator that": lambda m, x: noisy(m, x, HELD.clone_state()),
-    r"draws from a torch.Generator.*without it": lambda m, x: noisy(m, x, torch.default_generator),
+    r"the step draws from a torch.Generator": lambda m, x: noisy(m, x, torch.default_generator),
 }
 
 

@@ -8,9 +8,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from fxcomp.capture.reach import places
-
-from fxcomp.capture import optimizer
+from fxcomp.capture import optimizer, watch
 from fxcomp.cluster.topology import GroupTopology
 from fxcomp.codegen import emit
 from fxcomp.commands import diff
@@ -295,7 +293,7 @@ def a_learning_rate_stays_what_it_was_at_first() -> None:
 
 @caught_by("tests/capture/test_step_guard.py::test_evaluation_mode_is_captured_apart_from_training_mode")
 def a_change_of_training_mode_goes_unseen() -> None:
-    places._ITS_OWN |= {"training"}
+    watch._OF_EVERY_MODULE |= {"training"}
 
 
 @caught_by("tests/step/test_verification.py::test_an_update_that_is_not_the_optimizers_is_named_and_undone")
