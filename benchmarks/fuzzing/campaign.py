@@ -103,7 +103,7 @@ class Record:
         """Count programs by result, and refusals by error."""
         held = [(job, self.results[job]) for job in jobs if job in self.results]
         kinds = Counter(result.kind for _, result in held)
-        refused = Counter(_refusal(result.text) for _, result in held if result.kind == "refused")
+        refused = Counter(result.text.split(":")[0] for _, result in held if result.kind == "refused")
         return {
             "programs": len(held),
             "on_several_ranks": sum(job.ranks > 1 for job, _ in held),
@@ -131,12 +131,6 @@ def _by_theme(held: Iterable[tuple[Job, Result]]) -> dict[str, Counter[str]]:
     for job, result in held:
         found.setdefault(theme_of(job.seed, job.ranks) or "whole", Counter())[result.kind] += 1
     return found
-
-
-def _refusal(text: str) -> str:
-    """A refusal's class and first words, without folders, names and numbers."""
-    placed = re.sub(r"(?:/[\w.-]+)+/", "", text)
-    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "…", placed)).split("\n")[0][:110]
 
 
 # Workers
@@ -289,7 +283,6 @@ def shrink(job: Job, result: Result, timeout_s: float) -> tuple[Job, Result]:
 
 # The page
 
-_IN_CELLS = str.maketrans("|`", "/'")
 _BEGIN, _END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 
@@ -301,7 +294,7 @@ def write_page(page: Path, record: Record, jobs: Sequence[Job]) -> None:
         f"| {theme} | {sum(ended.values())} | " + " | ".join(str(ended.get(kind, 0)) for kind in kinds) + " |"
         for theme, ended in (*counts["themes"].items(), ("all", counts["kinds"]))
     ]
-    refused = [f"| `{text.translate(_IN_CELLS)}` | {number} |" for text, number in counts["refused"].items()]
+    refused = [f"| `{text}` | {number} |" for text, number in counts["refused"].items()]
     said = (
         f"{counts['programs']} programs, {counts['on_several_ranks']} of them on two or three ranks,"
         f" {counts['steps']} steps, {counts['process_seconds']} s of processes' time, torch {counts['torch']}."

@@ -20,9 +20,6 @@ TOLERANCE = 2e-5
 
 ROUNDS_OTHERWISE = {
     "lstm": "gates are computed in place, in slices; kernels round otherwise where memory is not contiguous",
-    "gru": "as lstm",
-    "rnn": "as lstm",
-    "cells": "as lstm",
     "bce": "eager's operator is made of others, in place, that are captured one by one",
 }
 """Features whose bits need not be eager's, and why."""
@@ -53,7 +50,7 @@ def first_difference(ours: World, theirs: World, results: tuple[Any, Any], batch
         or _models(ours.model, theirs.model, tolerance)
         or _states(ours, theirs, tolerance)
         or _options(ours, theirs)
-        or _differ("the program's own generators", ours.more(), theirs.more(), 0.0)
+        or _differ("the program's own tensors", ours.more(), theirs.more(), 0.0)
         or ("" if torch.equal(ours.generator_state, theirs.generator_state) else "the generator's state differs")
     )
 
@@ -130,8 +127,6 @@ def _leaves_differ(x: Any, y: Any, tolerance: float) -> str:
         return f"a {type(x).__name__} of {x.layout}, eager has a {type(y).__name__} of {y.layout}"
     if _is_odd(x):
         return ""
-    if x.dtype == torch.complex32:
-        x, y = x.to(torch.complex64), y.to(torch.complex64)
     x, y = x.detach(), y.detach()
     if torch.equal(x, y):
         return ""

@@ -12,7 +12,6 @@ from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES
 from fuzzing.changes import HOW_OFTEN
 from fuzzing.losses import AUXILIARY, LOSSES, TERMS, WEIGHTS
 from fuzzing.models import INPUTS, TRAITS
-from fuzzing.odd_layers import SELDOM
 from fuzzing.program import Add, Feature, Program
 from fuzzing.themes import THEMES, themes_of
 from fuzzing.training import OPTIMIZERS, OPTIONS, SCHEDULES
@@ -23,7 +22,7 @@ LENGTHS = ("two", "changing", "down_to_one")
 SMALL = 1_000_000
 """From this seed on programs are small, and each is about one theme."""
 
-BETWEEN = ("seed", "evaluate", "train_pass", "checkpoint", "load_model", "clear_optimizer", "option")
+BETWEEN = ("seed", "evaluate", "train_pass", "checkpoint", "load_model", "option")
 """Events between two steps of any small program."""
 
 PLANS = ("int8", "topk(0.05)", "sign", "bf16", "powersgd(2)", "int4")
@@ -91,9 +90,7 @@ def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:
     """Draw one to four blocks that fit one after the other."""
     for number in range(r.choice((1, 2, 2, 3, 4))):
         slot, sort = f"block.{number}", r.random()
-        if sort < 0.01:
-            add(slot, tuple(SELDOM))
-        elif sort < 0.3:
+        if sort < 0.3:
             add(slot, tuple(ANYWHERE))
         elif sort < 0.4 and (passages := PASSAGES.get(kind)):
             name = r.choice(list(passages))
@@ -102,4 +99,4 @@ def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:
         else:
             add(slot, tuple(BLOCKS[kind]))
         if r.random() < 0.2:
-            add(f"wrap.{number}", ("residual", "checkpoint", "autocast", "sequential", "twice"))
+            add(f"wrap.{number}", ("residual", "checkpoint", "autocast"))

@@ -34,37 +34,19 @@ def _one_hot(logits: Tensor, target: Tensor) -> Tensor:
     return functional.one_hot(target, logits.shape[-1]).to(logits.dtype)
 
 
-def _criterion(r: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
-    return nn.CrossEntropyLoss(label_smoothing=r.choice((0.0, 0.1)))
-
-
 LOSSES: dict[str, Callable[[random.Random], Callable[[Tensor, Tensor], Tensor]]] = {
     "cross_entropy": lambda _: functional.cross_entropy,
-    "criterion": _criterion,
-    "smoothed": lambda _: partial(functional.cross_entropy, label_smoothing=0.2),
-    "ignoring": lambda _: lambda x, y: functional.cross_entropy(x, y, ignore_index=1, reduction="sum") / y.numel(),
     "weighted": lambda _: lambda x, y: functional.cross_entropy(x, y, weight=torch.linspace(0.5, 1.5, x.shape[-1])),
-    "summed": lambda _: lambda x, y: functional.cross_entropy(x, y, reduction="none").sum() / len(y),
     "mse": lambda _: lambda x, y: functional.mse_loss(x, _one_hot(x, y)),
-    "smooth_l1": lambda r: partial(_with_one_hot, partial(functional.smooth_l1_loss, beta=r.choice((0.5, 1.0)))),
-    "huber": lambda _: partial(_with_one_hot, functional.huber_loss),
     "bce": lambda _: partial(_with_one_hot, functional.binary_cross_entropy_with_logits),
     "kl": lambda _: (
         lambda x, y: functional.kl_div(x.log_softmax(-1), (_one_hot(x, y) + 0.1).softmax(-1), reduction="batchmean")
     ),
-    "nll": lambda _: lambda x, y: functional.nll_loss(x.log_softmax(-1), y),
-    "margin": lambda _: partial(_with_one_hot, lambda x, y: functional.soft_margin_loss(x, 2 * y - 1)),
-    "masked": lambda _: _masked,
 }
 
 
 def _with_one_hot(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:
     return loss(logits, _one_hot(logits, target))
-
-
-def _masked(logits: Tensor, target: Tensor) -> Tensor:
-    keep = (target != 0).float()
-    return (functional.cross_entropy(logits, target, reduction="none") * keep).sum() / keep.sum().clamp(min=1)
 
 
 # What is added
@@ -74,19 +56,8 @@ def _decay(model: nn.Module, _logits: Tensor) -> Tensor:
     return 1e-3 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
 
 
-def _matrices(model: nn.Module, _logits: Tensor) -> Tensor:
-    return sum(
-        (1e-3 * p.abs().sum() for n, p in model.named_parameters() if p.dim() > 1 and "head" in n), torch.zeros(())
-    )
-
-
 TERMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "decay": _decay,
-    "matrices": _matrices,
-    "entropy": lambda _, x: -0.1 * (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
-    "logits": lambda _, x: 1e-3 * x.logsumexp(-1).square().mean(),
-    "variance": lambda _, x: 0.01 * x.var(0, unbiased=False).sum(),
-    "pairs": lambda _, x: 0.01 * torch.cdist(x[:4], x[:4] + 1).mean(),
     "penalty": lambda model, _: 0.01 * sum((b.detach().float().sum() for b in model.buffers()), torch.zeros(())),
 }
 
@@ -103,23 +74,11 @@ AUXILIARY: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
         "shape": tuple(x.shape),
     },
     "sizes": lambda _, x, y: [x.shape[0], x.numel() * 2, x.shape[0] / 4, y.dtype, x.shape],
-    "batch": lambda _, x, y: (y, x.detach().exp()),
-    "parameter": lambda m, x, y: m.head.weight,  # noqa: ARG005
     "buffers": lambda m, x, y: [b.clone() for b in m.buffers() if b is not None],  # noqa: ARG005
-    "number": lambda _, x, y: len(x) if len(y) > 6 else float(len(x)),
     "tensor_of_sizes": lambda _, x, y: (torch.tensor(x.shape[0]), x.new_tensor([x.shape[0], 2.0]), y.float().mean()),
-    "text": lambda _, x, y: f"{len(x)} of {len(y)}",
-    "namespace": lambda _, x, y: {"out": {"a": [x.sum(), (x.amax(), 7)]}, "kept": len(y) > 3},
 }
 
-WEIGHTS = ("global", "cell", "config", "default", "attribute", "partial", "criterion", "batch", "function_attribute")
-
-
-class Callable_(SimpleNamespace):
-    """A loss as an object, with its numbers as attributes."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
-        return self.compute(model, batch, self.weight)
+WEIGHTS = ("global", "cell", "config", "default", "partial", "criterion", "batch")
 
 
 class Weight(nn.Module):
@@ -152,22 +111,17 @@ def make_loss(program: Program) -> tuple[LossFn, Callable[[float], None]]:
         value = value.float()
         return value if beside is None else (value, beside(model, logits, y))
 
-    return _weighed(compute, source, loss)
+    return _weighed(compute, source)
 
 
-def _weighed(compute: Any, source: str, loss: Any) -> tuple[LossFn, Callable[[float], None]]:
-    """Take the weight from one of many places."""
+def _weighed(compute: Any, source: str) -> tuple[LossFn, Callable[[float], None]]:
+    """Take the weight from one of several places."""
     cell, config, criterion = 1.0, SimpleNamespace(loss=SimpleNamespace(weight=1.0)), Weight()
     set_annealed(1.0)
     if source in ("global", "batch"):
         return lambda model, batch: compute(model, batch, ANNEALED), set_annealed
     if source == "config":
-        return lambda model, batch: compute(model, batch, config.loss.weight), lambda v: setattr(
-            config.loss, "weight", v
-        )
-    if source == "attribute":
-        made = Callable_(compute=compute, weight=1.0)
-        return made, lambda v: setattr(made, "weight", v)
+        return lambda m, b: compute(m, b, config.loss.weight), lambda v: setattr(config.loss, "weight", v)
     if source == "partial":
         bound = partial(compute, weight=1.0)
         return bound, lambda v: bound.keywords.update(weight=v)
@@ -184,16 +138,8 @@ def _weighed(compute: Any, source: str, loss: Any) -> tuple[LossFn, Callable[[fl
     def by_default(model: nn.Module, batch: Any, weight: float = 1.0) -> Any:
         return compute(model, batch, weight)
 
-    def of_function(model: nn.Module, batch: Any) -> Any:
-        return compute(model, batch, of_function.weight)
-
-    of_function.weight = 1.0
     if source == "default":
         return by_default, lambda v: setattr(by_default, "__defaults__", (v,))
-    if source == "function_attribute":
-        return of_function, lambda v: setattr(of_function, "weight", v)
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return compute, lambda v: setattr(loss, "label_smoothing", min(v / 4, 0.5))
     return of_cell, change_cell
 
 

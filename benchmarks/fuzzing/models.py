@@ -10,7 +10,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES, WIDTH
-from fuzzing.odd_layers import SELDOM
 
 if TYPE_CHECKING:
     from fuzzing.program import Program
@@ -26,11 +25,6 @@ TRAITS = (
     "frozen",
     "frozen_block",
     "unused",
-    "shared",
-    "listed",
-    "buffer_alias",
-    "strange_names",
-    "pooled_loss",
 )
 
 
@@ -54,7 +48,7 @@ class Stem(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A block in another way of calling it."""
+    """A block inside of a residual, a checkpoint or autocast."""
 
     def __init__(self, inner: nn.Module, way: str):
         super().__init__()
@@ -66,11 +60,9 @@ class Wrapped(nn.Module):
                 return x + self.inner(x)
             case "checkpoint":
                 return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            case "autocast":
+            case _:
                 with torch.autocast("cpu", torch.bfloat16):
                     return self.inner(x).float()
-            case _:
-                return self.inner(self.inner(x))
 
 
 class Net(nn.Module):
@@ -88,14 +80,10 @@ class Net(nn.Module):
                 continue
             is_passage = any(feature.name in passages for passages in PASSAGES.values())
             way = "" if is_passage else program.get(f"wrap.{feature.slot.split('.')[1]}")
-            blocks.append(nn.Sequential(found) if way == "sequential" else Wrapped(found, way) if way else found)
-        listed = program.has("trait.listed")
-        self.blocks = nn.ModuleList(blocks) if listed else nn.Sequential(*blocks)
-        if program.has("trait.shared") and blocks:
-            self.blocks.append(blocks[0]) if _keeps_shape(program) else None
+            blocks.append(Wrapped(found, way) if way else found)
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS if kind == "tokens" else CLASSES)
-        self.pools = program.has("trait.pooled_loss")
         self._apply_traits(program)
 
     def _apply_traits(self, program: Program) -> None:
@@ -103,13 +91,6 @@ class Net(nn.Module):
             self.head.weight = self.stem.layer.weight
         if program.has("trait.unused"):
             self.unused = nn.Parameter(torch.ones(3))
-        if program.has("trait.strange_names"):
-            self.step = nn.Parameter(torch.ones(()))
-            self.states, self.aten = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
-            self.batch_0 = nn.Parameter(torch.zeros(()))
-        if program.has("trait.buffer_alias"):
-            self.register_buffer("offset", torch.zeros(1))
-            self.norm.register_buffer("offset", self.offset)
         if program.has("trait.frozen"):
             chosen = program.random("trait.frozen").choice(list(self.parameters()))
             chosen.requires_grad_(False)
@@ -118,30 +99,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        if isinstance(self.blocks, nn.Sequential):
-            x = self.blocks(x)
-        else:
-            for block in self.blocks:
-                x = block(x)
-        if hasattr(self, "step"):
-            x = x * self.step + self.states + self.aten * self.batch_0
-        if "offset" in self._buffers:
-            self.norm.offset += 0.5
-            x = x + self.offset
+        x = self.blocks(x)
         if x.dim() == 4:
             x = x.mean((2, 3))
-        if x.dim() == 3 and self.pools:
-            x = x.mean(1)
         return self.head(self.norm(x))
-
-
-def _keeps_shape(program: Program) -> bool:
-    return not any(f.name in passages for f in program.all("block") for passages in PASSAGES.values())
 
 
 def _block(name: str, kind: str, r: random.Random) -> tuple[nn.Module | None, str]:
     """A block of this name, if there is one for what comes in, and the kind of what comes out."""
-    for layers in (BLOCKS[kind], ANYWHERE, SELDOM):
+    for layers in (BLOCKS[kind], ANYWHERE):
         if name in layers:
             return layers[name](r), kind
     if name in PASSAGES.get(kind, {}):

@@ -1,4 +1,4 @@
-"""Layers that do what tracing could freeze or miss: buffers, flags, configuration; of any shape.
+"""Layers that do what tracing could freeze or miss: buffers, flags, draws, hooks; of any shape.
 
 A layer with `touch(random)` has something that a user may change between two steps; the change `touch` does.
 """
@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fuzzing.odd_operations import Adversarial, Constants, Detached, Hooked, InPlace, Noise, SelfSetting, ValuesDecide
-
-SCALE = 1.0
-"""A global number that layers read."""
-
-OPTIONS: dict[str, Any] = {"scale": 1.0}
-
 
 class Applied(nn.Module):
-    """A function as a layer; another function may take its place."""
+    """A function as a layer."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -34,114 +25,11 @@ class Applied(nn.Module):
         return self.function(x)
 
 
-class Activation(nn.Module):
+class Activation(Applied):
     """A function that a user exchanges."""
 
-    def __init__(self, r: random.Random):
-        super().__init__()
-        self.act = r.choice((torch.relu, torch.tanh))
-
     def touch(self, r: random.Random) -> None:
-        self.act = r.choice((functional.gelu, torch.sigmoid))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x) + 0.1 * x
-
-
-class Scaled(nn.Module):
-    """Multiply by a number that is kept in one of many places."""
-
-    shared = 1.0
-
-    def __init__(self, r: random.Random):
-        super().__init__()
-        self.place = r.choice(
-            (
-                "attribute",
-                "config",
-                "dict",
-                "list",
-                "global",
-                "global_dict",
-                "class",
-                "nested",
-                "numpy",
-                "default",
-                "cell",
-            )
-        )
-        self.scale, self.cfg = 1.0, SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0, names=["a"]))
-        self.options, self.scales, self.numpy_scale = {"scale": 1.0}, [1.0, 2.0], numpy.float64(1.0)
-        type(self).shared = 1.0
-        globals()["SCALE"] = OPTIONS["scale"] = 1.0
-        self.of_cell, self.set_cell = _cell()
-
-    def touch(self, r: random.Random) -> None:
-        value = r.choice((0.5, 1.5, 2, True))
-        match self.place:
-            case "attribute":
-                self.scale = value
-            case "config":
-                self.cfg.scale = value
-            case "nested":
-                self.cfg.inner.scale = value
-            case "dict":
-                self.options["scale"] = value
-            case "list":
-                self.scales[0] = value
-            case "numpy":
-                self.numpy_scale = numpy.float64(value)
-            case "class":
-                type(self).shared = value
-            case "global":
-                globals()["SCALE"] = value
-            case "cell":
-                self.set_cell(value)
-            case "default":
-                self._by_default.__func__.__defaults__ = (value,)
-            case _:
-                OPTIONS["scale"] = value
-
-    def _by_default(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return x * scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.place:
-            case "attribute":
-                return x * self.scale
-            case "config":
-                return x * self.cfg.scale
-            case "nested":
-                return x * self.cfg.inner.scale
-            case "dict":
-                return x * self.options["scale"]
-            case "list":
-                return x * self.scales[0]
-            case "numpy":
-                return x * float(self.numpy_scale)
-            case "class":
-                return x * self.shared
-            case "global":
-                return x * SCALE
-            case "cell":
-                return self.of_cell(x)
-            case "default":
-                return self._by_default(x)
-            case _:
-                return x * OPTIONS["scale"]
-
-
-def _cell() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
-    scale = 1.0
-
-    def apply(x: Tensor) -> Tensor:
-        return x * scale
-
-    def change(value: float) -> None:
-        nonlocal scale
-        scale = value
-
-    return apply, change
+        self.function = r.choice((functional.gelu, torch.sigmoid))
 
 
 class Moded(nn.Module):
@@ -178,7 +66,7 @@ class Counted(nn.Module):
 
     def __init__(self, r: random.Random):
         super().__init__()
-        self.way = r.choice(("in_place", "assigned", "data", "copied", "by_size", "add_size", "if_training", "sliced"))
+        self.way = r.choice(("in_place", "assigned", "copied", "by_size", "if_training", "sliced"))
         self.register_buffer("count", torch.zeros((), dtype=r.choice((torch.long, torch.float32))))
         self.register_buffer("mean", torch.zeros(3), persistent=r.random() < 0.8)
         self.register_buffer("nothing", None)
@@ -198,8 +86,6 @@ class Counted(nn.Module):
             case "assigned":
                 self.count = self.count + 1
                 self.mean = 0.9 * self.mean + 0.1 * now
-            case "data":
-                self.mean.data = 0.9 * self.mean.data + 0.1 * now
             case "copied":
                 with torch.no_grad():
                     self.mean.copy_(self.mean.lerp(now.expand(3), 0.1))
@@ -207,8 +93,6 @@ class Counted(nn.Module):
                 if x.shape[0] > 3:
                     self.count += 1
                     self.mean[0] = now
-            case "add_size":
-                self.count += x.shape[0] * x[0].numel()
             case "sliced":
                 self.mean[1:].add_(now)
                 self.mean[:1] = self.mean[1:2] * 0.5
@@ -219,21 +103,42 @@ class Counted(nn.Module):
         return x + 0.1 * self.mean.sum() + 0.01 * self.count.clamp(max=5)
 
 
+def _noisy(x: Tensor) -> Tensor:
+    """Draw with the default generator, in another order of memory too."""
+    return x + torch.randn_like(x) * 0.1 + torch.empty_like(x.transpose(0, -1)).normal_(0, 0.1).transpose(0, -1)
+
+
+class Hooked(nn.Module):
+    """A layer with a hook of its own, from the beginning or from a later step on."""
+
+    def __init__(self, r: random.Random):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.kind = r.choice(("forward", "pre", "backward"))
+        self.handles: list[Any] = []
+        if r.random() < 0.5:
+            self.touch(r)
+
+    def touch(self, _: random.Random) -> None:
+        if self.handles:
+            self.handles.pop().remove()
+            return
+        match self.kind:
+            case "forward":
+                self.handles.append(self.inner.register_forward_hook(lambda *a: a[2] * 1.5))
+            case "pre":
+                self.handles.append(self.inner.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,)))
+            case _:
+                self.handles.append(self.inner.register_full_backward_hook(lambda _m, g, _o: tuple(2 * v for v in g)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * 1.0)
+
+
 ODD: dict[str, Callable[[random.Random], nn.Module]] = {
-    "activation": Activation,
-    "scaled": Scaled,
-    "scaled_too": Scaled,
+    "activation": lambda r: Activation(r.choice((torch.relu, torch.tanh))),
     "moded": Moded,
     "counted": Counted,
-    "counted_too": Counted,
-    "noise": Noise,
+    "noise": lambda _: Applied(_noisy),
     "hooked": Hooked,
-    "adversarial": Adversarial,
-    "constants": Constants,
-    "in_place": InPlace,
-    "detached": Detached,
-    "identity": lambda _: nn.Identity(),
 }
-
-SELDOM: dict[str, Callable[[random.Random], nn.Module]] = {"values_decide": ValuesDecide, "self_setting": SelfSetting}
-"""Layers that mostly have to be refused."""

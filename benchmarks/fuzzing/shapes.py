@@ -51,11 +51,6 @@ def _split(_: Any, x: Tensor) -> Tensor:
     return torch.cat((x[half:], x[:half] * 0.5))
 
 
-def _squeezed(m: Any, x: Tensor) -> Tensor:
-    y = m.inner(x).squeeze()
-    return x * (1.5 if y.dim() == 1 else 1.0)
-
-
 def _attention(m: Any, x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(m.inner(x)[None], x[None], x[None])[0]
 
@@ -68,34 +63,21 @@ def _broadcast(m: Any, x: Tensor) -> Tensor:
 
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": lambda _, x: x,
-    "gelu": lambda m, x: functional.gelu(m.inner(x)),
-    "residual": lambda m, x: x + m.norm(x),
     "centred": lambda _, x: x - x.sum(0) / max(x.shape[0], 1),
     "products": lambda m, x: m.inner(x) @ x.t() @ x / WIDTH if x.shape[0] else x,
     "softmax": lambda m, x: x * m.inner(x).softmax(0),
-    "cumulated": lambda _, x: x.cumsum(0),
-    "squeezed": _squeezed,
     "looped": _looped,
     "padded": _padded,
     "split": _split,
     "attention": _attention,
     "broadcast": _broadcast,
     "first_two": lambda _, x: torch.cat((x[:2] * 2, x[2:])),
-    "last": lambda _, x: x + x[-1:].sum(0),
-    "viewed": lambda _, x: x.reshape(-1).view(x.shape),
     "folded": lambda _, x: x.view(2, -1, WIDTH).flip(0).reshape(-1, WIDTH) if x.shape[0] % 2 == 0 else x,
     "repeated": lambda _, x: x.repeat(2, 1) if x.shape[0] < 3 else x,
-    "scaled": lambda _, x: x / (x.shape[0] + 1) ** 0.5,
-    "ranged": lambda _, x: x * torch.arange(1, x.shape[0] + 1)[:, None],
-    "eye": lambda _, x: torch.eye(x.shape[0]) @ x,
     "sorted": lambda _, x: x.sort(0).values,
     "topk": lambda _, x: x.topk(min(2, x.shape[0]), 0).values,
-    "einsum": lambda m, x: torch.einsum("nd,ed->ne", x, m.inner.weight),
     "dropout": lambda _, x: functional.dropout(x, 0.2),
-    "new_zeros": lambda _, x: x + x.new_zeros(x.shape[0], 1),
-    "expanded": lambda m, x: x * m.inner.bias.expand(x.shape[0], WIDTH),
     "chunked": lambda _, x: torch.cat([c * (i + 1) for i, c in enumerate(x.chunk(2))]),
-    "unique_way": lambda _, x: x * 2 if x.is_contiguous() and x.numel() > WIDTH else x,
 }
 
 
@@ -153,18 +135,6 @@ def _images(model: Any, batch: Any) -> tuple[Tensor, Numbers]:
     return model(x.flatten(2).sum(2)).sin().sum() + x.square().sum(), batch.shape
 
 
-def _wide(model: Any, batch: Any) -> tuple[Tensor, Numbers]:
-    x, extra = batch["x"], batch["extra"]
-    weights = model.table.weight.flatten()[: extra.shape[1]]
-    return model(x).sin().sum() + (extra * weights).square().sum(), (*x.shape, *extra.shape)
-
-
-def _apart(model: Any, batch: Any) -> tuple[Tensor, Numbers]:
-    first, second, third = batch
-    value = model(first).sin().sum() + model.inner(second).cos().sum() + third.sum() * model.norm.weight.sum()
-    return value, (first.shape[0], second.shape[0], third.shape[0])
-
-
 def _draw_tokens(g: torch.Generator, s: Sizes) -> Any:
     return torch.randint(0, WORDS, (s[0], s[1]), generator=g), torch.rand(s[0], s[1], generator=g) < 0.7
 
@@ -178,28 +148,18 @@ FORMS: dict[str, tuple[int, Draw, Loss]] = {
     "rows": (1, lambda g, s: (_randn(g, s[0], WIDTH), _randn(g, s[0])), _rows),
     "pair": (2, lambda g, s: {"p": _randn(g, s[0], WIDTH), "q": _randn(g, s[1], WIDTH)}, _pair),
     "boxes": (3, lambda g, s: (_randn(g, 3, WIDTH), [_randn(g, k, WIDTH) for k in s]), _boxes),
-    "more_boxes": (5, lambda g, s: (_randn(g, 6, WIDTH), [_randn(g, k, WIDTH) for k in s]), _boxes),
     "tokens": (2, _draw_tokens, _tokens),
     "ragged": (3, lambda g, s: [_randn(g, k, WIDTH) for k in s], _ragged),
     "graph": (2, _draw_graph, _graph),
     "images": (3, lambda g, s: _randn(g, s[0], WIDTH, s[1], s[2]), _images),
-    "wide": (3, lambda g, s: {"x": _randn(g, s[0], WIDTH), "extra": _randn(g, s[1], s[2])}, _wide),
-    "apart": (3, lambda g, s: (_randn(g, s[0], WIDTH), _randn(g, s[1], WIDTH), _randn(g, s[2])), _apart),
 }
 
 
 # What the loss makes of sizes
 
 
-def _weigh(value: Tensor, sizes: Numbers) -> Tensor:
-    for place, size in enumerate(sizes):
-        value = value * (1 + 0.1 * place) if size == 1 else value
-    return value
-
-
 BRANCHES: dict[str, Callable[[Tensor, Numbers], Tensor]] = {
     "is_one": lambda v, s: v * 0.5 if s[0] == 1 else v,
-    "any_is_one": _weigh,
     "is_zero": lambda v, s: v + 1 if s[-1] == 0 else v,
     "is_width": lambda v, s: v * 2 if s[0] == WIDTH else v,
     "is_even": lambda v, s: v * 0.7 if s[0] % 2 == 0 else v,
@@ -207,23 +167,15 @@ BRANCHES: dict[str, Callable[[Tensor, Numbers], Tensor]] = {
     "are_equal": lambda v, s: v * 0.9 if s[0] == s[-1] else v,
     "is_less": lambda v, s: v * 0.8 if s[0] < s[-1] else v,
     "mean": lambda v, s: v / max(s[0], 1),
-    "mean_of_all": lambda v, s: v / (sum(s) + 1),
-    "root": lambda v, s: v / (s[0] + 1.0) ** 0.5,
     "counted": lambda v, s: v * (1 + 0.1 * len(list(range(s[-1])))),
     "as_tensor": lambda v, s: v * torch.tensor(1.0 + s[0]),
-    "full": lambda v, s: v * torch.full((), s[0] + 1.0),
-    "clamped": lambda v, s: v * min(s[0], 3),
-    "as_float": lambda v, s: v * (1 + 0.1 * float(s[0])),
-    "halved": lambda v, s: v * (1 + s[0] // 2),
 }
 
 AUXILIARY: dict[str, Callable[[Tensor, Numbers], Any]] = {
     "sizes": lambda _, s: list(s),
     "ratio": lambda _, s: s[0] / (s[-1] + 1),
-    "tensor": lambda v, s: (torch.tensor(float(s[0])), v.detach() * 2),
     "way": lambda _, s: "one" if s[0] == 1 else "more",
     "dict": lambda v, s: {"n": s[0], "small": s[0] < 3, "value": v.detach().new_full((2,), s[-1])},
-    "zeros": lambda v, s: v.detach().new_ones(s[0], 2),
 }
 
 
@@ -272,7 +224,7 @@ def _sizes(program: Program, step: int, count: int, rank: int) -> Sizes:
             return [order[step] for order in orders]
 
 
-def draw_shapes(r: random.Random, add: Add, ranks: int) -> int:
+def draw_shapes(r: random.Random, add: Add, ranks: int) -> int:  # noqa: ARG001
     add("form", tuple(FORMS))
     for number in range(r.choice((0, 1, 1, 2))):
         add(f"body.{number}", tuple(BODIES))
@@ -281,5 +233,4 @@ def draw_shapes(r: random.Random, add: Add, ranks: int) -> int:
     add("aux", tuple(AUXILIARY), 0.4)
     add("varying", ("together", "one", "one", "all", "all", "in_turn"))
     add("accumulate", ("2",), 0.15)
-    add("fresh", ("yes",), 0.12 if ranks == 1 else 0.0)
     return r.choice((6, 7, 8, 10))

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from fuzzing.alone import Alone, draw_alone
 from fuzzing.decisions import Decisions, draw_decisions
-from fuzzing.outside import Outside, draw_outside
 from fuzzing.program import Add, Program
-from fuzzing.seeding import Seeding, draw_seeding
 from fuzzing.shapes import Shapes, draw_shapes
 from fuzzing.surroundings import Around, draw_around
 from fuzzing.tensor_kinds import Kinds, draw_kinds
+from fuzzing.watched import Watched, draw_watched
 from fuzzing.world import World
 
 
@@ -27,20 +26,19 @@ class Theme(NamedTuple):
 
 THEMES = {
     "shapes": Theme(draw_shapes, Shapes),
-    "seeding": Theme(draw_seeding, Seeding),
     "kinds": Theme(draw_kinds, Kinds),
     "around": Theme(draw_around, Around),
     "decisions": Theme(draw_decisions, Decisions),
     "alone": Theme(draw_alone, Alone),
-    "outside": Theme(draw_outside, Outside),
+    "watched": Theme(draw_watched, Watched),
 }
 
 
 def themes_of(ranks: int) -> tuple[str, ...]:
     """The themes of programs on so many ranks, as often as they are drawn."""
     if ranks == 1:
-        return ("shapes", "shapes", "seeding", "kinds", "kinds", "around", "decisions", "outside")
-    return ("alone", "alone", "alone", "shapes", "seeding", "decisions", "kinds", "outside")
+        return ("shapes", "shapes", "kinds", "kinds", "around", "decisions", "watched", "watched")
+    return ("alone", "alone", "alone", "shapes", "decisions", "kinds", "watched")
 
 
 def make_world(program: Program, rank: int) -> World:

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ class World:
         self.schedule: Any = SCHEDULES[schedule](self.optimizer) if schedule else None
         self.clip = float(program.get("clip", "0")) or None
         self.step: Any = None
-        self.handles: list[Any] = []
         self.reseed: int | None = None
         self.example = self.batch(0)
         self.saved = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
@@ -42,16 +40,12 @@ class World:
         """Micro-batches since the last step."""
         self.parted = False
         """True once eager replicas may differ, because one changed something alone."""
-        self.finish_building()
 
     # What small programs have of their own
 
     def build(self) -> tuple[nn.Module, Any, Any]:
         """The model, the loss function, and what sets a number in it."""
         return Net(self.program), *make_loss(self.program)
-
-    def finish_building(self) -> None:
-        """Do what needs all of the rest."""
 
     def before_step(self, step: int) -> None:
         """Change something, on this rank perhaps alone."""
@@ -74,11 +68,9 @@ class World:
         return None
 
     @contextmanager
-    def random_numbers(self, step: int) -> Generator[None]:
-        """Draw from this world's generators, and leave them where they come to be."""
+    def random_numbers(self) -> Generator[None]:
+        """Draw from this world's generator, and leave it where it comes to be."""
         torch.set_rng_state(self.generator_state)
-        random.seed(f"{self.program.seed} {step}")
-        numpy.random.seed(self.program.seed % 2**31 + step)
         if self.reseed is not None:
             torch.manual_seed(self.reseed)
             self.reseed = None

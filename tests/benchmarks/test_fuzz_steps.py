@@ -8,11 +8,11 @@ from fuzzing.follow import follow
 from fuzzing.themes import make_world, themes_of
 from fuzzing.world import World
 
-SEEDS = (100014, 200650, 200420, 200301, 200096, 200109, 200523, 200705, 200472, 200340, 200372, 200740)
+SEEDS = (100000, 100001, 100002, 100003)
 """Programs that together have most of what a program may have."""
 
 
-SMALL = (1000007, 1000008, 1000009, 1000002, 1000011, 1000004, 1000005, 1000006)
+SMALL = (1000001, 1000002, 1000004, 1000005, 1000006)
 """Small programs, of each theme at least one."""
 
 
@@ -36,12 +36,12 @@ def test_a_program_on_several_ranks_has_a_theme_of_its_own():
 
 
 def test_sizes_come_from_few_that_tracing_may_specialise():
-    world = make_world(draw(1_000_104), 0)
+    world = make_world(draw(1_000_129), 0)
     assert {world.batch(step)[0].shape[0] for step in range(5)} >= {0, 1, 2, 4}
 
 
 def test_leaving_out_a_feature_moves_no_other():
-    program = draw(100015)
+    program = draw(100003)
     smaller = program.without(["block.1", "change.0"])
     assert [f for f in program.features if f.slot not in ("block.1", "change.0")] == list(smaller.features)
     assert program.random("block.0").random() == smaller.random("block.0").random()
