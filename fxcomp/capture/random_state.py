@@ -93,7 +93,8 @@ def _stand_in(real: torch.Generator, call: Call) -> torch.Generator:
 
         return called
 
-    return type("DefaultGenerator", (torch.Generator,), {name: passing_on(name) for name in _METHODS})(real.device)
+    methods = {name: passing_on(name) for name in _METHODS}
+    return type("DefaultGenerator", (type(real),), methods)(real.device)
 
 
 def _refuse(what: str, at: str | None = None) -> NoReturn:
