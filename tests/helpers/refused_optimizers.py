@@ -630,7 +630,7 @@ GUARDS = {
         goes_on(freeze, again=True),
     ),
     "a later gradient hook": Row(
-        f"{GUARD}::StructureGuard._refuse_gradient_hook",
+        f"{GUARD}::StructureGuard._check_gradient_hooks",
         "Remove it, or do its work in the",
         changed(hook_gradient),
         goes_on(lambda m, o: hook_gradient(m, o).remove(), again=False),
