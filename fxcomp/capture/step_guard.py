@@ -30,7 +30,8 @@ from fxcomp.capture.optimizer import (
     live_numbers,
 )
 from fxcomp.capture.training import Training
-from fxcomp.capture.watch import Signature
+from fxcomp.capture.untouched import put_back_if_refused
+from fxcomp.capture.watch import Signature, Watched
 from fxcomp.errors import StepChanged, Unsupported
 from fxcomp.runtime.arrivals import has_foreign_hooks
 
@@ -229,6 +230,10 @@ class StepGuard:
         attributes = tuple(map(_attributes, self._training.optimizers))
         return Key(watched, options, attributes, surroundings(), self._structure.frozen())
 
+    def watched(self) -> Watched:
+        """Return the watched values as they are now."""
+        return self._training.watch.watched()
+
     def change(self, old: Key, new: Key) -> Change | None:
         """Name the first thing that differs between two keys; None if nothing does."""
         if change := self._training.watch.difference(old.watched, new.watched):
@@ -253,6 +258,11 @@ def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], Graph
     Raises StepChanged if every call changes it, or if the first call computes otherwise than the second.
     """
     start = guard.key()
+    with put_back_if_refused(guard.watched()):
+        return _settled(guard, start, trace, graph)
+
+
+def _settled(guard: StepGuard, start: Key, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
     first = trace()
     ready = guard.key()
     if ready == start:

@@ -20,6 +20,7 @@ import random
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
@@ -77,6 +78,32 @@ def untouched(watched: Watched) -> Generator[None]:
             " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
             " once before compile_step. A table by parameter takes names, or id(parameter), as keys."
         )
+
+
+@contextmanager
+def put_back_if_refused(watched: Watched) -> Generator[None]:
+    """Leave watched values as they were, counters and lists too, if a capture ends in an error of fxcomp's."""
+    held = [(holder, _content(holder)) for holder in watched.holders]
+    try:
+        yield
+    except errors.FxcompError:
+        for holder, before in held:
+            _put_back(holder, before)
+        raise
+
+
+def _put_back(holder: Holder, before: Any) -> None:
+    now, owner = _content(holder), holder.owner
+    if holder.key:
+        if now is not before:
+            _write(owner, holder.key, before)
+    elif isinstance(owner, dict):
+        if now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
+            dict.clear(owner)
+            dict.update(owner, before)
+    elif len(now) != len(before) or not all(map(is_, now, before)):
+        owner.clear()
+        (owner.update if isinstance(owner, set) else owner.extend)(before)
 
 
 # Caches
