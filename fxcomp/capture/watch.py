@@ -291,7 +291,7 @@ class Watched:
         kind = type(value)
         if depth.calls <= CALLS:
             for function in _functions_of(kind):
-                if is_users(function) and (function.__name__ in self._names or _is_implicit(function.__name__)):
+                if is_users(function) and self._may_call(function.__name__):
                     self._follow_function(function, f"{name}.{function.__name__}", depth.calls + 1)
         for key in (key for base in kind.__mro__ for key in _slots_of(base)):
             if key in self._names and hasattr(value, key):
@@ -302,6 +302,15 @@ class Watched:
             self.holders.append(Holder(f"{name}.", vars(value)))
             self._follow_attributes(vars(value), name, depth)
         self._follow_class(kind, depth)
+
+    def _may_call(self, method: str) -> bool:
+        """Return whether some code names a method, or Python calls it without a name, as `__mul__`.
+
+        Constructors, and what a dataclass compares and prints, name every field, whoever reads it.
+        """
+        if method.startswith("__"):
+            return method not in ("__init__", "__new__", "__repr__", "__eq__", "__hash__")
+        return method in self._names
 
     def _follow_class(self, kind: type, depth: _Depth) -> None:
         """Watch the plain attributes and collections of a class of the user's that code names."""
@@ -472,11 +481,6 @@ def _attributes_named(code: CodeType) -> frozenset[str]:
 
 def _inner(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-def _is_implicit(name: str) -> bool:
-    """Return whether Python calls a method that no code names, such as `__call__` and `__mul__`."""
-    return name.startswith("__") and name not in ("__init__", "__new__", "__repr__")
 
 
 @lru_cache(maxsize=1024)
