@@ -331,6 +331,7 @@ class Watched:
         self._known[id(tensor)] = Same.of(tensor)
         self.holders.append(Holder(f"{name}.", vars(tensor)))
         self._follow_attributes(vars(tensor), name, _Depth())
+        (self._views if vars(tensor) else self._empty).append(vars(tensor))
 
     def _compare_memory(self, tensor: Tensor) -> None:
         with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped one lies in no one place

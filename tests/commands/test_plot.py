@@ -35,7 +35,7 @@ def test_other_numbers_are_drawn_if_they_are_named(logs: list[str]):
     page = Path("other.html").read_text()
     assert "<h2>accuracy</h2>" in page
     assert "<h2>Loss</h2>" not in page
-    assert "a/run.jsonl: no line has &#x27;none&#x27;" in page
+    assert "a/run.jsonl: no line has &#39;none&#39;" in page
 
 
 def test_a_page_takes_the_place_of_a_page_alone(logs: list[str], capsys: pytest.CaptureFixture[str]):

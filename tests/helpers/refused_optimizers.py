@@ -668,19 +668,19 @@ GUARDS = {
         f"{GUARD}::_refuse", "on around the compiled step", transformed, lambda: assert_trains(small())
     ),
     "a counter": Row(
-        f"{GUARD}::settled",
+        f"{GUARD}::_settled",
         "Keep such counters outside the model, or in a buffer",
         lambda: compile_alone(Counts()),
         lambda: assert_trains(CountsInBuffer()),
     ),
     "a first call": Row(
-        f"{GUARD}::settled",
+        f"{GUARD}::_settled",
         "call it once, with such a batch, before the step",
         lambda: compile_alone(SetsUp()),
         lambda: assert_trains(already_called()),
     ),
     "a first call by a buffer": Row(
-        f"{GUARD}::settled",
+        f"{GUARD}::_settled",
         "Let it decide by a buffer",
         lambda: compile_alone(SetsUp()),
         lambda: assert_trains(SetsUpByBuffer()),
