@@ -168,7 +168,7 @@ def _write(owner: Any, key: str, value: Any) -> None:
 
 
 def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:
-    """Return `tensor`, `number` or `known` for a value that is of a trace or holds one that is; empty if not.
+    """Return `tensor`, `number` or `known` if a value belongs to a trace or holds such a value; empty if not.
 
     A number was read of a tensor, and only the step knows it; a size is known before.
     """

@@ -298,7 +298,7 @@ class Watched:
                 self._slot(value, key)
                 self._note(f"{name}.{key}", getattr(value, key), depth)
         if kind.__dictoffset__:
-            self._sized.append(vars(value))  # an attribute that appears may be one that code names
+            self._sized.append(vars(value))  # code may name an attribute that is added later
             self.holders.append(Holder(f"{name}.", vars(value)))
             self._follow_attributes(vars(value), name, depth)
         self._follow_class(kind, depth)
@@ -306,7 +306,7 @@ class Watched:
     def _may_call(self, method: str) -> bool:
         """Return whether some code names a method, or Python calls it without a name, as `__mul__`.
 
-        Constructors, and what a dataclass compares and prints, name every field, whoever reads it.
+        Constructors and the generated methods of a dataclass name every field, also unread ones.
         """
         if method.startswith("__"):
             return method not in ("__init__", "__new__", "__repr__", "__eq__", "__hash__")
@@ -370,7 +370,7 @@ class Watched:
                 self._note(where, table[key], depth)
 
     def _follow_modules(self, root: nn.Module, name: str, calls: int) -> None:
-        """Watch a module and those below it: all of their attributes, whoever reads them."""
+        """Watch all attributes of a module and of its submodules."""
         named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules(prefix=name))
         modules = [each for each in named if not isinstance(each[1], torch.jit.ScriptModule)]  # these are in C++
         for _, module in modules:
