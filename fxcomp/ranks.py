@@ -184,7 +184,7 @@ class Ranks:
                 talk = self._talk = _talk(self._root, self._talks)
             has_met_again = self._meet(what, after_a_stop)
             yield
-            talk.attempt("ending", lambda: None)
+            talk.attempt(f"the end of {what}", lambda: None)
             talk.forget()
             if self._root.peers is not None:
                 self._root.peers.at(f"after {what}")

@@ -42,7 +42,7 @@ def one_is_killed(rank: int, killer: tuple[type, str], first_step: int) -> None:
         (0, (Momenta, "lacking"), WARM, "rank 0 has gone before it arrived at freezing second moments"),
         (2, (Launch, "start"), WARM + 1, rf"step {WARM + 1} did not end: .* rank 2 left a collective"),
         (1, (Momenta, "energies"), WARM + 1, rf"step {LOOK_EVERY - 1} did not end: .* left a collective"),
-        (1, (Momenta, "thaw"), JUMP, "rank 1 has gone before it arrived at exchanging gradients again"),
+        (1, (Momenta, "thaw"), JUMP, "rank 1 has gone before it arrived at the end of exchanging gradients again"),
         (2, (Launch, "start"), THAWS, rf"step {THAWS} did not end: .* rank 2 left a collective"),
     ],
     ids=["at the freeze", "at momenta", "at a look", "at the thaw", "after the thaw"],
