@@ -49,7 +49,7 @@ def runner(name: str, predicted_ms: float, loss: float = 0.0) -> Runner:
 def raced(*entrants: tuple[Runner, float], **more: Any) -> Raced:
     """The end of a race whose steps take exactly so long, but for what `noise` multiplies them by."""
     noise: Callable[[int], float] = more.get("noise", lambda _: 1.0)
-    race = Race([each for each, _ in entrants], WARM_STEPS, Calendar())
+    race = Race([each for each, _ in entrants], WARM_STEPS, Calendar().free_steps)
     while race.result is None:
         ms = entrants[race.turn.number][1]
         race.end_turn([ms * noise(step) for step in race.turn.steps])
@@ -125,7 +125,7 @@ def test_what_is_predicted_to_be_far_behind_is_not_heard_again():
 
 def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
     seen: list[int] = []
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar(VerifiedSteps(2)))
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar(VerifiedSteps(2)).free_steps)
     while race.result is None:
         seen += race.turn.steps
         race.end_turn([None] * len(race.turn.steps))
@@ -135,7 +135,7 @@ def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
 
 
 def test_one_of_several_batches_is_enough():
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar())
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar().free_steps)
     while race.result is None:
         ms = (30.0, 20.0)[race.turn.number]
         race.end_turn([None if step % 3 else ms for step in race.turn.steps])
