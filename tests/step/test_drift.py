@@ -103,18 +103,6 @@ def test_links_that_become_slow_are_measured_again_and_all_ranks_follow_another_
     assert found["patience"][0] == 1
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("replan", "more"), [("auto", ["planned again"]), ("offer", [])])
-def test_a_drift_that_leads_to_no_other_plan_is_noted_once_and_waited_for_twice_as_long(replan: str, more: list[str]):
-    found = same(run_ranks(2, train, 10.0, 2.0, 8, {"replan": replan}))
-    drift, *others = found["notes"]
-    assert drift.startswith(f"step {3 * WINDOW}: steps take ")
-    assert ("step.replan(), called by every rank," in drift) is (replan == "offer")
-    assert [" ".join(note.split()[:2]) for note in others][:1] == more
-    assert found["is dense"]
-    assert found["patience"][0] >= 2
-
-
 def measured_now() -> tuple[bool, list[str]]:
     """Let a job measure its own links; tell which costs have changed."""
     step = compiled(table(0.001))

@@ -21,6 +21,7 @@ from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.search.decision import Decision
 from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import WINDOW, Calendar, Use
+from fxcomp.step.race import WARM_STEPS
 from fxcomp.step.schedule import StepSchedule
 
 NAMES = "dense", "int8", "bf16"
@@ -284,3 +285,22 @@ def test_a_job_that_goes_back_begins_its_race_again():
     found = follow(steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0}), 90, RUNNERS, before=back)
     assert set(found.plans[70:]) == {"int8"}
     assert "in steps 8 to" in found.notes[0]
+
+
+def test_a_race_waits_for_the_warm_up_and_none_is_held_where_it_is_off():
+    def warm(schedule: StepSchedule, step: int) -> None:
+        if step == 0:
+            schedule.calendar.warm_from = (0, 6)
+            schedule.wait(step)
+
+    times = steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0})
+    found = follow(times, 80, RUNNERS, before=warm)
+    assert found.uses.index(Use.TURN) == 6 + WARM_STEPS
+    off = follow(times, 80, RUNNERS, checks=Checks(verify="never", race="off"))
+    assert (set(off.plans), off.notes) == ({"int8"}, [])
+
+
+def test_where_a_rank_never_times_a_step_the_plan_in_force_stays():
+    found = follow(lambda _, __, rank: 10.0 if rank == 0 else None, 130, RUNNERS)
+    assert found.plans[-1] == "int8"
+    assert "no step was timed by all ranks" in found.notes[0]
