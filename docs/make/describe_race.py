@@ -125,7 +125,7 @@ def run_race(choice: Choice) -> tuple[list[Turn], Raced]:
     runners = sorted(choice.runners, key=lambda runner: runner.plan != choice.plan)
     true_ms = [step_ms(runner, right_costs()) for runner in runners]
     noise = random.Random(0)
-    contest = Race(runners, _BEGINS, Calendar())
+    contest = Race(runners, _BEGINS, Calendar().free_steps)
     turns: list[Turn] = []
     while contest.result is None:
         current, steps = contest.turn.number, contest.turn.steps

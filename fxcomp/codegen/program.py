@@ -1,11 +1,11 @@
 """Make a program: one captured step, rewritten for one plan, emitted as source and loaded.
 
-captured step ─► final graph ─emit─► source ─load─► module ─► program.run(runtime, arguments)
+captured step ─► final graph ─emit─► source ─load─► module
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.compiled_regions import regions_of_capture
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
-from fxcomp.codegen.profiled import run_named
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
 from fxcomp.graph.captured import Captured
@@ -25,7 +24,6 @@ from fxcomp.graph.edit import value_bytes
 from fxcomp.graph.info import Role, Source, info
 from fxcomp.graph.lines import line_of, numbers_of
 from fxcomp.runtime.buffers import AS_WRITTEN, Numbers
-from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
@@ -104,12 +102,6 @@ class Program:
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
         """Follow a graph of the same lines with other numbers; nothing is emitted."""
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
-
-    def run(self, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run one step; returns what the emitted function does, the loss and the auxiliary results."""
-        if compat.is_profiling():
-            return run_named(self.module, self.graph, runtime, arguments)
-        return self.module.step(runtime, *arguments)
 
 
 def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:

@@ -32,11 +32,10 @@ from fxcomp.site import NOBODY
 from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
+from fxcomp.step.executor import Executor
 from fxcomp.step.follower import Followed, Follower
-from fxcomp.step.lockstep import Lockstep
 from fxcomp.step.metrics import Counts, metrics_of
-from fxcomp.step.observer import Observer
-from fxcomp.step.referee import Referee
+from fxcomp.step.schedule import Schedule
 from fxcomp.step.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class BackwardPasses(ABC):
     def __init__(self, what: str, start: Start, closed: str, given: Given = None):
         self.start, self.site = start, start.site
         self._what, self._given = what, given
-        self.lockstep = Lockstep(self.site.ranks, closed)
+        self.executor = Executor(self.site.ranks, closed)
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
         """Those of this process."""
@@ -98,12 +97,10 @@ class BackwardPasses(ABC):
         """The owner of the plan that passes follow, once there is one."""
         self._skipped = 0
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
-        self._calendar = Calendar()
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
         """From the end of one planned pass to the end of the next."""
-        self.referee = Referee(self._calendar, self.times, self.site, self._take_turn, self._settle)
-        self._observers: tuple[Observer, ...] = (self.referee,)
+        self.schedule = Schedule(Calendar(), self.times, self.site, self._take_turn, self._settle)
         self._ended: Any = None
 
     @property
@@ -125,7 +122,7 @@ class BackwardPasses(ABC):
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will after passes that are not counted."""
-        return self.referee.is_racing
+        return self.schedule.is_racing
 
     @property
     def is_timed(self) -> bool:
@@ -177,8 +174,8 @@ class BackwardPasses(ABC):
 
     def enter(self) -> None:
         """Begin a pass. Raises RanksApart where ranks have stopped at different places."""
-        self.lockstep.enter(self.passes)
-        self.lockstep.has_begun = True
+        self.executor.enter(self.passes)
+        self.executor.has_begun = True
 
     def follow_scale(self) -> None:
         """Let what is kept be in the unit of the loss's factor."""
@@ -207,14 +204,13 @@ class BackwardPasses(ABC):
     def end_pass(self, layout: Layout) -> None:
         """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""
         self.passes += 1
-        for each in self._observers:
-            each.between(self.passes)
+        self.schedule.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
             self.decide(layout)
 
     def stop(self, error: BaseException) -> None:
         """End the pass under way, in which something was raised; the other ranks learn of it."""
-        self.lockstep.leave(error, self.runtime)
+        self.executor.leave(error, self.runtime)
 
     # Deciding
 
@@ -226,7 +222,7 @@ class BackwardPasses(ABC):
 
     def _decide(self, layout: Layout, given: Given) -> None:
         self.follower = Follower(self.start.trained, self._decision(layout))
-        self.referee.call_off()
+        self.schedule.call_off()
         self._load(given)
         self._line_up(layout)
         self._prepare(self.follower.now, layout)
@@ -258,7 +254,7 @@ class BackwardPasses(ABC):
             follower.line_up([runner.plan for runner in runners[1:]])
             for followed in follower.racing:
                 self._prepare(followed, layout)
-            self.referee.line_up(runners, self.passes)
+            self.schedule.line_up(runners, self.passes)
 
     def _take_turn(self, number: int) -> None:
         self.planned.take_turn(number)
@@ -288,7 +284,7 @@ class BackwardPasses(ABC):
 
     def load_state_dict(self, given: Given) -> None:
         """Take back a state, or keep it until there is a plan; every rank calls it."""
-        self.lockstep.check_open()
+        self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             if self.follower is None:
                 self.start, self._given = self.start.follow(given), given
@@ -301,12 +297,11 @@ class BackwardPasses(ABC):
         if steps is None:
             return
         self._passes_before = steps - self.passes
-        for each in self._observers:
-            each.resume(self.passes, given)
+        self.schedule.wait(self.passes)
         if self.is_racing:  # it begins again
             self.runtime.forget_buffers()
             self._go_on()
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there."""
-        self.lockstep.close(self.runtime)
+        self.executor.close(self.runtime)

@@ -16,7 +16,6 @@ from fxcomp import compat
 from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.codegen.emit import emit
 from fxcomp.codegen.load import compile_regions, load
-from fxcomp.codegen.profiled import run_named
 from fxcomp.codegen.traced import trace_program
 from fxcomp.errors import ReplicasDiffer
 from fxcomp.frontends.gradient_watch import GradientWatch
@@ -33,8 +32,8 @@ from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.saved_state import Given
+from fxcomp.step.executor import Executor
 from fxcomp.step.follower import Follower
-from fxcomp.step.lockstep import Lockstep
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class CompiledModel:
     averaging: Averaging
     """Shared by all that one model is compiled to."""
     runtime: Runtime = field(init=False)
-    lockstep: Lockstep = field(init=False)
+    executor: Executor = field(init=False)
     source: str = ""
     """The backward pass that was emitted last."""
     passes: int = 0
@@ -89,7 +88,7 @@ class CompiledModel:
         return self.site.ranks.members
 
     def __post_init__(self) -> None:
-        self.runtime, self.lockstep = Runtime(self.site.transport, self.site.device), Lockstep(self.site.ranks, CLOSED)
+        self.runtime, self.executor = Runtime(self.site.transport, self.site.device), Executor(self.site.ranks, CLOSED)
         self.runtime.gradients.owed = self.state.owed
         alive = {name: found for name, ref in self.parameters.items() if (found := ref()) is not None}
         self._arrivals = {name: Arrivals.of(parameter) for name, parameter in alive.items()}
@@ -110,7 +109,7 @@ class CompiledModel:
 
     def fail(self, error: BaseException) -> None:
         """Stop outside of a backward pass, and give the other ranks the error."""
-        self.lockstep.fail(self.passes, error, self.runtime)
+        self.executor.fail(self.passes, error, self.runtime)
 
     @property
     def next_meeting(self) -> str:
@@ -135,7 +134,7 @@ class CompiledModel:
 
     def close(self) -> None:
         """End the pool's thread and give back the process groups; other ranks need not be there."""
-        self.lockstep.close(self.runtime)
+        self.executor.close(self.runtime)
         if self.watch.is_of_graph:
             self.watch.lift()
 
@@ -147,7 +146,7 @@ class CompiledModel:
 
     def load_state_dict(self, state: Given) -> None:
         """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
-        self.lockstep.check_open()
+        self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             self.follower.load(state)
             self.runtime.gradients.owed = self.state.owed
@@ -171,25 +170,21 @@ class CompiledModel:
         def backward(values: list[Any]) -> Sequence[Any]:
             with torch.no_grad():
                 arguments = arguments_of({**kept, InputKind.BATCH: values})
-                if compat.is_profiling():
-                    _, results = run_named(module, final, self.runtime, arguments)
-                else:
-                    _, results = module.step(self.runtime, *arguments)
-                self.runtime.finish()
+                _, results = self.executor.run(module, final, self.runtime, arguments)
+                self.executor.end(self.state, self.runtime)
                 self.runtime.buffers.give_away([results[place] for place in places.values()])
-                self.state.settle()
                 self._note_averaged()
                 self.passes += 1
             return results
 
         def together(values: list[Any]) -> Sequence[Any]:
-            self.lockstep.enter(self.passes)
-            self.lockstep.has_begun = True
+            self.executor.enter(self.passes)
+            self.executor.has_begun = True
             try:
                 self._take_up_own()
                 return backward(values)
             except BaseException as error:
-                self.lockstep.leave(error, self.runtime)
+                self.executor.leave(error, self.runtime)
                 raise
 
         return together
@@ -235,7 +230,7 @@ class CompiledModel:
         try:
             self._check_equal(*self._digests())
         except BaseException as error:
-            self.lockstep.leave(error, self.runtime)
+            self.executor.leave(error, self.runtime)
             raise
 
     def _digests(self) -> tuple[list[str], Tensor]:

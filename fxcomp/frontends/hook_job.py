@@ -14,7 +14,7 @@ ends in the hook of the last bucket. So an error leaves `backward()` as it was r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,14 +25,13 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import RanksApart, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_plan import fitted
-from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Running, Wrapped, arriving
+from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Wrapped, arriving
 from fxcomp.frontends.start import Start, has_whole_plan
-from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
 from fxcomp.runtime.group import Work
-from fxcomp.search.choose import flip_gbit
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
+from fxcomp.step.explain import explanation_of
 from fxcomp.step.follower import Followed
 from fxcomp.step.unused import ZeroGradients
 
@@ -95,12 +94,9 @@ class HookJob(BackwardPasses):
         self._layout: Layout = ()
         """The buckets of the last pass."""
         self._arrived = Arrived()
-        self._running: Running | None = None
         self._gathers = False
         """The pass under way runs when its last bucket has come."""
         self._unused: ZeroGradients | None = None
-        self._flip_gbit: tuple[float | None] | None = None
-        """Where the verdict changes, once somebody has asked: that takes a second or so."""
 
     @property
     def source(self) -> str:
@@ -138,7 +134,7 @@ class HookJob(BackwardPasses):
             return future
 
     def stop(self, error: BaseException) -> None:
-        self._arrived, self._running, self._unused = Arrived(), None, None
+        self._arrived, self._unused = Arrived(), None
         super().stop(error)
 
     def _take(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Future:
@@ -190,7 +186,8 @@ class HookJob(BackwardPasses):
     def _begin(self, program: HookProgram) -> None:
         self.follow_scale()
         state = self.planned.state
-        self._running = program.start(self.runtime, state) if self._wrapped.shapes else None
+        if self._wrapped.shapes:
+            self.executor.begin(program.module, self.runtime, program.arguments(state))
         if self._wrapped.finds_unused and state.keeps_something:
             self._unused = ZeroGradients(state)
 
@@ -200,7 +197,7 @@ class HookJob(BackwardPasses):
         assert program is not None, "a step is under way"
         if not kind.names:  # sparse: no line waits for it
             return
-        if self._running is None or program.layout[number] != kind:
+        if not self.executor.is_under_way or program.layout[number] != kind:
             raise Unsupported(
                 f"DistributedDataParallel has changed its buckets in the middle of training: bucket {number} begins"
                 f" with {kind.names[0]!r} now.\n  Register the hook before the first backward pass."
@@ -213,11 +210,8 @@ class HookJob(BackwardPasses):
             if name in owed:
                 gradient.add_(owed[name].view(gradient.shape))
         program.lend(number, views[0], self.runtime)
-        try:
-            self._running.send(views)
-        except StopIteration as end:
-            self._running = None
-            program.hand_back(end.value[1], self._arrived.buffers)
+        if (results := self.executor.arrive(views)) is not None:
+            program.hand_back(results[1], self._arrived.buffers)
 
     def _finish(self) -> None:
         """End a pass: every bucket has come."""
@@ -236,11 +230,8 @@ class HookJob(BackwardPasses):
         """End the step that a pass has fed, and time it if it streamed."""
         if self._gathers:
             self._run_gathered(self._layout)
-        assert self._running is None, "a step ends with its last bucket"
-        self.runtime.finish()
+        self.executor.end(self.planned.state, self.runtime)
         counters = self.count()
-        if not counters.skipped:
-            self.planned.state.settle()
         if self._unused is not None:
             pairs = zip(self._layout, self._arrived.buffers, strict=True)
             self._unused.put_back(
@@ -285,27 +276,9 @@ class HookJob(BackwardPasses):
         return self._programs[key]
 
     def report(self) -> str:
-        return to_text(self._explanation())
-
-    def _explanation(self) -> Explanation:
-        decision, cluster = self.planned.decision, self.site.cluster
-        terms = self.start.terms
+        decision, terms, notes = self.planned.decision, self.start.terms, (*self._wrapped.notes, *self.site.ranks.notes)
         assert self._program is not None, "a plan has a program"
-        if decision.choice is not None and cluster.hosts > 1 and self._flip_gbit is None:
-            self._flip_gbit = (flip_gbit(decision.workload, decision.costs, cluster, terms),)
-        return Explanation(
-            plan=decision.plan,
-            timeline=self._program.timeline,
-            workload=decision.workload,
-            costs=decision.costs,
-            cluster=cluster,
-            choice=decision.choice,
-            mode=terms.mode.value,
-            flip_gbit=self._flip_gbit[0] if self._flip_gbit else None,
-            notes=(*decision.notes, *self._wrapped.notes, *self.site.ranks.notes),
-            measured_ms=self.times.median_ms,
-            exposed_ms=self.times.exposed_ms,
-            budget=terms.budget,
-            raced=self.referee.raced,
-            is_racing=self.is_racing,
+        found = explanation_of(
+            decision, self._program.timeline, terms, self.site, self.times, self.schedule, self.passes, notes
         )
+        return to_text(replace(found, is_racing=self.is_racing))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
@@ -40,7 +40,6 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.gradient_state import GradientState
 
-Running = Generator[int, list[Tensor], tuple[None, tuple[Tensor, ...]]]
 """A step under way: it asks for buckets of DDP by number, and returns the plan's means."""
 
 
@@ -202,14 +201,11 @@ class HookProgram:
         residuals, states = (tuple(slots_of(final, kind)) for kind in (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE))
         return cls(layout, module, source, timeline, tuple(runs), lent, residuals, states)
 
-    def start(self, runtime: Runtime, state: GradientState) -> Running:
-        """Begin a step. Nothing runs before a bucket is sent."""
+    def arguments(self, state: GradientState) -> Sequence[Any]:
+        """Return the inputs of the step: residuals and compressors' states."""
         residuals = [state.residuals.of(self.first + k, slot) for k, slot in self.residuals]
         states = [state.compressor_states.of(self.first + k, slot) for k, slot in self.states]
-        arguments = arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
-        running: Running = self.module.step(runtime, *arguments)
-        next(running)
-        return running
+        return arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
 
     def lend(self, number: int, buffer: Tensor, runtime: Runtime) -> None:
         """Let lines write into a buffer of DDP that has come."""

@@ -150,14 +150,9 @@ class ScatterJob(BackwardPasses):
         state, number = self.planned.state, program.first
         if program.residuals and number not in self._pass.before:
             self._pass.before[number] = state.residuals.of(number).clone()
-        running = program.start(self.runtime, state)
-        try:
-            running.send(program.layout[0].with_views(given))
-        except StopIteration as end:
-            mean: Tensor = end.value[1][0]
-        else:
-            raise AssertionError("a module's step ends with its gradients")
-        self.runtime.finish()
+        self.executor.begin(program.module, self.runtime, program.arguments(state))
+        _, (mean, *_) = self.executor.arrive(program.layout[0].with_views(given))
+        self.executor.end(None, self.runtime)
         output.copy_(mean.mul_(self.site.ranks.world_size) if compat.is_sum(op) else mean)
 
     def _look_at(self, part: Tensor) -> None:
@@ -237,7 +232,7 @@ class ScatterJob(BackwardPasses):
 
     def load_state_dict(self, given: Given) -> None:
         """Take back a state, with its plan unless one was named: modules are known before they are timed."""
-        self.lockstep.check_open()
+        self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             start = self._asked.follow(given, self._fits)
             if start.options is not self._asked.options or (self.follower is None and start.loads):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.plan import Plan
-from fxcomp.search.choose import Choice
+from fxcomp.search.choose import Choice, flip_gbit
+from fxcomp.search.question import Terms
 from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
@@ -122,6 +124,18 @@ class Decision:
     choice: Choice | None = None
     """The comparison of plans; None where the plan was given."""
     notes: tuple[str, ...] = ()
+    _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
+
+    def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
+        """Return the bandwidth between hosts at which the verdict changes; None without one.
+
+        The search takes a second or so, and is done once.
+        """
+        if self.choice is None or cluster.hosts == 1:
+            return None
+        if not self._flips:
+            self._flips.append(flip_gbit(self.workload, self.costs, cluster, terms))
+        return self._flips[0]
 
 
 @dataclass(frozen=True, slots=True)

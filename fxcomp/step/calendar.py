@@ -6,8 +6,8 @@ The first that holds takes the step, so a step is for one thing at most: each ma
 times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
 unlike the first one; whoever observes the step says what happens then.
 
-Who agrees with the other ranks on something later enters it here: a turn, the plan that is followed from a step on, the
-first step that may take the next look.
+The schedule (`schedule.py`) enters what ranks agree on later: a turn, the step from which a plan is followed, the first
+step that may take the next look.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ class Calendar:
     patience: int = 1
     """Windows for which no drift is judged after the last one was acted on."""
     patient_until: int = 0
-    solved_at: int = 0
-    """After so many steps the plan was last solved for by the errors of its gradients."""
     look_from: int | None = None
     """The first step that may take the next look; None while none is due."""
     verified_too: int | None = None
@@ -124,10 +122,6 @@ class Calendar:
             step += 1
         return tuple(found)
 
-    def give_turn(self, number: int, step: int, count: int) -> None:
-        """Let so many steps from one on count for a plan that races."""
-        self.turn = RaceTurn(number, self.free_steps(step, count))
-
     def stay(self) -> None:
         """Follow one plan from now on: no warm-up is left, however far back a job goes on."""
         self.warm_from = (0,)
@@ -148,7 +142,7 @@ class Calendar:
 
         Without `saved` nothing is waited for yet. Turns, looks and the warm-up are those of this start.
         """
-        self.followed_from = self.solved_at = step
+        self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):
             known = value if saved is None else saved.get(name, value)
             if not isinstance(known, int):

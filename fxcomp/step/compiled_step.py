@@ -26,13 +26,12 @@ from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_genera
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
-from fxcomp.step.explain import Explainer, notes_of
-from fxcomp.step.guard import Guard
+from fxcomp.step.explain import explanation_of, explanation_of_step, notes_of
 from fxcomp.step.metrics import Counts, in_a_line, metrics_of
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.profile import Profiler
-from fxcomp.step.steering import Replanner, Steering
+from fxcomp.step.schedule import Replanner, StepSchedule
 from fxcomp.step.step_times import StepTimes
 from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
@@ -66,12 +65,10 @@ class CompiledStep:
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
-        self._site, self._ranks = site, site.ranks
-        force.calendar.verified = options.checks.verified
+        self._site, self._options, self._terms = site, options, planner.terms
         self.times = StepTimes(site.device)
         """The times of recent steps."""
         self._execution = Execution(force, self.times, site, options)
-        self._explainer = Explainer(site, options, planner.terms)
         self.training = force.inputs.training
         self.steps = 0
         """The steps that were taken, those before a loaded state among them."""
@@ -80,15 +77,14 @@ class CompiledStep:
         """So many steps changed nothing, because a gradient was not finite on some rank."""
         self.notes = Notes(site.ranks.notes)
         """Sentences about what happened, which reports end with."""
-        self._steering = Steering(force, self.times, planner, options, site, self.notes.append)
+        self._schedule = StepSchedule(force, self.times, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
         """The bytes that this rank put into collectives in the last step, by kind and level."""
         self._followed = force.plan, force.predicted  # by the last step, as told in its metrics
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, self.notes.append, inputs.sums)
-        self._guard, self._profiler = Guard(force, site.ranks, self._steering.follow, self.notes.append), Profiler()
-        acting = self._guard, self._steering, self._steering.referee, self._profiler
-        self._observers: list[Observer] = [verifier, *acting]
+        self._profiler = Profiler()
+        self._observers: list[Observer] = [verifier, self._profiler]
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
@@ -106,29 +102,25 @@ class CompiledStep:
         return self._run_outside(self, batch, last=last)
 
     def _call(self, batch: Any, *, last: bool) -> Any:
-        group, lockstep, scale = self._execution.group, self._execution.lockstep, self.training.loss_scale
-        lockstep.enter(self.steps, goes_on=group.has_begun)
+        execution, group, scale = self._execution, self._execution.group, self.training.loss_scale
+        execution.enter(self.steps, goes_on=group.has_begun)
         try:
             if not torch.is_grad_enabled():
                 raise Unsupported(_GRADIENTS_ARE_OFF)
             if scale is not None:
                 scale.check_updated()
                 group.check_scale()
-            if self._guard.before_step(self.steps):
-                self._steering.referee.wait(self.steps)
-            if self.in_force.enter_stage_of(self.steps):
-                self._steering.drift.follow(self.steps)
+            self._schedule.before_step(self.steps)
             if not group.ends(last=last):
-                return self._execution.sum_up(batch)
-            step = self._execution.step(self.steps, batch, self._observers)
+                return execution.sum_up(batch)
+            step = execution.step(self.steps, batch, self._schedule, self._observers)
             self._count(step)
-            for each in self._observers:
-                each.between(self.steps)
+            self._schedule.between(self.steps)
             return step.result
         except BaseException as error:
-            if lockstep.has_begun:
+            if execution.has_begun:
                 group.clear()
-            lockstep.leave(error, self.in_force.runtime)
+            execution.leave(error, self.in_force.runtime)
             raise
 
     def _count(self, step: StepUnderWay) -> None:
@@ -149,7 +141,7 @@ class CompiledStep:
 
         A step that nobody refers to any more is closed by itself. A `with` statement closes one at its end.
         """
-        self._execution.lockstep.close(self.in_force.runtime)
+        self._execution.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:
         return self
@@ -164,16 +156,16 @@ class CompiledStep:
         compression has left out is kept, or goes out with the next step where it is fed back no more; the optimizer's
         state stays. Raises CannotReplan.
         """
-        self._steering.check_replan(self.steps)
-        self._execution.lockstep.check()
-        with self._ranks.together("replan"):
-            return self._steering.replan(self.steps)
+        self._schedule.check_replan(self.steps)
+        self._execution.check()
+        with self._site.ranks.together("replan"):
+            return self._schedule.replan(self.steps)
 
     def watch_errors(self) -> None:
         """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
         self.errors = ErrorLooks(self.in_force, self._site, self.times, self.notes.append, self.steps)
         self._observers.insert(0, self.errors)
-        self._steering.follow_errors(self.errors)
+        self._schedule.follow_errors(self.errors, self.steps)
 
     # Looking
 
@@ -190,17 +182,17 @@ class CompiledStep:
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon."""
-        return self._steering.referee.is_racing
+        return self._schedule.is_racing
 
     @property
     def moves(self) -> Sequence[PlanMove]:
         """The changes of the plan that followed the gradients (`Compress(measured=True)`)."""
-        return self._steering.adaptation.moves if self._steering.adaptation is not None else ()
+        return self._schedule.moves
 
     @property
     def raced(self) -> Raced | None:
         """The last race of plans, with what each was predicted and measured at; None before one is over."""
-        return self._steering.referee.raced
+        return self._schedule.raced
 
     @property
     def error_table(self) -> ErrorTable:
@@ -247,8 +239,11 @@ class CompiledStep:
     def report(self) -> StepReport:
         """Report on the plan and the step: `print` it, or `save_html`, `save_trace` and `to_json` it."""
         notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
-        race, times = (self.raced, self._steering.referee.takes_turns(self.steps)), self.times
-        found = self._explainer.explanation(self.in_force, times, notes, race, self.error_table, self.moves)
+        force, schedule = self.in_force, self._schedule
+        found = explanation_of(
+            force.decision, force.predicted, self._terms, self._site, self.times, schedule, self.steps, notes
+        )
+        found = explanation_of_step(found, force, self._options, self.error_table, schedule.moves)
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
     def profile(self, steps: int = 5) -> None:
@@ -258,7 +253,7 @@ class CompiledStep:
     @property
     def counted_notes(self) -> tuple[str, ...]:
         """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
-        race, errors = self._steering.referee.note(self.steps), self.errors.said if self.errors is not None else ""
+        race, errors = self._schedule.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
         unlike, skipped = self._steps_unlike_first, self.skipped_steps
         return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike, skipped=skipped)
 
@@ -289,17 +284,16 @@ class CompiledStep:
         Raises BadState, or PeerFailed where another rank's state does not fit; nothing is trained after that until a
         state has been loaded. After something was raised inside a step on some rank, this is how ranks go on.
         """
-        self._execution.lockstep.check_open()
-        with self._ranks.together("load_state_dict", after_a_stop=True):
+        self._execution.check_open()
+        with self._site.ranks.together("load_state_dict", after_a_stop=True):
             self._execution.group.clear()
-            states = self._ranks.attempt("reading a checkpoint", lambda: states_of(state))
-            steps = self.in_force.load(states, self._guard.go_on)
+            states = self._site.ranks.attempt("reading a checkpoint", lambda: states_of(state))
+            steps = self.in_force.load(states, self._schedule.go_on)
             if steps is not None:
                 self.steps = steps
-                for each in self._observers:
-                    each.resume(steps, states)
+                self._schedule.resume(steps)
                 note = note_on_another_plan(saved_plan(states), self.in_force.plans[-1])
                 self.notes += [note] if note else []
             here = {"the plan": self.plan.digest, "the number of steps": self.steps}
-            restore_generators(states, self._ranks.rank, self._ranks.world_size, self._site.device)
-            self._ranks.check_same("going on from the states", here)
+            restore_generators(states, self._site.ranks.rank, self._site.ranks.world_size, self._site.device)
+            self._site.ranks.check_same("going on from the states", here)

@@ -10,11 +10,10 @@ All ranks judge the same medians after the same steps, so they find the same.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxcomp.site import Site
-from fxcomp.step.calendar import WINDOW, Calendar
-from fxcomp.step.step_times import StepTimes
+from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
 """Relative change of the median of WINDOW steps that is drift. A busy machine varies by less (assumed)."""
@@ -39,38 +38,19 @@ class Drift:
         )
 
 
-def has_drifted(settled_ms: float, now_ms: float) -> bool:
-    """Return whether a median is off by more than FACTOR, up or down."""
-    return max(settled_ms, now_ms) > FACTOR * min(settled_ms, now_ms)
+def median_of_window(times_ms: Sequence[float]) -> float:
+    """Return a rank's median of a window, in ms; -1 where it has timed too few of its steps."""
+    return statistics.median(times_ms) if len(times_ms) >= LEAST else -1.0
 
 
-class DriftWatch:
-    """Compare each window of steps with the first one under the same plan."""
+def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, Drift | None]:
+    """Compare the window that ends after `step` steps with the settled time; `medians_ms` are those of all ranks.
 
-    def __init__(self, calendar: Calendar, times: StepTimes, site: Site) -> None:
-        self._calendar, self._times, self._site = calendar, times, site
-        self._settled_ms: float | None = None
-        """None until a window under the plan has been timed."""
-
-    def follow(self, step: int) -> None:
-        """Begin again at a step: earlier times say nothing of those to come."""
-        self._calendar.followed_from = step
-        self._times.forget()
-        self._settled_ms = None
-
-    def judge(self, step: int) -> Drift | None:
-        """Compare the window that ends here with the settled one; every rank calls it after the same step.
-
-        A window without enough timed steps on some rank is left out. Patience postpones the verdict, not the settling.
-        """
-        known_ms = self._times.since(step - WINDOW)
-        median_ms = statistics.median(known_ms) if len(known_ms) >= LEAST else -1.0
-        everyone = [ms for (ms,) in self._site.gather_numbers("how long steps take", [median_ms])]
-        if min(everyone) < 0:
-            return None
-        now_ms = max(everyone)
-        if self._settled_ms is None:
-            self._settled_ms = now_ms
-        if step < self._calendar.patient_until or not has_drifted(self._settled_ms, now_ms):
-            return None
-        return Drift(step, self._settled_ms, now_ms)
+    Returns the settled time from now on, and the drift, if it is one. A window that some rank has not timed is left
+    out.
+    """
+    now_ms = max(medians_ms)
+    if min(medians_ms) < 0 or settled_ms is None:
+        return settled_ms if min(medians_ms) < 0 else now_ms, None
+    has_drifted = max(settled_ms, now_ms) > FACTOR * min(settled_ms, now_ms)
+    return settled_ms, Drift(step, settled_ms, now_ms) if has_drifted else None

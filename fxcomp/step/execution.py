@@ -1,4 +1,4 @@
-"""Execute emitted programs: a step for those who observe it, or a micro-batch that ends no group."""
+"""Execute a compiled step: find its program, run it for those who observe it, or sum up a micro-batch of a group."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.codegen.program import Program
 from fxcomp.options import StepOptions
 from fxcomp.site import Site
-from fxcomp.step.alike import SELDOM, Alike
-from fxcomp.step.lockstep import Lockstep
+from fxcomp.step.executor import Executor
 from fxcomp.step.micro_batches import MicroBatchGroup
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.schedule import StepSchedule
 from fxcomp.step.step_times import StepTimes
 from fxcomp.step.unused import FindsUnused, UnusedHere
 
 
-class Execution:
-    """Runs the programs of the plan in force, with all that a step of several ranks compares on its way."""
+class Execution(Executor):
+    """Runs the programs of the plan in force."""
 
     def __init__(self, force: PlanInForce, times: StepTimes, site: Site, options: StepOptions):
+        super().__init__(site.ranks)
         self._force, self._times = force, times
-        self.lockstep = Lockstep(site.ranks)
-        """Keeps ranks at the same step."""
         inputs = force.inputs
         training = inputs.training
         self.group = MicroBatchGroup(inputs.sums, options.accumulate, site, training.loss_scale)
         """The micro-batches that are summed up."""
-        self._alike = Alike(training, site) if site.ranks.world_size > 1 else None
         self._finds_unused = FindsUnused(training, site) if options.find_unused_parameters else None
         self._scales_with_lr = options.compress.feedback.scale_with_lr
 
@@ -44,69 +42,55 @@ class Execution:
         inputs, runtime = self._force.inputs, self._force.runtime
         begin = self._times.look()
         with torch.no_grad(), compat.without_autocast():
-            arguments = inputs.of(program, leaves, self._force.state)
-            self.lockstep.has_begun = True
-            loss, aux = program.run(runtime, arguments)
-            runtime.finish()
+            loss, aux = self.run(program.module, program.graph, runtime, inputs.of(program, leaves, self._force.state))
+            self.end(None, runtime)
         looks = begin, self._times.look()
         self.group.add(looks, program.captured.unused, is_like_first=kind == self._force.first_kind)
         return program.captured.result(loss, aux)
 
-    def step(self, number: int, batch: Any, observers: Sequence[Observer]) -> StepUnderWay:
-        """Run the step of this number, which ends a group, for those who want its use."""
+    def step(self, number: int, batch: Any, schedule: StepSchedule, observers: Sequence[Observer]) -> StepUnderWay:
+        """Run the step of this number, which ends a group, for the observers that want its use."""
         kind, leaves = batch_type(batch)
         program = self._force.find(batch, kind, leaves)
         self.group.complete(is_weighted=program.captured.is_weighted)
-        use, is_like_first = self._force.calendar.use_of(number), kind == self._force.first_kind
+        use, is_like_first = schedule.calendar.use_of(number), kind == self._force.first_kind
         step = StepUnderWay(number, use, self._force, batch, is_like_first)
         watching = [each for each in observers if use in each.wants]
         begin = self._times.look()
         for each in watching:
             each.before(step)
         with torch.no_grad(), compat.without_autocast():  # what autocast does is in the graph
-            step.result = self._run(step, leaves, watching)
+            step.result = self._run(step, leaves, schedule, watching)
         step.took = self.group.took((begin, self._times.look()))
         step.is_like_first &= self.group.is_like_first
         self.group.clear()
         return step
 
-    def _run(self, step: StepUnderWay, leaves: Sequence[Any], watching: Sequence[Observer]) -> Any:
+    def _run(
+        self, step: StepUnderWay, leaves: Sequence[Any], schedule: StepSchedule, watching: Sequence[Observer]
+    ) -> Any:
         program, runtime = step.program, step.runtime
         inputs, state = self._force.inputs, self._force.state
         arguments = inputs.of(program, leaves, state)
         if self._scales_with_lr:
             state.scale_to_rates(inputs.rates(inputs.numbers), inputs.names_by_group())
-        self.lockstep.has_begun = True
-        if self._alike is not None:
-            self._alike.begin(step.number, program, runtime, inputs.numbers, self._force.programs.options)
-        self._tell_of_capture(step.number)
+        self.has_begun = True
+        schedule.begin(step.number, program)
         check_lengths = self.group.compare_lengths()
         runtime.gradients.before_packing = [] if check_lengths is None else [check_lengths]
         with self._holding_unused(program) as unused:
             try:
-                loss, aux = step.run(arguments)
+                if step.run is None:
+                    loss, aux = self.run(program.module, program.graph, runtime, arguments)
+                else:
+                    loss, aux = step.run(arguments)
             finally:
                 runtime.gradients.on_gradient = runtime.gradients.on_update = None
             for each in watching:
                 each.after(step, aux)
-            runtime.finish()
-            if not runtime.counters.skipped:
+            if self.end(state, runtime):
                 inputs.has_stepped(program, unused.held if unused else ())
-                state.settle()
         return program.captured.result(loss, aux)
-
-    def _tell_of_capture(self, step: int) -> None:
-        """Have a step verified, on all ranks the same one, after a kind of batch was captured for the first time."""
-        programs, calendar = self._force.programs, self._force.calendar
-        if not calendar.verified.is_sampled:
-            return
-        if self._alike is not None:
-            if programs.is_new:
-                self._alike.note_capture()
-            calendar.verified_too = self._alike.verified_after
-        elif programs.is_new and step >= (calendar.verified_too or -SELDOM) + SELDOM:
-            calendar.verified_too = step + 1
-        programs.is_new = False
 
     def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
         if self._finds_unused is None:

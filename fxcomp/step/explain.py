@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ErrorTable
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
 from fxcomp.plan.budget import Budget
 from fxcomp.report.explanation import Explanation
-from fxcomp.search.choose import flip_gbit
-from fxcomp.search.decision import Decision, PlanMove, Raced
+from fxcomp.search.decision import Decision, PlanMove
 from fxcomp.search.question import Terms
 from fxcomp.site import Site
 from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.schedule import Schedule
 from fxcomp.step.step_times import StepTimes
 
 EVERY_STEP_VERIFIED = (
@@ -47,65 +49,56 @@ def notes_of(
     return tuple(notes)
 
 
-class Explainer:
-    """Makes the explanation of one step function, whose plans are chosen by these terms."""
+def explanation_of(
+    decision: Decision,
+    timeline: Timeline,
+    terms: Terms,
+    site: Site,
+    times: StepTimes,
+    schedule: Schedule,
+    steps: int,
+    notes: Sequence[str],
+) -> Explanation:
+    """Explain a decision that has been followed for so many steps, or backward passes."""
+    return Explanation(
+        plan=decision.plan,
+        timeline=timeline,
+        workload=decision.workload,
+        costs=decision.costs,
+        cluster=site.cluster,
+        choice=decision.choice,
+        mode=terms.mode.value,
+        flip_gbit=decision.flip_gbit(site.cluster, terms),
+        notes=(*decision.notes, *notes),
+        measured_ms=times.median_ms,
+        exposed_ms=times.exposed_ms,
+        raced=schedule.raced,
+        is_racing=schedule.takes_turns(steps),
+        budget=terms.budget,
+    )
 
-    def __init__(self, site: Site, options: StepOptions, terms: Terms):
-        self._site, self._options, self._terms = site, options, terms
-        self._flip: tuple[Decision, float | None] | None = None
 
-    def explanation(
-        self,
-        force: PlanInForce,
-        times: StepTimes,
-        notes: tuple[str, ...],
-        race: tuple[Raced | None, bool],
-        errors: ErrorTable,
-        moves: Sequence[PlanMove],
-    ) -> Explanation:
-        """Gather all that a report is made of.
+def explanation_of_step(
+    found: Explanation, force: PlanInForce, options: StepOptions, errors: ErrorTable, moves: Sequence[PlanMove]
+) -> Explanation:
+    """Add to an explanation of the decision in force what only a compiled step knows.
 
-        `race` is the last one, and whether plans take turns now; `errors` are those measured so far,
-        and `moves` the changes of the plan that they led to.
-        """
-        raced, is_racing = race
-        decision = force.decision
-        told = set(map(str, moves))
-        others = [note for note in notes if note not in told]
-        is_unseen = self._site.ranks.world_size > 1 and self._options.checks.verified.is_all
-        return Explanation(
-            plan=force.plan,
-            timeline=force.predicted,
-            workload=decision.workload,
-            costs=decision.costs,
-            cluster=self._site.cluster,
-            batch=force.first_kind.text,
-            choice=decision.choice,
-            mode=self._options.compress.mode.value,
-            flip_gbit=self._flip_gbit(decision),
-            notes=(*decision.notes, *((EVERY_STEP_VERIFIED,) if is_unseen else ()), *others),
-            measured_ms=times.median_ms,
-            exposed_ms=times.exposed_ms,
-            unknowns=unknowns(force.standing.captured.graph),
-            raced=raced,
-            is_racing=is_racing,
-            budget=self._budget(errors),
-            micro_batches=self._options.accumulate,
-            moves=tuple(moves),
-            stages=dict(zip(force.calendar.warm_from, force.plans, strict=True)),
-            steps=self._options.compress.steps,
-        )
-
-    def _budget(self, errors: ErrorTable) -> Budget | None:
-        """Count the budget in the errors measured last; before any, in those that chose the plan."""
-        budget = self._terms.budget
-        return budget if budget is None or not errors.is_measured else Budget(budget.asked, errors)
-
-    def _flip_gbit(self, decision: Decision) -> float | None:
-        """Search for the break-even bandwidth, which takes a second or so, once for each decision."""
-        if decision.choice is None or self._site.cluster.hosts == 1:
-            return None
-        if self._flip is None or self._flip[0] is not decision:
-            found = flip_gbit(decision.workload, decision.costs, self._site.cluster, self._terms)
-            self._flip = decision, found
-        return self._flip[1]
+    `errors` are those measured so far, and `moves` the changes of the plan that they led to. The budget is counted in
+    the errors measured last; before any, in those that chose the plan.
+    """
+    told, budget = set(map(str, moves)), found.budget
+    if budget is not None and errors.is_measured:
+        budget = Budget(budget.asked, errors)
+    is_unseen = found.cluster.world_size > 1 and options.checks.verified.is_all
+    return replace(
+        found,
+        plan=force.plan,
+        batch=force.first_kind.text,
+        notes=[*((EVERY_STEP_VERIFIED,) if is_unseen else ()), *(note for note in found.notes if note not in told)],
+        unknowns=unknowns(force.standing.captured.graph),
+        budget=budget,
+        micro_batches=options.accumulate,
+        moves=tuple(moves),
+        stages=dict(zip(force.calendar.warm_from, force.plans, strict=True)),
+        steps=options.compress.steps,
+    )

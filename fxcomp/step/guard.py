@@ -18,8 +18,6 @@ from types import MappingProxyType
 from fxcomp.plan.compress import with_gradients_in_int8
 from fxcomp.ranks import Ranks
 from fxcomp.state.momenta import SavedMomenta
-from fxcomp.state.saved_state import Given
-from fxcomp.step.observer import Observer
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.verify.verifier import anywhere
 
@@ -31,7 +29,7 @@ LIMIT = 10.0
 at dense training's loss reached 2.5 (docs/where_the_mean_stands.md)."""
 
 
-class Guard(Observer):
+class Guard:
     """Lets ranks exchange gradients again when a frozen second moment does not fit any more."""
 
     def __init__(
@@ -46,29 +44,28 @@ class Guard(Observer):
         """The plan that exchanges momenta, while ranks exchange gradients after a thaw."""
         self._has_noted = False
 
-    def before_step(self, step: int) -> bool:
-        """Do what a freeze that is due needs; every rank calls it. Returns whether it was put off.
+    def before_step(self, step: int) -> int | None:
+        """Do what a freeze that is due needs; every rank calls it. Returns the step that it is put off to, if it is.
 
         It waits for as many steps as a parameter lacks updates. After a thaw ranks exchange momenta again.
         """
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
-            return False
+            return None
         with self._ranks.together(topic):
             found = self._ranks.from_rank_0(topic, lambda: force.momenta.lacking(self._at_momenta))
             if found is None and force.momenta.is_thawed:
                 self._freeze_again(step, topic)
         if found is None:
-            return False
+            return None
         name, updates, needed = found
-        self._freeze_at(step + needed - updates)
         if not self._has_noted:
             self._has_noted = True
             self._note(
                 f"step {step}: ranks go on exchanging gradients, because {name!r} has been updated in {updates} steps"
                 f" so far, and momenta are exchanged once every parameter has been in {needed}"
             )
-        return True
+        return step + needed - updates
 
     def between(self, steps: int) -> None:
         """Look, if that is due after so many steps; all ranks go on with the same plan."""
@@ -109,13 +106,6 @@ class Guard(Observer):
         self._follow(step)
         self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")
 
-    def _freeze_at(self, step: int | None) -> None:
-        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
-        self._force.momenta.freezes_at = step
-        if step is not None and self._force.plans[-1].moves_exchange:
-            calendar = self._force.calendar
-            calendar.warm_from = (*calendar.warm_from[:-1], step)
-
     @property
     def _later(self) -> str:
         freezes_at = self._force.momenta.freezes_at
@@ -123,14 +113,12 @@ class Guard(Observer):
 
     def go_on(self, saved: SavedMomenta) -> None:
         """Let ranks exchange what they did when a state was saved; every rank calls it."""
-        momenta = self._force.momenta
         if saved.is_thawed and self._force.plans[-1].moves_exchange:
             self.thaw(0, "load_state_dict")
-        momenta.take_over(saved)
-        self._freeze_at(momenta.freezes_at)
+        self._force.momenta.take_over(saved)
 
-    def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
-        """Say it where a job goes on after a thaw: in a new process, or back in time."""
+    def resume(self, steps: int) -> None:
+        """Note it where a job goes on after a thaw: in a new process, or back in time."""
         if self._force.momenta.is_thawed:
             self._note(
                 f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"

@@ -1,9 +1,8 @@
-"""Observe a running step and act between steps: verification, looks, profiles, races, verdicts.
+"""Observe a running step: verification, looks at gradients, profiles.
 
     for each in observers that want this step:   each.before(step)
     the emitted step runs
     for each in observers that want this step:   each.after(step, aux)
-    for each in observers:                       each.between(steps)
 
 All ranks have the same observers, and each acts at the same steps.
 """
@@ -11,13 +10,12 @@ All ranks have the same observers, and each acts at the same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fxcomp.codegen.program import Program
 from fxcomp.runtime.clock import Looks
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.plan_in_force import PlanInForce
 
@@ -32,15 +30,11 @@ class StepUnderWay:
     batch: Any
     is_like_first: bool
     """The batch is like the first one, which predictions are for; at the end, all batches of its group."""
-    run: Callable[[Sequence[Any]], Any] = field(init=False)
-    """Runs the emitted lines on their arguments; an observer may have them run in another way."""
+    run: Callable[[Sequence[Any]], Any] | None = None
+    """Runs the emitted lines on their arguments, where an observer has them run in another way."""
     result: Any = None
     took: Sequence[Looks] = ()
     """When each of its micro-batches ran."""
-
-    def __post_init__(self) -> None:
-        program, runtime = self.program, self.runtime
-        self.run = lambda arguments: program.run(runtime, arguments)
 
     @property
     def says_how_long(self) -> bool:
@@ -57,7 +51,7 @@ class StepUnderWay:
 
 
 class Observer:
-    """Sees the steps that it wants, and may act after every step. This one wants none."""
+    """Sees the steps that it wants. This one wants none."""
 
     wants: frozenset[Use | None] = frozenset()
     """The uses of steps that it sees; None stands for training alone."""
@@ -67,9 +61,3 @@ class Observer:
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:
         """Take in a step whose last line has run; not called where something was raised."""
-
-    def between(self, steps: int) -> None:
-        """Act after so many steps of the job, whatever the last one was for."""
-
-    def resume(self, steps: int, given: Given) -> None:
-        """Go on after so many steps of the job, from saved states."""

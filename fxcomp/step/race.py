@@ -7,7 +7,7 @@
 
 A turn's first step is not counted: it allocates. Steps that are verified belong to no turn. A step counts only where
 every rank timed it, by the slowest rank's time. All ranks keep the same numbers, so they turn at the same steps.
-Nothing here communicates.
+Nothing here communicates, and nothing is switched: the schedule enters the turns.
 
 What else the machine does makes steps longer, never shorter. So until FEW steps of a runner are counted its shortest
 one stands for it, and a heat in a bad moment is run again in another one.
@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxcomp.search.decision import Raced
 from fxcomp.search.runners import Runner
-from fxcomp.step.calendar import Calendar, RaceTurn
+from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
 """The first steps under a plan, which allocate, are no part of a race."""
@@ -106,25 +106,20 @@ class _Entrant:
 class Race:
     """A race of a few plans: whose turn it is, until which step, and who has won. The same on every rank."""
 
-    def __init__(self, runners: Sequence[Runner], step: int, calendar: Calendar):
-        """Begin after so many steps; the first runner is followed now. Turns are entered in the calendar."""
+    def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
+        """Begin after so many steps; the first runner is followed now. `free_steps` is the calendar's."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
-        self._calendar = calendar
+        self._free_steps = free_steps
         self.begins = step
         """The race begins after so many steps."""
         self._order = list(range(1, len(runners)))
         """Those that have yet to run in this round."""
         self._spent_ms = 0.0
-        calendar.give_turn(0, step, HEAT)
+        self.turn = RaceTurn(0, free_steps(step, HEAT))
+        """The turn that is on, or the first one to come."""
         self.result: Raced | None = None
         """Set when the race is over."""
-
-    @property
-    def turn(self) -> RaceTurn:
-        """Whose turn it is, and when."""
-        assert self._calendar.turn is not None, "the race is on"
-        return self._calendar.turn
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
         """Note what the steps of a turn took, None where it is not known; then it is another one's turn."""
@@ -144,7 +139,7 @@ class Race:
             number = self._order.pop(0)
             length = self._length_for(self._entrants[number])
             if length:
-                self._calendar.give_turn(number, step, length)
+                self.turn = RaceTurn(number, self._free_steps(step, length))
                 return
             self._entrants[number].is_too_dear = True
 
@@ -186,7 +181,7 @@ class Race:
             left = self._left
             if len(left) == 1 or all(len(self._entrants[k].times_ms) >= COUNTED for k in left):
                 left = self._appeals(best)
-        if not left or self._calendar.free_steps(step, TURN * len(left))[-1] >= self.begins + LONGEST:
+        if not left or self._free_steps(step, TURN * len(left))[-1] >= self.begins + LONGEST:
             self._finish(step)
         else:
             self._order = left
@@ -216,7 +211,6 @@ class Race:
         all_ms = [ms for each in self._entrants for ms in (*each.first_ms, *each.times_ms)]
         cost_ms = sum(all_ms) - len(all_ms) * stays_ms if all_ms else 0.0
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
-        self._calendar.turn = None
 
     def _winner(self) -> int:
         """Find the fastest; where noise hides the difference, the one that loses least."""

@@ -17,7 +17,7 @@ from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning import decide
-from fxcomp.step import calendar, drift
+from fxcomp.step import calendar, drift, schedule
 from helpers.gathered import gathered
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 
@@ -58,7 +58,11 @@ def compiled(costs: CostTable, optimizer: str = "sgd", **options: Any) -> fxcomp
 @contextmanager
 def short_windows() -> Generator[None]:
     """Steps are compared WINDOW at a time, of which two must be timed."""
-    with patch.object(calendar, "WINDOW", WINDOW), patch.multiple(drift, WINDOW=WINDOW, LEAST=WINDOW // 4):
+    with (
+        patch.object(drift, "LEAST", WINDOW // 4),
+        patch.object(calendar, "WINDOW", WINDOW),
+        patch.object(schedule, "WINDOW", WINDOW),
+    ):
         yield
 
 

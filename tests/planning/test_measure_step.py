@@ -212,7 +212,7 @@ def measured() -> tuple[int, int, int, bool, list[CostTable]]:
         return machine.most_bytes[1] - held
 
     with torch.no_grad():
-        of_step = most(lambda: program.run(Runtime(NullTransport(), device), arguments))
+        of_step = most(lambda: program.module.step(Runtime(NullTransport(), device), *arguments))
     before = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
     of_measuring = most(lambda: measure_step.measure_step(program, arguments, [NullTransport()], 2))
     after = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]

@@ -87,9 +87,9 @@ def test_a_step_is_of_the_last_stage_that_has_begun():
 
 def test_a_turn_is_of_steps_that_are_not_verified():
     calendar = Calendar(VerifiedSteps(3))
-    calendar.give_turn(2, 6, 4)
-    assert calendar.turn == RaceTurn(2, (7, 8, 10, 11))
-    assert calendar.turn.ends == 12
+    turn = RaceTurn(2, calendar.free_steps(6, 4))
+    assert turn.steps == (7, 8, 10, 11)
+    assert turn.ends == 12
 
 
 def test_patience_doubles_as_long_as_planning_again_changes_nothing():
@@ -109,9 +109,9 @@ def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one()
     after.resume(39, saved)
     assert after.to_json() == before.to_json()
     lasting = {name: getattr(before, name) for name in LASTS}
-    assert after == Calendar(VerifiedSteps(7), followed_from=39, solved_at=39, **lasting)
+    assert after == Calendar(VerifiedSteps(7), followed_from=39, **lasting)
     after.resume(10)
-    assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10, solved_at=10)
+    assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10)
 
 
 def test_a_calendar_that_is_none_is_refused():

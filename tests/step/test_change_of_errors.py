@@ -17,7 +17,6 @@ from fxcomp.error_tables import ASSUMED, Columns, ErrorRow, ErrorTable, families
 from fxcomp.error_tables.table import LAG
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.step.calendar import Calendar
 from fxcomp.step.errors.adaptation import INTERVAL, Adaptation, what_changed
 
 COLUMNS = Columns((0.01, 0.1), (1,), (parse_compressor("int8"),))
@@ -61,13 +60,13 @@ def test_errors_of_rounding_are_no_change():
 
 def solved_at(tables: Callable[[int], ErrorTable], steps: int, plan: Plan = PLAN) -> list[tuple[int, str]]:
     """Let a plan follow a table that changes from step to step; list the steps of solutions, and why."""
-    force = SimpleNamespace(plan=plan, calendar=Calendar())
+    force = SimpleNamespace(plan=plan)
     looks, where = SimpleNamespace(table=ASSUMED), SimpleNamespace(cluster=cluster(4, 1, "1gbit"))
     parts: Any = (force, looks, None, where, None, None)
     found: list[tuple[int, str]] = []
 
     def adapt(self: Adaptation, step: int, why: str) -> Generator[None]:
-        self._solved_by, force.calendar.solved_at = looks.table, step
+        self._solved_by, self._solved_at = looks.table, step
         found.append((step, why))
         yield
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,7 +16,6 @@ from helpers.jobs import OPTIMIZERS, cross_entropy
 from helpers.judged import plans_made
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters
-from helpers.virtual_ranks import VirtualRank, run_virtual
 from helpers.virtual_time import LINKS, VirtualTime, virtual_time
 from torch import Tensor, nn
 
@@ -30,93 +27,39 @@ from fxcomp.planning import measure_machine
 from fxcomp.planning.measure_machine import with_links_of_now
 from fxcomp.site import Site
 from fxcomp.step.calendar import WINDOW as FULL
-from fxcomp.step.calendar import Calendar
-from fxcomp.step.drift import FACTOR, Drift, DriftWatch, has_drifted
-from fxcomp.step.step_times import StepTimes
+from fxcomp.step.drift import FACTOR, Drift, judged, median_of_window
 
 AUTO = {"replan": "auto"}
 
-# The rule, on virtual ranks
-
-Times = Callable[[int, int], float | None]
-"""The time of a step on a rank, in ms; None where it is not timed."""
+# The rule
 
 
-def judged(times_ms: Times, windows: int, ranks: int = 2, patience: int = 0) -> list[Drift | None]:
-    """Return what all ranks find alike after each window."""
-
-    def work(rank: VirtualRank) -> list[Drift | None]:
-        found: list[Drift | None] = []
-
-        def since(first: int) -> list[float]:
-            times = (times_ms(step, rank.rank) for step in range(first, first + FULL))
-            return [ms for ms in times if ms is not None]
-
-        def gather(what: str, values: list[float]) -> list[list[float]]:
-            return rank.gather(f"{what} {len(found)}", values)
-
-        times, site = SimpleNamespace(since=since, forget=lambda: None), SimpleNamespace(gather_numbers=gather)
-        calendar = Calendar(patient_until=patience)
-        watch = DriftWatch(calendar, cast(StepTimes, times), cast(Site, site))
-        for step in range(1, windows * FULL + 1):
-            if calendar.judges_after(step):
-                found.append(watch.judge(step))
-        return found
-
-    first, *others = run_virtual(ranks, work)
-    assert all(other == first for other in others)
-    return first
+@pytest.mark.parametrize(
+    ("settled_ms", "medians_ms", "settles_ms", "drifts_to"),
+    [
+        (None, [20.0, 21.0], 21.0, None),
+        (None, [20.0, -1.0], None, None),
+        (20.0, [30.0, 19.0], 20.0, 30.0),
+        (20.0, [7.0, 7.0], 20.0, 7.0),
+        (20.0, [24.0, 20.0], 20.0, None),
+        (20.0, [17.0, 16.0], 20.0, None),
+        (20.0, [40.0, -1.0], 20.0, None),
+    ],
+    ids=["settles", "not all have timed", "one slow rank", "faster", "a little slower", "a little faster", "one knows"],
+)
+def test_a_median_that_moves_by_more_than_the_factor_is_drift_up_or_down(
+    settled_ms: float | None, medians_ms: list[float], settles_ms: float | None, drifts_to: float | None
+):
+    settles, drift = judged(300, settled_ms, medians_ms)
+    assert settles == settles_ms
+    assert drift == (None if drifts_to is None or settled_ms is None else Drift(300, settled_ms, drifts_to))
 
 
-def changing(at: int, before_ms: float, after_ms: float) -> Times:
-    return lambda step, _: before_ms if step < at else after_ms
-
-
-@pytest.mark.parametrize(("after_ms", "drifts"), [(30.0, True), (7.0, True), (24.0, False), (17.0, False)])
-def test_a_median_that_moves_by_more_than_the_factor_is_drift_up_or_down(after_ms: float, drifts: bool):
-    assert has_drifted(20.0, after_ms) is drifts
-    found = judged(changing(FULL + FULL // 4, 20.0, after_ms), 3)
-    assert found[0] is None, "the first window settles the time"
-    assert found[1:] == ([Drift(step * FULL, 20.0, after_ms) for step in (2, 3)] if drifts else [None, None])
-
-
-def test_noise_and_a_moment_that_is_shorter_than_half_a_window_are_no_drift():
-    def noisy(step: int, rank: int) -> float:
-        disturbed = 130 <= step < 130 + FULL // 3
-        return (10.0 if disturbed else 1.0) * (20.0 + (7 * step + rank) % 5)
-
-    assert judged(noisy, 6) == [None] * 6
-
-
-def test_one_slow_rank_is_drift_on_all():
-    found = judged(lambda step, rank: 40.0 if rank == 2 and step >= FULL else 20.0, 2, ranks=3)
-    assert found == [None, Drift(2 * FULL, 20.0, 40.0)]
-
-
-def test_a_window_of_which_a_rank_has_timed_too_little_says_nothing():
-    def seldom(step: int, rank: int) -> float | None:
-        is_timed = rank == 0 or step % 5 == 0 or not FULL <= step < 2 * FULL
-        return (20.0 if step < FULL else 40.0) if is_timed else None
-
-    assert judged(seldom, 3) == [None, None, Drift(3 * FULL, 20.0, 40.0)]
-    assert judged(lambda step, _: 20.0 * (1 + step // FULL) if step % 4 == 0 else None, 2)[1] is not None
-    assert judged(lambda *_: None, 3) == [None] * 3
-
-
-def test_patience_postpones_the_verdict_and_not_the_settled_time():
-    found = judged(changing(FULL, 20.0, 40.0), 5, patience=4 * FULL)
-    assert found == [None, None, None, *(Drift(step * FULL, 20.0, 40.0) for step in (4, 5))]
-
-
-def test_under_another_plan_the_time_is_settled_again():
-    calendar = Calendar()
-    times = SimpleNamespace(since=lambda _: [20.0 if calendar.followed_from == 0 else 40.0] * FULL, forget=lambda: None)
-    site = SimpleNamespace(gather_numbers=lambda _, values: [values])
-    watch = DriftWatch(calendar, cast(StepTimes, times), cast(Site, site))
-    assert watch.judge(FULL) is None
-    watch.follow(FULL + 3)
-    assert calendar.followed_from == FULL + 3
-    assert watch.judge(2 * FULL + 3) is None
+def test_noise_and_a_moment_that_is_shorter_than_half_a_window_do_not_move_the_median():
+    calm = [20.0 + 7 * step % 5 for step in range(FULL)]
+    disturbed = [10 * ms if step < FULL // 3 else ms for step, ms in enumerate(calm)]
+    assert median_of_window(disturbed) < FACTOR * median_of_window(calm)
+    assert median_of_window(calm[: FULL // 4 - 1]) == -1.0
 
 
 def test_a_drift_says_both_times():
@@ -158,18 +101,6 @@ def test_links_that_become_slow_are_measured_again_and_all_ranks_follow_another_
     assert "another plan is followed" in planned
     assert (found["before"], found["is dense"], found["compressed"]) == (True, False, True)
     assert found["patience"][0] == 1
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("replan", "more"), [("auto", ["planned again"]), ("offer", [])])
-def test_a_drift_that_leads_to_no_other_plan_is_noted_once_and_waited_for_twice_as_long(replan: str, more: list[str]):
-    found = same(run_ranks(2, train, 10.0, 2.0, 8, {"replan": replan}))
-    drift, *others = found["notes"]
-    assert drift.startswith(f"step {3 * WINDOW}: steps take ")
-    assert ("step.replan(), called by every rank," in drift) is (replan == "offer")
-    assert [" ".join(note.split()[:2]) for note in others][:1] == more
-    assert found["is dense"]
-    assert found["patience"][0] >= 2
 
 
 def measured_now() -> tuple[bool, list[str]]:

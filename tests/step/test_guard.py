@@ -94,7 +94,7 @@ def owed_before_and_after(optimizer: str, strategy: str) -> list[tuple[float, fl
             d = (kept["exp_avg_sq"] / (1 - options["betas"][1] ** float(kept["step"]))).sqrt() + options["eps"]
         taken = 1 - options["betas"][0] if "betas" in options else 1.0
         before[name] = whole * (d.flatten() if isinstance(d, Tensor) else d) / taken
-    step._guard.thaw(WARM + 3, "a test")
+    step._schedule._guard.thaw(WARM + 3, "a test")
     found: list[tuple[float, float]] = []
     for name, mine in before.items():
         after = force.state.owed[name] / dist.get_world_size()

@@ -21,11 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 import fxcomp
 from fxcomp import compat
 from fxcomp.codegen.profiled import names_of
-from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
+from fxcomp.ranks import ALONE
 from fxcomp.report.trace import flows_of
 from fxcomp.step.compiled_step import CompiledStep
+from fxcomp.step.executor import Executor
 
 ON_POOL = "compress(int8)@cpu > all_gather@world > decompress@cpu"
 
@@ -130,8 +131,8 @@ def test_a_profiler_of_torch_sees_every_line_by_bucket_compressor_and_leg():
 
 def test_without_a_profiler_lines_are_the_runtimes_own():
     runtime = cast(Any, object())
-    program = cast(Any, SimpleNamespace(module=SimpleNamespace(step=lambda *given: given)))
-    assert Program.run(program, runtime, ["batch"]) == (runtime, "batch")
+    module = cast(Any, SimpleNamespace(step=lambda *given: given))
+    assert Executor(ALONE).run(module, cast(Any, None), runtime, ["batch"]) == (runtime, "batch")
 
 
 def asked_wrongly() -> str:

@@ -9,23 +9,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.drifting import JOB, WINDOW, compiled, links_become, same, short_windows, table
-from helpers.judged import plans_made
+from helpers.drifting import JOB, compiled, same, table
 from helpers.ranks import run_ranks
 from helpers.replicas import flat_parameters
 from helpers.scaled import owed
-from helpers.virtual_time import LINKS, VirtualTime, virtual_time
+from helpers.virtual_time import VirtualTime, virtual_time
 from torch import Tensor, nn
 
 import fxcomp
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.codegen.program import Program
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadOption
 from fxcomp.options import Checks
-from fxcomp.plan.compress import Warmup
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
@@ -49,7 +46,7 @@ def runner(name: str, predicted_ms: float, loss: float = 0.0) -> Runner:
 def raced(*entrants: tuple[Runner, float], **more: Any) -> Raced:
     """The end of a race whose steps take exactly so long, but for what `noise` multiplies them by."""
     noise: Callable[[int], float] = more.get("noise", lambda _: 1.0)
-    race = Race([each for each, _ in entrants], WARM_STEPS, Calendar())
+    race = Race([each for each, _ in entrants], WARM_STEPS, Calendar().free_steps)
     while race.result is None:
         ms = entrants[race.turn.number][1]
         race.end_turn([ms * noise(step) for step in race.turn.steps])
@@ -125,7 +122,7 @@ def test_what_is_predicted_to_be_far_behind_is_not_heard_again():
 
 def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
     seen: list[int] = []
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar(VerifiedSteps(2)))
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar(VerifiedSteps(2)).free_steps)
     while race.result is None:
         seen += race.turn.steps
         race.end_turn([None] * len(race.turn.steps))
@@ -135,7 +132,7 @@ def test_verified_steps_and_steps_that_a_rank_did_not_time_do_not_count():
 
 
 def test_one_of_several_batches_is_enough():
-    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar())
+    race = Race([runner("int8", 10.0), runner("dense", 20.0)], WARM_STEPS, Calendar().free_steps)
     while race.result is None:
         ms = (30.0, 20.0)[race.turn.number]
         race.end_turn([None if step % 3 else ms for step in race.turn.steps])
@@ -204,29 +201,6 @@ def test_the_race_ends_on_the_measured_best_whatever_the_table_says_of_compressi
         assert each.name in found["text"]
 
 
-def test_without_a_race_the_predicted_plan_is_followed():
-    found = same(run_ranks(2, trained, 0.8, 2.0, {"race": "off"}, 12))
-    assert found["raced"] is None
-    assert found["plans"] == [found["predicted"]]
-    assert not found["notes"]
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ({"warmup": Warmup(dense_steps=6)}, 6 + WARM_STEPS),
-        ({"verify": 2}, WARM_STEPS),
-    ],
-    ids=["after the warm-up", "every other step is verified"],
-)
-def test_plans_race_with(options: dict[str, Any], first: int):
-    found = same(run_ranks(2, trained, 0.8, 2.0, options))
-    assert found["raced"].first_step == first
-    assert found["raced"].last_step <= first + LONGEST
-    assert found["plan"] != found["predicted"]
-
-
 def captures(lengths: int) -> tuple[int, int]:
     """Count the captures of a job with batches of several lengths in a race, and their plans."""
     again, seen = StepCapture.again, list[int]()
@@ -249,50 +223,6 @@ def test_plans_that_race_do_not_displace_each_others_captures():
     (found, plans), _ = run_ranks(2, captures, 4)
     assert plans >= 5
     assert found <= 2 * plans + 1, "another length as it is, then any length; 13 where plans displace each other's"
-
-
-# Drift
-
-
-def drifted(replan: str, unexplained: float) -> dict[str, Any]:
-    """After the first race the link becomes ten times slower; compressed steps take `unexplained` times their lines."""
-
-    def surprise(program: Program) -> float:
-        return unexplained if "rt.compress" in program.source else 1.0
-
-    clock = VirtualTime(surprise=surprise)
-    with virtual_time(clock), short_windows(), links_become(0.2):
-        step = compiled(table(2.0), race="auto", replan=replan)
-        settled = LONGEST
-        for i in range(2 * LONGEST):
-            settled = i if step.raced is None else settled
-            is_slow = i > settled + WINDOW and not plans_made(step)
-            clock.factors = {LINKS: 10.0 if is_slow else 1.0}
-            step(JOB.batch(i, dist.get_rank()))
-    return {
-        "notes": step.notes,
-        "said": [" ".join(note.split()[:2]) for note in step.notes],
-        "plan": step.plan.digest,
-        "is dense": step.plan.is_dense,
-        "parameters": flat_parameters(step.training.model).tolist(),
-        "rows": {},
-    }
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("replan", "unexplained", "stays_dense"),
-    [("auto", 1.0, False), ("auto", 100.0, True), ("offer", 1.0, False)],
-    ids=["another plan", "one that disappoints", "the same ones"],
-)
-def test_drift_lets_plans_race_again(replan: str, unexplained: float, stays_dense: bool):
-    found = same(run_ranks(2, drifted, replan, unexplained))
-    first, drift, *again = found["notes"]
-    assert first.startswith("raced ")
-    assert "steps take" in drift
-    assert again[-1].startswith("raced ")
-    assert ("planned again" in found["said"]) is (replan == "auto")
-    assert found["is dense"] is stays_dense
 
 
 # The books: what was applied and what is owed are the gradients, after every step of a race

@@ -84,14 +84,11 @@ class Adaptation:
         self._work: Generator[None] | None = None
         self._solved_by = self._compared = ASSUMED
         """The errors that the plan was solved for by, and those that were compared with them last."""
+        self._solved_at = 0
+        """Number of steps after which the plan was last solved for."""
         self._last_failure = ""
         self.moves: list[PlanMove] = []
         """The changes so far."""
-
-    @property
-    def table(self) -> ErrorTable:
-        """Return the errors of compressors, as measured so far."""
-        return self._errors.table
 
     def act(self, step: int) -> None:
         """Go on with what is under way, or begin."""
@@ -102,19 +99,18 @@ class Adaptation:
 
     def drop(self, step: int) -> None:
         """Forget what is under way: another plan is followed, chosen by the errors of now."""
-        self._work, self._solved_by = None, self.table
-        self._force.calendar.solved_at = step
+        self._work, self._solved_by, self._solved_at = None, self._errors.table, step
 
-    def forget(self) -> None:
-        """Forget what is under way: the job goes on elsewhere."""
-        self._work, self._solved_by = None, ASSUMED
+    def forget(self, step: int) -> None:
+        """Forget what is under way: the job goes on after other steps."""
+        self._work, self._solved_by, self._solved_at = None, ASSUMED, step
 
     def _why(self, step: int) -> str:
         """Say why the plan should be solved for again; empty if it should not."""
-        plan, table = self._force.plan, self.table
+        plan, table = self._force.plan, self._errors.table
         if not table.is_measured or (plan.is_dense and not self.moves):
             return ""
-        if step - self._force.calendar.solved_at >= INTERVAL:
+        if step - self._solved_at >= INTERVAL:
             return f"{INTERVAL} steps have passed"
         if table is self._compared:
             return ""
@@ -122,9 +118,9 @@ class Adaptation:
         return what_changed(self._solved_by, table, plan, self._site.cluster)
 
     def _adapt(self, step: int, why: str) -> Generator[None]:
-        self._solved_by = self.table
+        self._solved_by = self._errors.table
         answer = yield from self._answer()
-        self._force.calendar.solved_at = step
+        self._solved_at = step
         if "failed" in answer:
             self._note_failure(step, answer["failed"])
             return
@@ -171,7 +167,7 @@ class Adaptation:
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
         """Solve by the errors of now; the answer comes last. Rank 0 alone runs it."""
-        force, cluster, terms = self._force, self._site.cluster, self._terms.by(self.table)
+        force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
         traced = TracedPrices(force.decision.costs, cluster)

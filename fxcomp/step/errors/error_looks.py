@@ -17,7 +17,6 @@ from typing import Any
 
 from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable, families, joined, smoothed
 from fxcomp.site import Site
-from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Use
 from fxcomp.step.errors.look import ErrorLook, needed_bytes
 from fxcomp.step.observer import Observer, StepUnderWay
@@ -54,14 +53,15 @@ class ErrorLooks(Observer):
     wants = frozenset({Use.LOOK})
 
     def __init__(self, force: PlanInForce, site: Site, times: StepTimes, note: Callable[[str], None], steps: int = 0):
-        """Take looks from the step of this number on."""
+        """Take looks from the step of this number on; the schedule says when."""
         self._force, self._site, self._times, self._note = force, site, times, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
         self._families = families(STANDARD)
         self._has_noted = False
-        self._begin_at(steps)
+        self.begin_at(steps)
 
-    def _begin_at(self, steps: int) -> None:
+    def begin_at(self, steps: int) -> None:
+        """Look at each family again, from this step of the job on: gradients may be of another time."""
         self.looks = 0
         """The number of looks that were measured."""
         self._tables = [ErrorTable(each) for each in self._families]
@@ -72,7 +72,7 @@ class ErrorLooks(Observer):
         """The mean of looks, with shares of all squares; without data until every family has been looked at."""
         self._pace, self._looked_us, self._refusals = Pace(), 0.0, 0
         self._under_way: ErrorLook | None = None
-        self._begun = self._steps = self._force.calendar.look_from = steps
+        self._begun = self._steps = self._look_from = steps
 
     # In a step
 
@@ -88,12 +88,13 @@ class ErrorLooks(Observer):
         if self._under_way is not None:
             self._under_way.after(step.runtime)
 
-    def between(self, steps: int) -> None:
-        """Take in the look of the step that has ended."""
+    def between(self, steps: int) -> int:
+        """Take in the look of the step that has ended. Returns the first step that may take the next one."""
         look, self._under_way, self._steps = self._under_way, None, steps
         if look is not None:
             wait = self._take_in(look) if look.was_taken else self._be_refused(look)
-            self._force.calendar.look_from = steps - 1 + wait
+            self._look_from = steps - 1 + wait
+        return self._look_from
 
     def _take_in(self, look: ErrorLook) -> int:
         """Average a look, and make the table once every family has been looked at. Returns the steps to the next."""
@@ -125,10 +126,6 @@ class ErrorLooks(Observer):
         everyone = self._site.gather_numbers("what a look took", mine)
         self._pace.step_us = min(step for _, step in everyone) or self._pace.step_us
         return max(took for took, _ in everyone)
-
-    def resume(self, steps: int, given: Given) -> None:  # noqa: ARG002
-        """Look again at each family, from this step of the job on: gradients may be of another time."""
-        self._begin_at(steps)
 
     @property
     def said(self) -> str:

@@ -1,4 +1,12 @@
-"""Keep ranks at the same step: what is raised inside a step on one rank ends that step on all of them.
+"""Run emitted steps, at the same step on all ranks: an error inside a step on one rank ends that step on all of them.
+
+    enter           the ranks are at the same step
+    run             the whole step in one go; or, where somebody else's backward pass makes the gradients,
+    begin, arrive   line by line, as gradients come; the last ones bring the results
+    end             all that was launched is over; what compressors left out counts, unless the step was left out
+    leave           an error ends the step
+
+Nothing else calls an emitted function.
 
 Ranks never say which step they are at; each collective pairs with the others' next one, whatever it is for. A rank that
 raised and went on with its next batch would have its gradient of step 8 averaged with the others' of step 7. So a rank
@@ -14,17 +22,29 @@ A step in which nothing is raised pays one look at an attribute.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Generator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
 
 from fxcomp import compat
+from fxcomp.codegen.profiled import run_named
 from fxcomp.errors import BadCall, PeerFailed, RanksApart, ReplicasDiffer, VerificationFailed
 from fxcomp.ranks import WHAT_TO_DO, Ranks, Stop
 from fxcomp.runtime.runtime import Runtime
+from fxcomp.state.gradient_state import GradientState
 
 CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, on all ranks."
 
 
-class Lockstep:
-    """Keeps one step function at the same step on all ranks. Alone, it only knows whether it was closed.
+Arriving = Generator[None, Sequence[Tensor], Any]
+"""A step that gradients are sent into, bucket by bucket; it returns what the emitted function does."""
+
+
+class Executor:
+    """Runs the emitted steps of one step function.
 
     `closed` says what has been closed, and what to do then.
     """
@@ -37,6 +57,52 @@ class Lockstep:
         self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
         """True if emitted code has run in the step under way, so that something may have changed."""
+        self._arriving: Arriving | None = None
+
+    # Running
+
+    def run(self, module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
+        """Run the step that was emitted from a graph in one go. Returns its results: the loss, and others."""
+        self.has_begun = True
+        if compat.is_profiling():
+            return run_named(module, graph, runtime, arguments)
+        return module.step(runtime, *arguments)
+
+    def begin(self, module: ModuleType, runtime: Runtime, arguments: Sequence[Any]) -> None:
+        """Begin a step that gradients arrive in. Nothing of it runs before the first ones."""
+        self.has_begun = True
+        arriving: Arriving = module.step(runtime, *arguments)
+        next(arriving)
+        self._arriving = arriving
+
+    @property
+    def is_under_way(self) -> bool:
+        """A step has begun, and not all of its gradients have arrived."""
+        return self._arriving is not None
+
+    def arrive(self, gradients: Sequence[Tensor]) -> Any:
+        """Go on with the step as far as these gradients let it. Returns its results after the last ones, else None."""
+        assert self._arriving is not None, "a step is under way"
+        try:
+            self._arriving.send(gradients)
+        except StopIteration as end:
+            self._arriving = None
+            return end.value
+        return None
+
+    def end(self, state: GradientState | None, runtime: Runtime) -> bool:
+        """Wait until all that the step has launched is over. Returns whether the step counts.
+
+        If it does, what compressors have left out is kept in `state`.
+        """
+        assert self._arriving is None, "a step ends with its last bucket"
+        runtime.finish()
+        counts = not runtime.counters.skipped
+        if counts and state is not None:
+            state.settle()
+        return counts
+
+    # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
         """Begin a step, or go on with it. Raises RanksApart if ranks stopped at different places, and BadCall."""
@@ -48,6 +114,7 @@ class Lockstep:
 
     def leave(self, error: BaseException, runtime: Runtime) -> None:
         """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
+        self._arriving = None
         self._ranks.at_step(None)
         is_told = isinstance(error, ReplicasDiffer) and error.is_everywhere
         if is_told or isinstance(error, VerificationFailed) or self._ranks.knows(error):

@@ -1,0 +1,337 @@
+"""Keep the schedule of a job: what each step is for, and which plan it follows. All ranks keep the same one.
+
+                    before a step                        after it
+    warm-up         the next stage is entered            momenta are exchanged, or gradients again
+    a race          the plan whose turn it is            the next turn, or the best plan stays
+    drift                                                a window is judged: measure links, plan again, race
+    errors          a look                               the plan is solved for by the errors of now
+
+`Calendar` is its data. Race, drift, looks and the freeze of second moments only judge; the schedule agrees with the
+other ranks, enters the result in the calendar, and has another plan followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fxcomp.cluster.cluster import Level
+from fxcomp.codegen.program import Program
+from fxcomp.cost.table import CostTable
+from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.errors import CannotReplan
+from fxcomp.options import StepOptions
+from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.plan import Plan
+from fxcomp.search.decision import Decision, PlanMove, Raced
+from fxcomp.search.question import Terms
+from fxcomp.search.runners import Runner, lined_up
+from fxcomp.site import Site
+from fxcomp.state.momenta import SavedMomenta
+from fxcomp.step.alike import SELDOM, Alike
+from fxcomp.step.calendar import WINDOW, Calendar
+from fxcomp.step.drift import Drift, judged, median_of_window
+from fxcomp.step.errors.adaptation import Adaptation
+from fxcomp.step.errors.error_looks import ErrorLooks
+from fxcomp.step.guard import Guard
+from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.race import LONGEST, WARM_STEPS, Race
+from fxcomp.step.step_times import StepTimes
+
+
+class Replanner(Protocol):
+    """Measures the links and decides again; all ranks call it together."""
+
+    @property
+    def terms(self) -> Terms: ...
+
+    def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision: ...
+
+    def measure_next_time(self) -> None: ...
+
+
+class Schedule:
+    """The races of a job, one at a time. Every rank calls it after the same steps, or backward passes."""
+
+    def __init__(
+        self,
+        calendar: Calendar,
+        times: StepTimes,
+        site: Site,
+        take_turn: Callable[[int], object],
+        settle: Callable[[Raced], object],
+    ):
+        """`take_turn` follows the plan of a number, `settle` the winner of a race that is over."""
+        self.calendar, self._times, self._site = calendar, times, site
+        self._take_turn, self._settle = take_turn, settle
+        self._race: Race | None = None
+        """The race that is on, or due."""
+        self.raced: Raced | None = None
+        """The last race that is over."""
+
+    @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will soon: nothing is compared with its prediction."""
+        return self._race is not None
+
+    def takes_turns(self, step: int) -> bool:
+        """Return whether a race is on after so many steps."""
+        return self._race is not None and step >= self._race.begins
+
+    def note_on_race(self, step: int) -> str:
+        """Describe a race that is on, or due; empty if there is none."""
+        if self.takes_turns(step):
+            return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
+        return "" if self._race is None else f"plans will race from step {self._race.begins} on"
+
+    def line_up(self, runners: Sequence[Runner], step: int) -> None:
+        """Let plans race, the first of which is followed now, once it is warm: not in a warm-up of error feedback."""
+        self._race = Race(runners, max(step, self.calendar.warm_from[-1]) + WARM_STEPS, self.calendar.free_steps)
+        self.calendar.turn = self._race.turn
+
+    def call_off(self) -> None:
+        """Hold no race: another plan is followed."""
+        self._race = self.calendar.turn = None
+
+    def between(self, steps: int) -> None:
+        """Agree on the times of a turn that ends here; the next plan has its turn, or the best one stays."""
+        race = self._race
+        if race is None or steps != race.turn.ends:
+            return
+        race.end_turn(self._times.slowest(race.turn.steps, self._site))
+        self._times.forget()
+        if race.result is None:
+            self.calendar.turn = race.turn
+            self._take_turn(race.turn.number)
+        else:
+            self.call_off()
+            self.raced = race.result
+            self._settle(race.result)
+
+    def wait(self, step: int) -> None:
+        """Let a race that is not over begin later: a warm-up lasts longer, or a state is loaded."""
+        if self._race is not None:
+            self.line_up(self._race.runners, step)
+
+
+class StepSchedule(Schedule):
+    """The schedule of a compiled step: warm-up, races, drift, errors, and the steps verified for new captures."""
+
+    def __init__(
+        self,
+        force: PlanInForce,
+        times: StepTimes,
+        planner: Replanner,
+        options: StepOptions,
+        site: Site,
+        note: Callable[[str], None],
+    ):
+        super().__init__(force.calendar, times, site, force.take_turn, self._settle_on)
+        self.calendar.verified = options.checks.verified
+        self._force, self._planner, self._options, self._note = force, planner, options, note
+        self._guard = Guard(force, site.ranks, self.follow, note)
+        self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
+        self._settled_ms: float | None = None
+        """The median of the first window under the plan; None until that is over."""
+        self._planned_for: Plan | None = None
+        """The plan that was followed when drift was noticed, until the race after that is over."""
+        self._errors: ErrorLooks | None = None
+        self._adaptation: Adaptation | None = None
+        """Lets the plan follow the gradients; None without an error budget."""
+        self._race_plans(0, "compiling")
+
+    @property
+    def moves(self) -> Sequence[PlanMove]:
+        """The changes of the plan that followed the gradients."""
+        return () if self._adaptation is None else self._adaptation.moves
+
+    # A step
+
+    def before_step(self, step: int) -> None:
+        """Follow the plan of a step's number; momenta are exchanged once all parameters have been updated enough."""
+        freezes_at = self._guard.before_step(step)
+        if freezes_at is not None:
+            self._freeze_at(freezes_at)
+            self.wait(step)
+        if self._force.enter_stage_of(step):
+            self._settle_anew(step)
+
+    def begin(self, step: int, program: Program) -> None:
+        """Let ranks compare what their updates read, and agree on a step to verify after a new capture on some rank."""
+        force, calendar, alike = self._force, self.calendar, self._alike
+        programs = force.programs
+        if alike is not None:
+            alike.begin(step, program, force.runtime, force.inputs.numbers, programs.options)
+        if not calendar.verified.is_sampled:
+            return
+        if alike is not None:
+            if programs.is_new:
+                alike.note_capture()
+            calendar.verified_too = alike.verified_after
+        elif programs.is_new and step >= (calendar.verified_too or -SELDOM) + SELDOM:
+            calendar.verified_too = step + 1
+        programs.is_new = False
+
+    def between(self, steps: int) -> None:
+        """Do what is due after so many steps."""
+        if self._errors is not None:
+            self.calendar.look_from = self._errors.between(steps)
+        self._guard.between(steps)
+        is_free = not self.is_racing and not self._acts_on_drift(steps)
+        if is_free and self._adaptation is not None and self.calendar.is_quiet_at(steps - 1):
+            self._adaptation.act(steps)
+        super().between(steps)
+
+    def follow(self, step: int) -> None:
+        """Follow another plan from a step on; a race that was on is over."""
+        self.call_off()
+        self._settle_anew(step)
+
+    def follow_errors(self, errors: ErrorLooks, step: int) -> None:
+        """Look at gradients from a step on, and let the plan follow what compressors lose."""
+        self._errors, self.calendar.look_from = errors, step
+        if self._options.compress.measured and not self._options.why_plan_stays:
+            terms = self._planner.terms
+            self._adaptation = Adaptation(self._force, errors, terms, self._site, self._settle_anew, self._note)
+
+    def go_on(self, saved: SavedMomenta) -> None:
+        """Let ranks exchange what they did when a state was saved; every rank calls it."""
+        self._guard.go_on(saved)
+        self._freeze_at(self._force.momenta.freezes_at)
+
+    def resume(self, steps: int) -> None:
+        """Go on at another step of the job; a race that was not over begins again."""
+        self._guard.resume(steps)
+        self._settle_anew(steps)
+        if not self._force.is_racing:
+            self.call_off()
+        if self._adaptation is not None:
+            self._adaptation.forget(steps)
+        if self._errors is not None:
+            self._errors.begin_at(steps)
+            self.calendar.look_from = steps
+        self.wait(steps)
+
+    def _settle_anew(self, step: int) -> None:
+        """Begin to time steps again: earlier times say nothing of those to come."""
+        self.calendar.followed_from = step
+        self._times.forget()
+        self._settled_ms = None
+
+    def _freeze_at(self, step: int | None) -> None:
+        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
+        self._force.momenta.freezes_at = step
+        if step is not None and self._force.plans[-1].moves_exchange:
+            self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
+
+    # Racing
+
+    def _race_plans(self, step: int, topic: str) -> None:
+        """Make the programs of the plans that will race, if there are several; every rank calls it."""
+        choice, stays = self._force.decision.choice, self._force.plans[-1]
+        runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
+        if runners:
+            self._drop_adaptation(step)
+            self._force.line_up([runner.plan for runner in runners[1:]], topic)
+            self.line_up(runners, step)
+
+    def _settle_on(self, raced: Raced) -> None:
+        step = raced.last_step
+        with self._site.ranks.together("ending the race"):
+            self._force.settle_on(raced.winner)
+            self._settle_anew(step)
+            if self._planned_for is not None:
+                self.calendar.be_patient(step, changed=self._force.plan != self._planned_for)
+                self._planned_for = None
+            self._note(str(raced))
+
+    def _drop_adaptation(self, step: int) -> None:
+        if self._adaptation is not None:
+            self._adaptation.drop(step)
+
+    # Planning again
+
+    def check_replan(self, step: int) -> None:
+        """Raise CannotReplan where planning again is no option."""
+        if self._site.ranks.world_size == 1:
+            raise CannotReplan(
+                "one rank sends nothing: it has no links to measure and no plan to choose.\n"
+                "  Start several ranks, as torchrun does."
+            )
+        if self._options.why_not_replan:
+            raise CannotReplan(self._options.why_not_replan)
+        if not self._force.is_warm:
+            last = self.calendar.warm_from[-1]
+            raise CannotReplan(
+                f"the warm-up of error feedback lasts until step {last}, this is {step}.\n"
+                "  Plan again once the plan itself is followed."
+            )
+        if self.takes_turns(step):
+            raise CannotReplan(
+                f"plans are racing, and this is step {step}: which of them stays is not known yet.\n"
+                "  Plan again once a note says which plan stays."
+            )
+
+    def replan(self, step: int) -> bool:
+        """Measure the links again, decide by them, and follow that; every rank calls it.
+
+        Returns whether the plan changed.
+        """
+        topic, before = "planning again", self._force.plan
+        workload, old = self._force.decision.workload, self._force.decision.costs
+        self._drop_adaptation(step)
+        errors = self._errors.table if self._adaptation is not None and self._errors is not None else ASSUMED
+        decision = self._planner.again(old, topic, errors)
+        self._force.switch(decision, topic)
+        self.call_off()
+        timeline = self._force.standing.timeline  # a rank's own: shards may differ
+        predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
+        sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
+        dense_us = [costs.collective_us(*sum_of_all) for costs in (old, decision.costs)]
+        self._note(_said_of(decision, step, predicted_us, dense_us, changed=decision.plan != before))
+        self._race_again(step, f"{topic}: the race", before)
+        return decision.plan != before
+
+    def _drifted(self, step: int) -> Drift | None:
+        """Compare the window that ends here, if one does, with the settled one; every rank calls it."""
+        if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
+            return None
+        mine = median_of_window(self._times.since(step - WINDOW))
+        everyone = [ms for (ms,) in self._site.gather_numbers("how long steps take", [mine])]
+        self._settled_ms, drift = judged(step, self._settled_ms, everyone)
+        return None if step < self.calendar.patient_until else drift
+
+    def _acts_on_drift(self, step: int) -> bool:
+        """Look for drift if that is due, and plan again or let plans race again. Returns whether there is some."""
+        drift = self._drifted(step)
+        if drift is None:
+            return False
+        plans_again, offers = self._options.checks.replan == "auto", not self._options.why_not_replan
+        offer = " step.replan(), called by every rank, measures the links again and chooses by them."
+        self._note(f"{drift}{offer if offers and not plans_again else ''}")
+        self._planner.measure_next_time()
+        with self._site.ranks.together("acting on drift"):
+            if plans_again:
+                self.replan(step)
+            else:
+                self._race_again(step, "racing again", self._force.plan)
+        return True
+
+    def _race_again(self, step: int, topic: str, before: Plan) -> None:
+        """Let plans race, if they do, and be patient if the plan of `before` stays in the end."""
+        self._settle_anew(step)
+        self._race_plans(step, topic)
+        self._planned_for = before if self.is_racing else None
+        if not self.is_racing:
+            self.calendar.be_patient(step, changed=self._force.plan != before)
+
+
+def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
+    """Write the note on a plan that was made again; `dense_us` is the sum of all gradients, before and now."""
+    assert decision.choice is not None, "what is chosen has been compared"
+    before_us, now_us = dense_us
+    return (
+        f"planned again at step {step}: summing all gradients takes {now_us / 1e3:.4g} ms by links as they are now, and"
+        f" {before_us / 1e3:.4g} by those of before; {'another plan is followed' if changed else 'the plan stays'},"
+        f" predicted at {predicted_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
+    )
