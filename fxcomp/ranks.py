@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 import weakref
@@ -23,10 +22,9 @@ from fxcomp.errors import BadCall, BadOption, FxcompError, PeerFailed, RanksApar
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.agree import Conversation, check_store
-from fxcomp.runtime.lending import Lease, lender
 from fxcomp.runtime.members import Levels, Members
-from fxcomp.runtime.presence import Peers
-from fxcomp.runtime.transport import Groups, NullTransport, Transport
+from fxcomp.runtime.presence import presence
+from fxcomp.runtime.transport import Groups, NullTransport, Transport, given_back
 
 T = TypeVar("T")
 
@@ -61,11 +59,6 @@ def _next(what: str) -> str:
     return f"{what}_{number}"
 
 
-def _end(leases: dict[str, Lease]) -> None:
-    while leases:
-        leases.popitem()[1].end()
-
-
 class Ranks:
     """All ranks that compile the same thing now, or run it. Alone, every method is nothing."""
 
@@ -82,12 +75,11 @@ class Ranks:
         self._talks = 0
         self._meetings = 0
         """The number of times that ranks have met again after a stop."""
-        """The number of times since then that ranks have told each other something outside of a conversation."""
         self._cluster: Cluster | None = None
         self._groups = Groups({})
-        self._leases: dict[str, Lease] = {}
-        """By lane."""
-        weakref.finalize(self, _end, self._leases).atexit = False
+        self._stops: Conversation | None = None
+        """Where ranks say where they have stopped."""
+        weakref.finalize(self, self._groups.give_back).atexit = False
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
@@ -104,16 +96,12 @@ class Ranks:
             _check_size(cluster, 1)
             return cls(None, None, False)
 
-        store, timeout = compat.default_store(), compat.group_timeout()
-        check_store(store)
+        check_store(compat.default_store())
         what = members.key + what
-        name = _next(what)
-        peers = Peers.of(name, members.numbers)
-        peers.at(f"beginning {what}")
-        root = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)
+        root = _conversation(what, members)
+        _be_at(root, f"beginning {what}")
         while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
-            root = root.named(_next(what))
-            peers.name = root.name
+            root = _conversation(what, members)
         return cls(members, root, cluster is None)
 
     @classmethod
@@ -138,7 +126,7 @@ class Ranks:
         with suppress(FxcompError):
             root = cls.join(None, what, group)._root
             if root is not None:
-                _talk(root, 1).stay_away(what, error)
+                _talk(root, 1).give_up(what, error, lingers=True)
 
     @property
     def name(self) -> str:
@@ -186,8 +174,7 @@ class Ranks:
             yield
             talk.attempt(f"the end of {what}", lambda: None)
             talk.forget()
-            if self._root.peers is not None:
-                self._root.peers.at(f"after {what}")
+            _be_at(self._root, f"after {what}")
         except BaseException as error:
             if talk is not None and talk.knows(error) and not after_a_stop:
                 raise
@@ -209,19 +196,15 @@ class Ranks:
         mine = root.described(what, error)
         first = compat.set_once(root.store, f"{root.name}/cause/{self._meetings}", mine)
         self.stopped = Stop(what, first, step, has_begun)
+        self._stops = root.named(f"{root.name}/stopped/{self._meetings}")
         with suppress(Exception):  # without a store there is nobody to tell
-            root.store.set(f"{root.name}/stopped/{self._meetings}/{self.rank}", json.dumps(asdict(self.stopped)))
-        self._abandon()
+            self._stops.say("stopping", asdict(self.stopped))
+        self._groups.give_up()
 
     def all_stops(self) -> list[Stop]:
         """List where each rank has stopped, in rank order; waits for those that have not noticed yet."""
-        assert self._root is not None, "a rank that is alone does not stop"
-        keys = {rank: f"stopped/{self._meetings}/{rank}" for rank in range(self.world_size)}
-        stops = self._root.read(keys, "stopping")
-        gone = next((stop["error"] for stop in stops if "error" in stop), None)
-        if gone is not None:
-            raise PeerFailed(gone)
-        return [Stop(**stop) for stop in stops]
+        assert self._stops is not None, "this rank has not stopped"
+        return [Stop(**stop) for stop in self._stops.hear("stopping", range(self.world_size))]
 
     def knows(self, error: BaseException) -> bool:
         """Tell an error that all ranks raise at the same place."""
@@ -229,12 +212,16 @@ class Ranks:
 
     def at_step(self, step: int | None) -> None:
         """Let the others know, if they ask, which step this rank is in."""
-        if self._root is not None and self._root.peers is not None:
-            self._root.peers.at_step(step)
+        if self._root is None or self._root.presence is None:
+            return
+        if step is None:
+            self._root.presence.steps.pop(self.name, None)
+        else:
+            self._root.presence.steps[self.name] = step
 
     def release(self) -> None:
-        """Give process groups back; nobody else is asked."""
-        _end(self._leases)
+        """Give process groups back; no other rank is asked."""
+        self._groups.give_back()
 
     def _meet(self, what: str, after_a_stop: bool) -> bool:
         """See whether any rank has stopped; if ranks may meet again, they do. Whether they did."""
@@ -245,15 +232,11 @@ class Ranks:
         if not after_a_stop:
             raise RanksApart(f"{what} was called, but rank {stopped[0]} has stopped.\n{WHAT_TO_DO}")
         self.stopped = self.stopped or Stop(what, f"rank {stopped[0]} has stopped")
-        self._abandon()
+        self._groups.give_up()
         self._meetings = max(meetings for _, meetings, _ in everyone) + 1
         for lane in dict.fromkeys(lane for _, _, lanes in everyone for lane in lanes):
-            self._borrow(lane)
+            self._make_groups(lane)
         return True
-
-    def _abandon(self) -> None:
-        while self._leases:
-            self._leases.popitem()[1].abandon()
 
     # Agreeing
 
@@ -283,14 +266,11 @@ class Ranks:
 
         `place` names the occasion: the same on these ranks, and used once between two meetings of all ranks.
         """
-        assert self._root is not None, "a rank that is alone tells nobody"
-        said = f"said/{self._meetings}/{place}"
-        self._root.store.set(f"{self._root.name}/{said}/{self.rank}", json.dumps({"value": value}))
-        answers = self._root.read({rank: f"{said}/{rank}" for rank in members}, what)
-        gone = next((answer["error"] for answer in answers if "error" in answer), None)
-        if gone is not None:
-            raise PeerFailed(gone)
-        return {self.numbers[rank]: answer["value"] for rank, answer in zip(members, answers, strict=True)}
+        assert self._root is not None, "a rank that is alone tells no other rank"
+        numbers = tuple(self.numbers[rank] for rank in members)
+        some = Members(numbers, list(members).index(self.rank), self._root.members.job_ranks)
+        talk = self._root.named(f"{self._root.name}/said/{self._meetings}/{place}/{numbers[0]}", some)
+        return dict(zip(numbers, talk.attempt(what, lambda: value), strict=True))
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Start from rank 0's values, as DistributedDataParallel does. After `transport`."""
@@ -321,23 +301,31 @@ class Ranks:
         if self._root is None:
             return NullTransport()
         self._cluster = cluster
-        self._borrow("main")
+        self._make_groups("main")
         return self._groups
 
     def extend(self, transport: Transport, plan: Plan) -> Transport:
         """Add the groups of the pool, if the plan offloads anything and there are none yet."""
         offloads = any(Device.CPU in bucket.strategy.devices for bucket in plan.buckets)
-        if offloads and transport is self._groups and "pool" not in self._leases:
-            self._borrow("pool")
+        if offloads and transport is self._groups and "pool" not in self._groups.lanes:
+            self._make_groups("pool")
         return transport
 
-    def _borrow(self, lane: str) -> None:
-        assert self._talk is not None, "a rank that is alone needs no groups"
+    def _make_groups(self, lane: str) -> None:
         assert self._cluster is not None, "groups are of a cluster"
-        assert self.members is not None
-        lease = lender().borrow(self._talk, lane, self.members, _levels(self._cluster), _direct(self._cluster))
-        self._leases[lane] = lease
-        self._groups.add(lease.groups)
+        assert self.members is not None, "a rank that is alone needs no groups"
+        assert self._talk is not None, "groups are made in a conversation"
+        members = self.members
+        levels, direct = members.levels(_levels(self._cluster)), _direct(self._cluster)
+        name = members.group_names(f"{self._talk.name} {lane}")
+        made: list[Groups] = []
+        for close in self.attempt(f"process groups, {lane}", lambda: given_back(members)):
+            close()
+        self.attempt(
+            f"making process groups, {lane}",
+            lambda: made.append(Groups.create(levels, [lane], direct, members, name)),
+        )
+        self._groups.add(made[0])
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
@@ -354,12 +342,8 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
             "  Call torch.distributed.init_process_group first, or write the cluster: fxcomp.Cluster.parse('8x4', ...)."
         )
     members = Members.of(group)
-    what = f"hosts of {','.join(map(str, members.numbers))}"
-    name = _next(what)
-    store, timeout = compat.default_store(), compat.group_timeout()
-    peers = Peers.of(name, members.numbers)
-    agreement = Conversation(store, name, members.place, len(members), timeout, members.numbers, peers)
-    return Cluster.placed(_places(agreement.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
+    talk = _conversation(f"hosts of {','.join(map(str, members.numbers))}", members)
+    return Cluster.placed(_places(talk.attempt("naming hosts", compat.host_name)), intra=intra, inter=inter)
 
 
 ALONE = Ranks(None, None, False)
@@ -369,6 +353,17 @@ ALONE = Ranks(None, None, False)
 def _own_memory(tensor: Tensor) -> Tensor:
     """An expanded tensor's elements, each once."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _conversation(what: str, members: Members) -> Conversation:
+    """Begin the next meeting of these ranks for `what`."""
+    return Conversation(compat.default_store(), _next(what), members, compat.group_timeout(), presence())
+
+
+def _be_at(root: Conversation, place: str) -> None:
+    """Let ranks that wait for this one know where it is."""
+    if root.presence is not None:
+        root.presence.doing = place
 
 
 def _talk(root: Conversation, number: int) -> Conversation:

@@ -88,12 +88,14 @@ def outlives_restarts() -> str:
 
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
-    """Write a key unless another rank has; returns its value then, or the given one where no store answers."""
+    """Write a key unless another rank has; returns its value then, or the given one where no store can compare."""
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
         # Called by a rank that is about to raise: its own error must not give way to that of a store whose host has
-        # died, or of one that cannot compare.
+        # died. One that cannot compare keeps the last value.
+        with suppress(RuntimeError, NotImplementedError):
+            store.set(key, value)
         return value
 
 
@@ -139,16 +141,6 @@ def _unbound(group: Any) -> Generator[None]:
 def backend_names(group: Any) -> dict[str, str]:
     """Name a group's backends by type of device; to `dist.get_backend` all have one name, which may be "undefined"."""
     return {device.type: group._get_backend(device).name() for device in group._device_types}
-
-
-def groups_made() -> int:
-    """Give the number that names the next process group; ranks that count differently do not find each other."""
-    return dist.distributed_c10d._world.group_count
-
-
-def count_groups_from(number: int) -> None:
-    """Set the number of the next process group: a rank that failed between two of them has counted fewer."""
-    dist.distributed_c10d._world.group_count = number
 
 
 def destroy_groups(handles: list[Any]) -> None:

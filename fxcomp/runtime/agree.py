@@ -1,12 +1,15 @@
 """Exchange answers between all ranks through the store, with a timeout: nothing here can hang.
 
 A collective that one rank never reaches blocks the others; a key that never appears only runs into its timeout. Ranks
-answer each topic in turn, and answers are numbered: rank 1's third answer is the third thing that the others wait for
-from it. So a rank that fails anywhere between two topics can tell them without knowing where they are: it answers
-whatever comes next with its error.
+answer each topic in turn, under a key for each topic and rank, and read the others' answers:
 
-A rank whose process has ended, or that waits for this one somewhere else, answers nothing. Whoever notices answers in
-its place, so that all others hear it at once.
+    name/0/0  name/0/1  name/0/2     topic 0, the answers of ranks 0, 1 and 2
+    name/1/0                         topic 1, of which only rank 0's answer is read
+    name/failed/0                    the first failure
+
+A rank that fails, in a topic or between two, writes the failure, unless another rank has. Ranks that wait for an answer
+look there, so the failing rank need not know where they are. A rank whose process has ended, or that waits for this one
+somewhere else, answers nothing: the rank that notices writes the failure, and all read it at once.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +26,8 @@ import torch.distributed as dist
 
 from fxcomp import compat
 from fxcomp.errors import PeerFailed, RanksApart, ReplicasDiffer
-from fxcomp.runtime.presence import Inquiry, Peers
+from fxcomp.runtime.members import Members
+from fxcomp.runtime.presence import Presence, address_of, place_of
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
@@ -35,6 +39,9 @@ PATIENCE_S = 0.5
 
 LINGER_S = 2.0
 """A failed rank that may host the store waits for so long until the others have heard."""
+
+WATCHED = 32
+"""The number of missing ranks that each waiting rank looks for. Other ranks look for the others, and tell all."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -57,34 +64,34 @@ def check_store(store: Any) -> None:
 
 
 class Conversation:
-    """One conversation of all ranks; `name` must be the same on all of them and new."""
+    """One conversation of all ranks; `name` must be the same on all of them and new.
+
+    `root` names the first conversation of the same ranks, by which they report their steps.
+    """
 
     def __init__(
         self,
         store: Store,
         name: str,
-        rank: int,
-        world_size: int,
+        members: Members,
         timeout: timedelta,
-        numbers: Sequence[int] | None = None,
-        peers: Peers | None = None,
+        presence: Presence | None = None,
+        root: str = "",
     ):
-        self.name = name
-        self._numbers = numbers or range(world_size)
-        """The ranks' names in errors."""
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.store = store
-        self.peers = peers
-        """The processes of the ranks, where they can be asked after."""
-        self._answered = 0
-        """The number of answers that this rank has given to all."""
-        self._told = 0
-        """The number of answers of rank 0 alone that have been given, or heard."""
+        self.store, self.name, self.members, self.timeout = store, name, members, timeout
+        self.rank, self.world_size = members.place, len(members)
+        self.presence = presence
+        """None where processes cannot be asked after."""
+        self.root = root or name
+        self._topics = 0
+        """The number of topics so far."""
+        self._failures = 0
+        """The number of topics at which all ranks have raised."""
         self._known: BaseException | None = None
 
-    def named(self, name: str) -> Conversation:
-        """Start another conversation of the same ranks."""
-        return Conversation(self.store, name, self.rank, self.world_size, self.timeout, self._numbers, self.peers)
+    def named(self, name: str, members: Members | None = None) -> Conversation:
+        """Start another conversation of the same ranks, or of some of them."""
+        return Conversation(self.store, name, members or self.members, self.timeout, self.presence, self.root)
 
     # Topics
 
@@ -93,43 +100,13 @@ class Conversation:
 
         `work` returns plain data. A rank whose work raises tells the others before it raises; they raise PeerFailed.
         """
-        if self.peers is not None:
-            self.peers.at(topic)
-        try:
-            mine = {"value": work()}
-        except BaseException as error:
-            with suppress(PeerFailed):  # without a store there is nobody to tell
-                self._answer(self._failure(topic, error))
-                if not isinstance(error, PeerFailed):
-                    self._has_heard(f"{self._answered - 1}")  # this rank knows an error of its own
-                self._linger(f"{self._answered - 1}")
-            if isinstance(error, PeerFailed):  # a collective broke off; another rank may know why
-                self._check(topic, self._answers(topic), f"{self._answered - 1}")
-            self._known_to_all(error)
-            raise
-        self._answer({"topic": topic, **mine})
-        answers = self._answers(topic)
-        self._check(topic, answers, f"{self._answered - 1}")
-        return [answer["value"] for answer in answers]
+        self._answer(topic, work)
+        return self.hear(topic, range(self.world_size))
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
         """Compute on rank 0 and return the result on every rank; it is plain data."""
-        number = self._told
-        if self.rank == 0:
-            try:
-                answer = {"topic": topic, "value": work()}
-            except BaseException as error:
-                with suppress(PeerFailed):
-                    self._tell(self._failure(topic, error))
-                    self._linger(f"told/{number}")
-                self._known_to_all(error)
-                raise
-            self._tell(answer)
-            return answer["value"]
-        self._told += 1
-        answer = self.read({0: f"told/{number}"}, topic)[0]
-        self._check(topic, [answer], f"told/{number}")
-        return answer["value"]
+        self._answer(topic, work if self.rank == 0 else lambda: None)
+        return self.hear(topic, [0])[0]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
         """Raise ReplicasDiffer on every rank, with the first difference, unless all ranks bring the same facts."""
@@ -137,10 +114,32 @@ class Conversation:
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
                 if everyone[0].get(key) != theirs.get(key):
-                    first, other = (self._numbers[0], everyone[0]), (self._numbers[rank], theirs)
-                    error = _models_differ(key, first, other)
-                    self._known_to_all(error)
-                    raise error
+                    first, other = (self._number(0), everyone[0]), (self._number(rank), theirs)
+                    self._known = _models_differ(key, first, other)
+                    raise self._known
+
+    def say(self, topic: str, value: Any) -> None:
+        """Answer a topic, and wait for no rank."""
+        self._topics += 1
+        with self._store_lives(topic):
+            self.store.set(self._key(self._topics - 1, self.rank), json.dumps([topic, value]))
+
+    def hear(self, topic: str, ranks: Iterable[int]) -> list[Any]:
+        """Read the answers of ranks to the topic that this rank has answered last.
+
+        Raises PeerFailed if one does not come in time, or cannot come, and if the store has gone.
+        """
+        keys = {rank: self._key(self._topics - 1, rank) for rank in ranks}
+        with self._store_lives(topic):
+            self._wait(keys, topic)
+            answers = [json.loads(self.store.get(key)) for key in keys.values()]
+        for rank, (theirs, _) in zip(keys, answers, strict=True):
+            if theirs != topic:
+                raise PeerFailed(
+                    f"rank {self._number(rank)} is at {theirs}, rank {self._number(self.rank)} at {topic}.\n"
+                    "  Make the same calls on every rank, in the same order."
+                )
+        return [value for _, value in answers]
 
     # Failing
 
@@ -152,163 +151,158 @@ class Conversation:
         """Describe an error for the other ranks; one heard from another rank keeps that rank's words."""
         if isinstance(error, PeerFailed):
             return str(error)
-        return f"rank {self._numbers[self.rank]} failed in {what}: {type(error).__name__}: {error}"
+        return f"rank {self._number(self.rank)} failed in {what}: {type(error).__name__}: {error}"
 
-    def give_up(self, what: str, error: BaseException) -> None:
-        """Answer whatever the others wait for next with an error; this rank says nothing more here."""
-        answer = json.dumps({**self._failure(what, error), "gone": True})
-        # What comes next may be half said already.
-        keys = [f"{self._answered}/{self.rank}", f"{self._answered + 1}/{self.rank}"]
-        if self.rank == 0:
-            keys += [f"told/{self._told}", f"told/{self._told + 1}"]
-        for key in keys:
-            with suppress(Exception):  # without a store there is nobody to tell
-                self.store.set(f"{self.name}/{key}", answer)
+    def give_up(self, what: str, error: BaseException, *, lingers: bool = False) -> None:
+        """End the conversation with an error, which the others raise at the next answer that they wait for.
 
-    def stay_away(self, what: str, error: BaseException) -> None:
-        """Answer this conversation with an error in place of taking part in it, and let the others hear it."""
-        self.give_up(what, error)
-        self._has_heard("0")  # another rank may stay away, too
-        self._linger("0")
+        `lingers` lets the others hear it before this process ends.
+        """
+        mine = self.described(what, error)
+        while self.knows(self._fail(mine, lingers=lingers)):
+            pass  # all ranks raise another error at one topic, and then wait for this rank at the next one
 
     @property
     def was_missed(self) -> bool:
-        """True if another rank has waited here for this one in vain, and given up."""
+        """True if the other ranks have waited here for this one in vain, and given up."""
         with self._store_lives("beginning"):
-            return self.store.check([f"{self.name}/missed/{self.rank}"])
+            return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
         """Clear this rank's answers before its last one from the store: all ranks have read them."""
-        keys = [f"{number}/{self.rank}" for number in range(self._answered - 1)]
-        keys += [f"told/{number}" for number in range(self._told)] if self.rank == 0 else []
-        for key in keys:
+        for number in range(self._topics - 1):
             with suppress(Exception):  # not every store can
-                self.store.delete_key(f"{self.name}/{key}")
+                self.store.delete_key(self._key(number, self.rank))
 
-    # The store
+    @property
+    def _failed(self) -> str:
+        """The key of the first failure since all ranks have raised at the same topic."""
+        return f"{self.name}/failed/{self._failures}"
 
-    def _check(self, topic: str, answers: list[dict[str, Any]], number: str) -> None:
-        """Raise PeerFailed for the first rank that failed, or is elsewhere; `number` is the answers'."""
-        failed = [answer for answer in answers if "error" in answer]
-        if failed:
-            self._has_heard(number)
-            failed.sort(key=lambda answer: answer["heard"])
-            error = PeerFailed(failed[0]["error"])
-            if not any("gone" in answer for answer in failed):
+    def _answer(self, topic: str, work: Callable[[], Any]) -> None:
+        if self.presence is not None:
+            self.presence.doing = topic
+        try:
+            mine = work()
+        except BaseException as error:
+            is_own = not isinstance(error, PeerFailed)  # not a collective that broke off: another rank may know why
+            first = self._fail(self.described(topic, error), is_known=is_own, lingers=True)
+            self._topics += 1
+            if not is_own:
+                raise first from None
+            if self.knows(first):
                 self._known = error
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer["topic"] != topic:
-                raise PeerFailed(
-                    f"rank {self._numbers[rank]} is at {answer['topic']}, rank {self._numbers[self.rank]} at {topic}.\n"
-                    "  Make the same calls on every rank, in the same order."
-                )
+            raise
+        self.say(topic, mine)
 
-    def _failure(self, topic: str, error: BaseException) -> dict[str, Any]:
-        return {"topic": topic, "error": self.described(topic, error), "heard": isinstance(error, PeerFailed)}
+    def _fail(
+        self, why: str, *, is_known: bool = False, missing: Sequence[int] = (), lingers: bool = False
+    ) -> PeerFailed:
+        """Tell the others of a failure, and return the first one of any rank.
 
-    def _answers(self, topic: str) -> list[dict[str, Any]]:
-        number = self._answered - 1
-        return self.read({rank: f"{number}/{rank}" for rank in range(self.world_size)}, topic)
+        `is_known` says that all ranks raise at this topic; `missing` lists the ranks that were waited for in vain.
+        """
+        failure, key = json.dumps({"error": why, "is_known": is_known, "missing": list(missing)}), self._failed
+        first = self._heard(compat.set_once(self.store, key, failure))
+        if lingers and self._number(self.rank) == 0:
+            self._linger(key)
+        return first
 
-    def _known_to_all(self, error: BaseException) -> None:
-        if not isinstance(error, PeerFailed):  # a collective that broke off breaks off anywhere
-            self._known = error
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        with self._store_lives(answer["topic"]):
-            self.store.set(f"{self.name}/{self._answered}/{self.rank}", json.dumps(answer))
-        self._answered += 1
-
-    def _tell(self, answer: dict[str, Any]) -> None:
-        with self._store_lives(answer["topic"]):
-            self.store.set(f"{self.name}/told/{self._told}", json.dumps(answer))
-        self._told += 1
-
-    def _has_heard(self, number: str) -> None:
-        with suppress(Exception):  # as a courtesy
-            self.store.set(f"{self.name}/heard/{number}/{self.rank}", "")
-
-    def _linger(self, number: str) -> None:
+    def _linger(self, failed: str) -> None:
         """Let the others hear of a failure before this process ends, and perhaps the store with it."""
-        if self._numbers[self.rank] != 0:
-            return
-        heard = [f"{self.name}/heard/{number}/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        heard = [f"{failed}/{rank}" for rank in range(self.world_size)]
         until = time.monotonic() + LINGER_S
         with suppress(Exception):
             while not self.store.check(heard) and time.monotonic() < until:
                 time.sleep(LONGEST_PAUSE_S)
 
+    def _heard(self, text: str | bytes) -> PeerFailed:
+        failure = json.loads(text)
+        with suppress(Exception):  # as a courtesy
+            self.store.set(f"{self._failed}/{self.rank}", "")
+        error = PeerFailed(failure["error"])
+        if failure["is_known"]:
+            self._known = error
+            self._failures += 1
+        return error
+
     # Waiting
 
-    def read(self, keys: Mapping[int, str], topic: str) -> list[dict[str, Any]]:
-        """Read the answers of ranks about a topic.
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self.name}/{number}/{rank}"
 
-        Raises PeerFailed if one does not come in time, or if the store has gone. For a rank whose process has ended,
-        or that cannot come, its failure is read.
-        """
-        asking = nullcontext() if self.peers is None else closing(self.peers.inquire())
-        with self._store_lives(topic), asking as inquiry:
-            self._wait(keys, topic, inquiry)
-            return [json.loads(self.store.get(f"{self.name}/{key}")) for key in keys.values()]
+    def _number(self, rank: int) -> int:
+        """A rank's name in errors."""
+        return self.members.numbers[rank]
 
-    def _wait(self, keys: Mapping[int, str], topic: str, inquiry: Inquiry | None) -> None:
-        wanted = [f"{self.name}/{key}" for key in keys.values()]
-        start, pause, asked = time.monotonic(), FIRST_PAUSE_S, 0
+    def _wait(self, keys: Mapping[int, str], topic: str) -> None:
+        wanted = list(keys.values())
+        start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
         longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
         while not self.store.check(wanted):  # not wait: it would keep other threads from the store
+            # A rank that fails may have answered this topic, and all ranks then hear of it at the next one.
+            if self.store.check([self._failed]) and not self.store.check(wanted):
+                raise self._heard(self.store.get(self._failed))
             waited = time.monotonic() - start
             if waited > self.timeout.total_seconds():
-                raise self._missed(self._missing(keys)[0], topic)
-            if inquiry is not None and waited > PATIENCE_S * (asked + 1):
-                asked = int(waited / PATIENCE_S)
-                self._answer_for_others(keys, topic, inquiry)
+                missing = self._missing(keys)
+                raise self._fail(
+                    f"rank {self._number(missing[0])} did not arrive at {topic} within"
+                    f" {self.timeout.total_seconds():g} s.\n"
+                    "  It may hang, or never made this call: every rank must. The timeout is init_process_group's.",
+                    missing=missing,
+                )
+            if self.presence is not None and waited > PATIENCE_S * (looks + 1):
+                looks = int(waited / PATIENCE_S)
+                self._look_for(keys, topic, self.presence)
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
         """List the ranks that have not answered, from the one after this rank on."""
-        missing = [rank for rank, key in keys.items() if not self.store.check([f"{self.name}/{key}"])]
+        missing = [rank for rank, key in keys.items() if not self.store.check([key])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
-    def _answer_for_others(self, keys: Mapping[int, str], topic: str, inquiry: Inquiry) -> None:
-        """Answer for ranks that never will; an answer of their own, given meanwhile, stays."""
+    def _look_for(self, keys: Mapping[int, str], topic: str, presence: Presence) -> None:
+        """Raise PeerFailed if a rank that has not answered never will."""
         missing = self._missing(keys)
-        here = f"rank {self._numbers[self.rank]}"
-        for rank, doing in inquiry.gone(missing).items():
-            last = f"; it was last seen at: {doing}" if doing else ""
-            why = (
-                f"rank {self._numbers[rank]} has gone before it arrived at {topic}{last}.\n  Its process has ended, or"
-                f" has destroyed its process group: see its own output. {here} noticed it while it waited."
+        for rank in missing[:WATCHED]:
+            why = self._absence(rank, topic, presence)
+            if why is not None and not self.store.check([keys[rank]]):  # it may have answered, and ended since
+                raise self._fail(why, missing=missing)
+
+    def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
+        """Say why a rank will not come: its process has ended, or waits for this one inside a later step."""
+        number, here = self._number(rank), f"rank {self._number(self.rank)}"
+        address = address_of(number)
+        try:
+            place = {} if address is None else place_of(address)
+        except ProcessLookupError:
+            last = f"; it was last seen at: {presence.seen[number]}" if number in presence.seen else ""
+            return (
+                f"rank {number} has gone before it arrived at {topic}{last}.\n  Its process has ended, or has destroyed"
+                f" its process group: see its own output. {here} noticed it while it waited."
             )
-            self._answer_for(rank, keys[rank], topic, why)
-        for rank, why in inquiry.never(missing).items():
-            told = f"{why}, and {here} is at {topic}.\n  Make the same calls on every rank, in the same order."
-            self._answer_for(rank, keys[rank], topic, told)
-
-    def _answer_for(self, rank: int, key: str, topic: str, why: str) -> None:
-        if rank != self.rank:
-            failure = {"topic": topic, "error": why, "heard": True, "gone": True}
-            compat.set_once(self.store, f"{self.name}/{key}", json.dumps(failure))
-
-    def _missed(self, rank: int, topic: str) -> PeerFailed:
-        with suppress(Exception):
-            self.store.set(f"{self.name}/missed/{rank}", topic)
-        return PeerFailed(
-            f"rank {self._numbers[rank]} did not arrive at {topic} within {self.timeout.total_seconds():g} s.\n"
-            "  It may hang, or never made this call: every rank must. The timeout is init_process_group's."
+        if place:
+            presence.seen[number] = place["doing"]
+        theirs, mine = place.get("steps", {}).get(self.root), presence.steps.get(self.root)
+        if theirs is None or mine is None or theirs <= mine:
+            return None
+        return (
+            f"rank {number} is in step {theirs}, where it waits for the others, and {here} is at {topic}.\n"
+            "  Make the same calls on every rank, in the same order."
         )
 
     @contextmanager
     def _store_lives(self, topic: str) -> Generator[None]:
-        """Say so where the store does not answer."""
+        """Raise PeerFailed where the store does not answer."""
         try:
             yield
         except (RuntimeError, OSError) as error:
             if isinstance(error, PeerFailed) or not compat.is_store_gone(error):
                 raise
             raise PeerFailed(
-                f"the process that hosts the store has ended, while rank {self._numbers[self.rank]} was at {topic}.\n"
+                f"the process that hosts the store has ended, while rank {self._number(self.rank)} was at {topic}.\n"
                 "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: its own"
                 " output says why."
             ) from error

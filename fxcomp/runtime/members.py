@@ -67,15 +67,13 @@ class Members:
         numbers = self.numbers
         return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
 
-    def first_name(self, set_number: int) -> int | None:
-        """Return what the first process group of a set is named by; None where torch's own count serves.
+    def group_names(self, what: str) -> int:
+        """Return the first of 4,096 numbers that name process groups of these ranks, by what they are for.
 
-        Groups of other ranks count for themselves, so they need names that differ whatever they have counted.
+        torch counts groups on each rank by itself: a rank that failed between two of them would not find the others.
         """
-        if self.is_whole_job:
-            return None
-        digest = hashlib.sha256(self.key.encode()).digest()
-        return (int.from_bytes(digest[:6], "big") << 32) + (set_number << 12)
+        digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
+        return int.from_bytes(digest[:6], "big") << 12
 
 
 def _handle(group: Any) -> Any:

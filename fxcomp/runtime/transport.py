@@ -5,7 +5,9 @@ A line's collective is started by `Launch` and waited for by its `Flight`; error
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -55,8 +57,10 @@ class Groups:
 
     def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
         self._groups = dict(groups)
-        self._numbers = numbers
+        self.numbers = numbers
         """The job's, of all ranks."""
+        if groups:
+            _open.add(self)
 
     @classmethod
     def create(
@@ -104,7 +108,7 @@ class Groups:
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
         with group.translated:
-            return group.started(dist.broadcast(value, self._numbers[source], group=group.live, async_op=True))
+            return group.started(dist.broadcast(value, self.numbers[source], group=group.live, async_op=True))
 
     def start(self, transfer: Transfer) -> Work:
         group = self._groups[transfer.level, transfer.lane]
@@ -128,8 +132,15 @@ class Groups:
 
     def add(self, other: Groups) -> None:
         """Take in other groups, in the place of those of the same level and lane."""
+        _open.add(self)
         self._groups.update(other._groups)
-        self._numbers = other._numbers
+        self.numbers = other.numbers
+
+    @property
+    def nccl_devices(self) -> set[str]:
+        """The types of devices whose collectives run over NCCL."""
+        backends = [group.backends for group in self._groups.values()]
+        return {device for each in backends for device, name in each.items() if name == "nccl"}
 
     @property
     def is_idle(self) -> bool:
@@ -147,8 +158,37 @@ class Groups:
 
         Whatever is under way here may go on until the others have noticed; nobody waits for it.
         """
+        _open.discard(self)
         handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
         compat.destroy_groups(handles)
+
+    def give_back(self) -> None:
+        """Leave the groups to be closed later: their last collective may be under way on a device or another rank."""
+        world = compat.world()
+        if world is None or not self.is_idle:
+            self.give_up()
+        elif self in _open and self not in _given_back:
+            _given_back[self] = weakref.finalize(world, self.give_up)
+            # Not at the end of a job: its connections end with it, and what would close them may be gone before them.
+            _given_back[self].atexit = False
+
+
+_open = weakref.WeakSet[Groups]()
+_given_back: dict[Groups, weakref.finalize[..., Any]] = {}
+"""Each closes its groups, when the same ranks make groups again or when the default process group is destroyed."""
+
+
+def given_back(members: Members) -> list[Callable[[], object]]:
+    """Take the groups of these ranks that no step needs any more, each as what closes it.
+
+    Close them once all members have called this: then no collective of theirs is under way on any device.
+    """
+    if _open:
+        gc.collect()  # a step that is not used any more may still have its groups, if it is part of a cycle
+    taken = [groups for groups in list(_given_back) if set(groups.numbers) <= set(members.numbers)]
+    for device in {device for groups in taken for device in groups.nccl_devices}:
+        compat.synchronize(torch.device(device))
+    return [_given_back.pop(groups) for groups in taken]
 
 
 def _gathered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:

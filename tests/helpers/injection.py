@@ -30,7 +30,6 @@ TALKING = (
     *("state/gradient_state", "state/inputs", "state/saved_state"),
     *(
         "runtime/agree",
-        "runtime/lending",
         "runtime/runtime",
         "runtime/transport",
         "runtime/group",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fxcomp.errors import BadPlan, PeerFailed, ReplicasDiffer
 from fxcomp.runtime.agree import Conversation
+from fxcomp.runtime.members import Members
 
 
 def on_threads(ranks: int, talk: Callable[[Conversation], Any], timeout_s: float = 60.0) -> list[Any]:
@@ -20,7 +22,9 @@ def on_threads(ranks: int, talk: Callable[[Conversation], Any], timeout_s: float
 
     def run(rank: int) -> Any:
         try:
-            return talk(Conversation(store, "test", rank, ranks, timedelta(seconds=timeout_s)))
+            return talk(
+                Conversation(store, "test", Members(tuple(range(ranks)), rank, ranks), timedelta(seconds=timeout_s))
+            )
         except Exception as error:
             return error
 
@@ -41,6 +45,14 @@ def test_one_failure_is_raised_everywhere():
     for error in (first, third):
         assert isinstance(error, PeerFailed)
         assert str(error).startswith("rank 1 failed in thinking: ZeroDivisionError")
+
+
+def test_a_store_that_cannot_compare_tells_of_a_failure(monkeypatch: pytest.MonkeyPatch):
+    def cannot(*_: object) -> bytes:
+        raise NotImplementedError
+
+    monkeypatch.setattr(dist.HashStore, "compare_set", cannot)
+    test_one_failure_is_raised_everywhere()
 
 
 def test_what_rank_0_computes_is_had_by_all_and_computed_once():
@@ -113,3 +125,25 @@ def test_ranks_at_different_topics_say_so():
         assert isinstance(error, PeerFailed)
         assert "is at topic" in str(error)
         assert "in the same order" in str(error)
+
+
+def test_ranks_that_all_raised_at_a_topic_go_on_with_the_next_one():
+    def talk(agreement: Conversation) -> list[Any]:
+        with pytest.raises((ZeroDivisionError, PeerFailed)) as raised:
+            agreement.attempt("thinking", lambda: 1 // (1 - agreement.rank))
+        assert agreement.knows(raised.value)
+        return agreement.attempt("going on", lambda: agreement.rank)
+
+    assert on_threads(3, talk) == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_others_gave_up_on_sees_so_when_it_comes():
+    def talk(agreement: Conversation) -> Any:
+        if agreement.rank == 0:
+            agreement.attempt("meeting", lambda: 1)
+        while agreement.rank and not agreement.was_missed:
+            time.sleep(0.01)
+
+    error, *others = on_threads(3, talk, timeout_s=0.2)
+    assert isinstance(error, PeerFailed)
+    assert others == [None, None]

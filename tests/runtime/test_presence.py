@@ -15,9 +15,17 @@ from helpers.ranks import run_alone
 
 from fxcomp import compat
 from fxcomp.runtime import presence as room
-from fxcomp.runtime.presence import Presence, Sight
+from fxcomp.runtime.presence import Address, Presence, place_of
 
 SPAWNED = multiprocessing.get_context("spawn")
+
+
+def has_gone(address: Address) -> bool:
+    try:
+        place_of(address)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def is_soon(asked: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -27,10 +35,17 @@ def is_soon(asked: Callable[[], bool], seconds: float = 10.0) -> bool:
     return asked()
 
 
+def closed() -> Presence:
+    gone = Presence("127.0.0.1")
+    gone.close()
+    gone._thread.join(10)
+    return gone
+
+
 def lives(told: Connection) -> None:
     """Fork a child that stays, and be killed: the child must not seem to be this process."""
     mine = Presence("127.0.0.1")
-    mine.place.doing = "forking"
+    mine.doing, mine.steps = "forking", {"a step": 3}
     room._current = (lambda: None), mine  # type: ignore[assignment]
     told.send(mine.address)
     told.recv()
@@ -48,18 +63,14 @@ def test_a_killed_process_is_seen_to_go_though_a_child_of_it_lives():
     process = SPAWNED.Process(target=lives, args=(there,), daemon=True)
     process.start()
     there.close()
-    early, child = Sight(here.recv()), 0
+    address, child = here.recv(), 0
     try:
-        assert not early.has_gone()
-        assert is_soon(lambda: not early.has_gone() and early.place.doing == "forking")
+        assert is_soon(lambda: place_of(address) == {"doing": "forking", "steps": {"a step": 3}})
         here.send("fork")
         child = here.recv()
         here.send("end")
-        assert is_soon(early.has_gone)
-        late = Sight((early._host, early._port, early._host_name))
-        assert is_soon(late.has_gone)
+        assert is_soon(lambda: has_gone(address))
     finally:
-        early.close()
         if child:
             os.kill(child, signal.SIGKILL)
         process.kill()
@@ -67,34 +78,33 @@ def test_a_killed_process_is_seen_to_go_though_a_child_of_it_lives():
 
 
 def test_a_process_that_does_not_answer_is_not_taken_for_gone():
-    with patch.object(Presence, "_answers", return_value=True):
+    asked, ends = threading.Event(), threading.Event()
+
+    def computes(*_: object) -> None:
+        asked.set()
+        ends.wait(60)
+
+    with patch.object(Presence, "_answer", computes):
         busy = Presence("127.0.0.1")
-        sight = Sight(busy.address)
-        assert not any(sight.has_gone() for _ in range(20))
-        sight.close()
+        assert [place_of(busy.address) for _ in range(20)] == [{}] * 20
+        assert asked.is_set()
+        ends.set()
         busy.close()
 
 
 def test_an_address_that_is_another_machines_own_tells_nothing():
-    gone = Presence("127.0.0.1")
-    gone.close()
-    gone._thread.join(10)
-    host, port, _ = gone.address
-    assert Sight((host, port, compat.host_name())).has_gone()
-    assert not Sight((host, port, "elsewhere")).has_gone()
+    host, port, _ = closed().address
+    assert has_gone((host, port, compat.host_name()))
+    assert not has_gone((host, port, "elsewhere"))
 
 
 def test_a_machine_that_refuses_and_never_let_anybody_in_tells_nothing():
-    one, gone = Presence("127.0.0.1"), Presence("127.0.0.1")
-    gone.close()
-    gone._thread.join(10)
+    one, gone = Presence("127.0.0.1"), closed()
+    late = "0.0.0.0", gone.address[1], "elsewhere"
     with patch.object(room, "_REACHED", set[str]()):
-        late = Sight(("0.0.0.0", gone.address[1], "elsewhere"))
-        assert not late.has_gone(), "a firewall may refuse, too"
-        early = Sight(("0.0.0.0", one.address[1], "elsewhere"))
-        assert not early.has_gone()
-        early.close()
-        assert late.has_gone()
+        assert not has_gone(late), "a firewall may refuse, too"
+        assert not has_gone(("0.0.0.0", one.address[1], "elsewhere"))
+        assert has_gone(late)
     one.close()
 
 
@@ -104,10 +114,8 @@ def opens_and_closes() -> tuple[tuple[int, int], ...]:
 
     before = opened()
     one = Presence("127.0.0.1")
-    sight = Sight(one.address)
-    sight.has_gone()
+    place_of(one.address)
     meanwhile = opened()
-    sight.close()
     one.close()
     one._thread.join(10)
     return before, meanwhile, opened()
