@@ -19,7 +19,7 @@ demo: .venv/installed          ## install, then train a small GPT over a slow li
 test: .venv/installed          ## install, then run the fast tests: within ten minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-all: .venv/installed      ## run the slow tests too
+test-all: .venv/installed      ## run the slow tests too, and those of benchmarks and recipes
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --slow
 
 test-recipes: .venv/installed  ## install the libraries that recipes are for, and run those tests, the slow ones too

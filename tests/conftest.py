@@ -17,10 +17,20 @@ os.environ.pop("COLUMNS", None)  # reports are as wide as where nobody says how 
 
 GOLDEN = Path(__file__).parent / "golden"
 
+WEEKLY = [Path(__file__).parent / name for name in ("benchmarks", "recipes")]
+"""Folders that run with --slow, or where they are named: make test leaves them out."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts again; then read the diff")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path not in WEEKLY or config.getoption("--slow"):
+        return None
+    asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if any(path.is_relative_to(collection_path) for path in asked) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.eager import beside_ddp
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp.errors import CaptureFailed
@@ -151,31 +150,10 @@ def _attempt(work: Callable[[], Any]) -> Any:
         return traceback.format_exc()
 
 
-def _follow(build: Callable[[], nn.Module]) -> dict[str, Any]:
+def _follow(build: Callable[[], nn.Module]) -> dict[str, float]:
     rank = dist.get_rank()
     torch.manual_seed(3)
-    model = build()
-    reference = copy.deepcopy(model)
-    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
-    step = fxcomp.compile_step(
-        model, squares, optimizer, batch_of(0, rank), compress="dense", checks=fxcomp.Checks(verify=1)
-    )
-    ddp = DistributedDataParallel(reference)
-    found: dict[str, float] = {}
-    for k in range(len(LENGTHS[rank])):
-        step(batch_of(k, rank))
-        other.zero_grad()
-        squares(ddp, batch_of(k, rank)).backward()
-        other.step()
-        for buffer in reference.buffers():  # DDP does so before the next forward pass
-            whole = buffer.contiguous()
-            dist.broadcast(whole, 0)
-            buffer.copy_(whole)
-        theirs = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
-        for name, ours in [*model.named_parameters(), *model.named_buffers()]:
-            distance = (ours.double() - theirs[name].double()).abs().max().item()
-            found[name] = max(found.get(name, 0.0), distance)
-    return found
+    return beside_ddp(build(), squares, [batch_of(k, rank) for k in range(len(LENGTHS[rank]))])[0]
 
 
 def _write_much() -> str:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from helpers.captures import captured
+from helpers.eager import sgd, trains_as_eager
 from helpers.jobs import JOBS, mlp
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear
 
+from fxcomp import compat
 from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
+from fxcomp.compat.constants import Constants
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import gradients
 from fxcomp.graph.info import InputKind, Role, info
@@ -130,3 +139,78 @@ def test_a_batchs_type_tells_shapes_and_plain_values_apart():
     assert types[0].like() == types[2].like()
     assert len({t.like() for t in types}) == 4
     assert types[0].shapes == ((2, 3), None)
+
+
+# Operators while they are traced
+
+REAL = torch.ones(2)
+PLACES = {
+    "by itself": REAL,
+    "in a list": [REAL, 1],
+    "in a list of tuples": [(1, REAL)],
+    "in a dict": {"x": REAL},
+    "in lists of dicts": [1, {"x": [{"y": REAL}]}],
+}
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+@pytest.mark.parametrize("given", PLACES.values(), ids=PLACES)
+def test_a_real_tensor_is_exchanged_wherever_it_lies(given: Any, as_keyword: bool):
+    seen: list[Any] = []
+
+    def traced(value: Tensor) -> Tensor:
+        mode = Constants((value,))
+        if as_keyword:
+            return value + mode.__torch_dispatch__(operator, (), (), {"given": given})
+        return value + mode.__torch_dispatch__(operator, (), (given,))
+
+    def operator(given: Any) -> Tensor:
+        seen.extend(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+        return seen[-1]
+
+    make_fx(traced, tracing_mode="fake")(torch.zeros(2))
+    assert [type(tensor) for tensor in seen] == [FakeTensor]
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w: linear(x, w),
+    "linear of a transposed input": lambda x, w: linear(x.transpose(0, 1), w, w[0]),
+    "batches and a matrix": lambda x, w: x @ w,
+    "a matrix and batches": lambda x, w: w @ x.transpose(1, 2),
+    "batches": lambda x, _: x @ x.transpose(1, 2),
+    "batches and a vector": lambda x, w: x @ w[0],
+    "einsum": lambda x, w: torch.einsum("bld,ed->ble", x, w),
+    "matrices": lambda x, w: x[0] @ w,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.one_in(3)
+def test_a_product_and_its_gradients_make_no_number_of_a_symbol(name: str):
+    def gradients(x: Tensor, w: Tensor) -> list[Tensor]:
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        return list(torch.autograd.grad(PRODUCTS[name](x, w).sum(), [x, w], allow_unused=True))
+
+    mode, _ = compat.fake_mode()
+    x = compat.fake_with_dynamic_dims(mode, torch.ones(2, 5, 4), frozenset([1]), "x")
+    w = compat.fake_with_dynamic_dims(mode, torch.ones(4, 4), frozenset(), "w")
+    with mode:
+        compat.trace(gradients, [x, w])
+    assert compat.is_open(x.shape[1])
+    assert torch.equal(torch.ones(2, 5, 4) @ torch.ones(4, 4), torch.full((2, 5, 4), 4.0)), "others are as before"
+
+
+def test_writes_that_others_see_are_functionalized_by_tracing_again(monkeypatch: pytest.MonkeyPatch):
+    again: list[object] = []
+    trace = compat.trace_functional
+    monkeypatch.setattr(compat, "trace_functional", lambda *a: again.append(a) or trace(*a))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch) * 2.0
+        first = out[:, 0]
+        out.add_(1.0)  # through the view, too
+        return out.sum() + 3.0 * first.sum()
+
+    torch.manual_seed(0)
+    trains_as_eager(nn.Linear(3, 4), loss, [torch.randn(2, 3)], sgd, verify=1)
+    assert len(again) == 1

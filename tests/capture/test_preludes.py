@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -40,26 +39,11 @@ def truth(model: Net, batch: Any) -> Tensor:
     return out.sum() if batch[1].max() > 2 else out.mean()
 
 
-def number(model: Net, batch: Any) -> Tensor:
-    out = model(batch[0])
-    return out.sum() if batch[1].max().item() * 2 + 1 >= 6 else out.mean()
-
-
-def float_number(model: Net, batch: Any) -> Tensor:
-    out = model(batch[0])
-    return out.sum() if batch[0].mean().item() > 0 else out.mean()
-
-
 def loop(model: Net, batch: Any) -> Tensor:
     x = batch[0]
     for _ in range(int(batch[1].max())):
         x = x + model(x)
     return x.mean()
-
-
-def several_numbers(model: Net, batch: Any) -> Tensor:
-    out = model(batch[0])
-    return torch.stack([out[:, k].mean() for k in batch[1].tolist()]).sum()
 
 
 def rows(model: Net, batch: Any) -> Tensor:
@@ -78,12 +62,6 @@ def tree(model: Net, batch: Any) -> Tensor:
     if batch[1].max() < 3 and model.hidden[batch[1]].sum() > 0:
         return out.sum()
     return out.mean()
-
-
-def counter(model: Net, batch: Any) -> Tensor:
-    model.count.add_(1)
-    out = model(batch[0])
-    return out.sum() if model.count > 2 else out.mean()
 
 
 def view_of_a_counter(model: Net, batch: Any) -> Tensor:
@@ -115,11 +93,6 @@ def frozen(model: Net, batch: Any) -> Tensor:
     with torch.no_grad():
         sees = model.frozen(batch[0]).sum() > 0
     return model(batch[0]).sum() if sees else model(batch[0]).mean()
-
-
-def equal(model: Net, batch: Any) -> Tensor:
-    out = model(batch[0])
-    return out.sum() if torch.equal(batch[1], batch[1].sort().values) else out.mean()
 
 
 class _Backward(torch.autograd.Function):
@@ -157,8 +130,8 @@ def resized(model: Net, batch: Any) -> Tensor:
     return torch.nn.functional.pad(image, (0, 6 - width, 0, 6 - height)).square().sum()
 
 
-LOSSES = (truth, number, float_number, loop, several_numbers, rows, picked, tree, counter, view_of_a_counter)
-LOSSES += (written_after, under_autocast, frozen, equal, in_the_backward_pass, constant, speech, resized)
+LOSSES = (truth, loop, rows, picked, tree, view_of_a_counter, written_after, under_autocast, frozen)
+LOSSES += (in_the_backward_pass, constant, speech, resized)
 
 
 def batches(labels: Sequence[Sequence[int]] = ((0, 1, 2), (3, 0, 1), (1, 1, 2), (2, 3, 3), (0, 0, 1))) -> list[Any]:
@@ -228,12 +201,6 @@ def test_what_eager_python_raises_reaches_the_user_and_the_next_batch_trains():
     assert not torch.equal(model.layer.weight, before["layer.weight"])
 
 
-def test_what_eager_python_raises_at_the_first_batch_reaches_the_user():
-    model = Net()
-    with pytest.raises(BadLabel):
-        fxcomp.compile_step(model, checked, sgd(model), batches([[9]])[0])
-
-
 def by_a_trained_value(model: Net, batch: Any) -> Tensor:
     out = model(batch[0])
     return out.sum() if model.layer.weight[0, 0] > batch[0][0, 0] else out.mean()
@@ -246,17 +213,12 @@ def by_a_written_buffer(model: Net, batch: Any) -> Tensor:
     return out.sum() if model.hidden[0] > 0 else out.mean()
 
 
-def by_a_draw(model: Net, batch: Any) -> Tensor:
-    out = model(batch[0])
-    return out.sum() if (batch[0] + torch.randn(3, 4)).max() > 0 else out.mean()
-
-
 def by_a_rounded_number(model: Net, batch: Any) -> Tensor:
     out = model(batch[0])
     return out.sum() if batch[0].mean().item() + 0.1 + 0.2 > 0.3 else out.mean()
 
 
-@pytest.mark.parametrize("loss", [by_a_trained_value, by_a_written_buffer, by_a_draw, by_a_rounded_number])
+@pytest.mark.parametrize("loss", [by_a_trained_value, by_a_written_buffer, by_a_rounded_number])
 def test_what_only_the_step_itself_can_tell_is_refused(loss: Any):
     model = Net()
     with pytest.raises(CaptureFailed, match="decides by the values of tensors"):
@@ -368,12 +330,7 @@ def normalized(*, affine: bool) -> nn.Module:
 
 def test_statistics_that_the_step_has_moved_decide_as_they_are_then():
     torch.manual_seed(0)
-    reference, batches = normalized(affine=False), [torch.rand(5, 4) for _ in range(4)]
-    model = copy.deepcopy(reference)
-    optimizer, checks = torch.optim.SGD(model.parameters(), lr=0.0), fxcomp.Checks(verify="never")
-    step = fxcomp.compile_step(model, by_moved_statistics, optimizer, batches[0], compress="dense", checks=checks)
-    expected = [by_moved_statistics(reference, batch).item() for batch in batches]
-    assert [step(batch).item() for batch in batches] == pytest.approx(expected)
+    trains_as_eager(normalized(affine=False), by_moved_statistics, [torch.rand(5, 4) for _ in range(4)], verify="never")
 
 
 def test_statistics_that_an_operator_with_trained_weights_has_moved_decide_nothing():

@@ -8,6 +8,8 @@ import contextvars
 import enum
 import functools
 import itertools
+import math
+import operator
 import os
 import threading
 import types
@@ -67,6 +69,12 @@ class Owner:
     def __bool__(self) -> bool:
         return self.value > 0.7
 
+    def twice(self, x: Any) -> Any:
+        return 2 * self.value * x
+
+    def __call__(self, x: Any) -> Any:
+        return self.value * x
+
 
 class Slotted:
     __slots__ = ("value",)
@@ -110,6 +118,8 @@ def attribute(o: Any) -> Any:
 
 GLOBAL = 1.0
 PLACE = Owner()
+MODULE: Any = types.ModuleType("a_module_of_a_test")
+MODULE.value = 1.0
 
 
 def tensor_with(weight: float) -> Any:
@@ -170,6 +180,10 @@ WATCHED: dict[str, Case] = {
     "an attribute of a tensor": (
         tensor_with(1.0), lambda o: setattr(o, "weight", 0.5), lambda o: o.weight,
     ),
+    "a keyword of a partial": (
+        functools.partial(with_default, scale=1.0), lambda o: o.keywords.update(scale=0.5), lambda o: o(),
+    ),
+    "a module of Python": (MODULE, setting("value"), attribute),
     "a global object": (None, lambda _: setting("value")(PLACE), lambda _: attribute(PLACE)),
     "the number of threads": (
         None, lambda _: torch.set_num_threads(torch.get_num_threads() + 1), lambda _: torch.get_num_threads(),
@@ -188,6 +202,37 @@ def test_a_watched_value_is_followed(case: str, monkeypatch: pytest.MonkeyPatch)
         check(*WATCHED[case])
     finally:
         torch.set_num_threads(threads)
+
+
+ONE, OTHER = Owner(1.5), Owner(2.5)
+EXCHANGED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "functions of C": (torch.relu, torch.sigmoid),
+    "methods of tensors": (Tensor.relu, Tensor.sigmoid),
+    "functions of a library": (nn.functional.gelu, nn.functional.softsign),
+    "overloads": (torch.ops.aten.relu.default, torch.ops.aten.sigmoid.default),
+    "lambdas": (lambda x: 2 * x, lambda x: 3 * x),
+    "objects": (ONE, OTHER),
+    "methods of two objects": (ONE.twice, OTHER.twice),
+    "methods of one object": (ONE.twice, ONE.__call__),
+    "partials": (functools.partial(torch.mul, other=2.0), functools.partial(torch.mul, other=3.0)),
+    "decorated": (torch.no_grad()(with_default), torch.enable_grad()(lambda x: 3 * x)),
+    "methods by name": (operator.methodcaller("relu"), operator.methodcaller("sigmoid")),
+    "method wrappers": (torch.ones(1).__add__, torch.ones(1).__mul__),
+    "functions of numbers": (lambda x: math.sin(x.shape[0]), lambda x: math.cos(x.shape[0])),
+    "universal functions": (lambda x, f=np.sin: f(x.shape[0]), lambda x, f=np.cos: f(x.shape[0])),
+    "cached": (functools.cache(lambda x: 2 * x.shape[0]), functools.cache(lambda x: 3 * x.shape[0])),
+    "dispatched": (functools.singledispatch(lambda x: 2 * x), functools.singledispatch(lambda x: 3 * x)),
+    "places": (operator.itemgetter(0), operator.itemgetter(1)),
+    "attributes": (operator.attrgetter("T"), operator.attrgetter("H")),
+    "classes of modules": (lambda x, kind=nn.ReLU: kind()(x), lambda x, kind=nn.Sigmoid: kind()(x)),
+}
+
+
+@pytest.mark.parametrize("kinds", EXCHANGED)
+def test_a_callable_that_is_exchanged_for_another_is_followed(kinds: str):
+    before, after = EXCHANGED[kinds]
+    given = torch.tensor([[0.5, 0.5], [-0.25, 2.0]])
+    check(Owner(before), setting("value", after), lambda o: torch.as_tensor(o.value(given)).sum())
 
 
 def test_a_global_is_followed(monkeypatch: pytest.MonkeyPatch):
@@ -235,6 +280,12 @@ def test_a_method_of_an_object_that_holds_a_trainers_history_is_not_captured_aga
         trainer.loss, trainer.step = step(BATCH).item(), i
         trainer.history.append(trainer.loss)
     assert built == []
+
+
+def test_a_number_read_from_a_tensor_is_read_in_each_step_and_captures_nothing():
+    weight = torch.tensor(0.5)
+    change = lambda _: weight.fill_(0.25)  # noqa: E731
+    assert_followed(small(), lambda m, b: weight.item() * cross_entropy(m, b), change, captures=0)
 
 
 def test_equal_values_in_other_objects_are_no_change():

@@ -32,7 +32,7 @@ def compile_alone(
 ) -> CompiledStep:
     if isinstance(optimizer, str):
         optimizer = OPTIMIZERS[optimizer](model.parameters())
-    return fxcomp.compile_step(model, loss, optimizer, batch, **gathered(verify=1, **options))
+    return fxcomp.compile_step(model, loss, optimizer, batch, **gathered(**{"verify": 1, **options}))
 
 
 def assert_eager(
