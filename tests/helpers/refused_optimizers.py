@@ -249,7 +249,7 @@ def of_another() -> Any:
 
 
 OPTIMIZERS = {
-    "a class": Row("Give one optimizer, or a list", refused(lambda _: torch.optim.SGD), trains(sgd)),
+    "a class": Row("Give one optimizer, or a list", refused(lambda _: torch.optim.SGD)),
     "no optimizers": Row("Give the optimizers of the model", refused(lambda _: []), each_its_own),
     "a step hook": Row(
         "Remove it, or do its work around step(batch)",

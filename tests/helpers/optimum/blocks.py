@@ -55,16 +55,6 @@ class Blocks:
         work[COMPUTE] += self.update_us
         return tuple(work)
 
-    @cached_property
-    def final_us(self) -> float:
-        """The compute that follows the bucket's last collective, the update included."""
-        return sum(us for stream, us in self.final if stream == COMPUTE) + self.update_us
-
-    @cached_property
-    def path_us(self) -> float:
-        """The time of the bucket if it were alone."""
-        return sum(us for stage in (*self.stages, self.final) for _, us in stage) + self.update_us
-
     def is_within(self, other: Blocks) -> bool:
         """Return whether giving `other`'s place to this one cannot lengthen any step.
 
