@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxcomp
-from helpers.advised import Row, assert_alike, assert_trains, rows, sgd, small
+from helpers.advised import Row, assert_trains, rows, sgd, small
 from helpers.followed import compile_alone
 from helpers.jobs import cross_entropy
 
@@ -128,19 +128,6 @@ def unhooked() -> None:
     assert_trains(model, small())
 
 
-def doubled(model: Any, batch: Any) -> Tensor:
-    """The work of a gradient hook, done in the loss: twice the gradient of one weight."""
-    weight = model[0].weight
-    out = nn.functional.linear(batch[0], 2 * weight - weight.detach(), model[0].bias)
-    return nn.functional.cross_entropy(model[2](out.tanh()), batch[1])
-
-
-def eager_hook() -> None:
-    model, reference = small(), small()
-    reference[0].weight.register_hook(lambda gradient: gradient * 2)
-    assert_trains(model, reference, doubled, cross_entropy)
-
-
 def two_devices() -> nn.Module:
     model = small()
     model[2].to("meta")
@@ -230,12 +217,6 @@ MODELS = {
         unhooked,
         at="capture/training.py::_check_parameter",
     ),
-    "a gradient hook's work in the loss": Row(
-        "do its work in the loss function",
-        lambda: compile_alone(hooked()),
-        eager_hook,
-        at="capture/training.py::_check_parameter",
-    ),
     "two devices": Row(
         "Move it to one with model.to(device)",
         lambda: compile_alone(two_devices()),
@@ -283,12 +264,6 @@ BATCHES = {
         "Pass its .to_dense(), or a COO tensor",
         with_third(csr),
         trains_with_third(lambda: csr().to_dense()),
-        at=f"{BATCH_TYPE}::_leaf_type",
-    ),
-    "a CSR tensor made COO": Row(
-        "or a COO tensor",
-        with_third(csr),
-        trains_with_third(lambda: csr().to_sparse_coo()),
         at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a view of a sparse tensor": Row(
@@ -357,11 +332,6 @@ def selected(model: Any, batch: Any) -> Tensor:
     return torch.where(out.sum() > 0, out.sum(), out.square().mean())
 
 
-def told(model: Any, batch: Any) -> Tensor:
-    out = out_of(model, batch)
-    return out.sum() if batch[2] else out.square().mean()
-
-
 def logs(model: Any, batch: Any) -> Tensor:
     loss = cross_entropy(model, batch)
     return loss if loss.item() > 1e9 else loss + 0
@@ -386,11 +356,6 @@ def drops(probability: float) -> Any:
         return out.square().mean() if torch.rand([]) < probability else nn.functional.cross_entropy(out, batch[1])
 
     return loss
-
-
-def drops_in_graph(model: Any, batch: Any) -> Tensor:
-    out = out_of(model, batch)
-    return torch.where(torch.rand([]) < 0.5, out.square().mean(), nn.functional.cross_entropy(out, batch[1]))
 
 
 def solved(model: Any, batch: Any) -> Tensor:
@@ -543,12 +508,6 @@ def sums(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model, batch) + model(batch[0]).square().mean()
 
 
-class Result(NamedTuple):
-    loss: Tensor
-    out: Tensor
-    more: int = 3
-
-
 class Wrapped:
     def __init__(self, loss: Tensor):
         self.loss = loss
@@ -579,9 +538,6 @@ def checkpointed(model: Any, batch: Any, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(model[2](dropped.tanh()), batch[1])
 
 
-GENERATOR = torch.Generator()
-
-
 def makes_generator(model: Any, batch: Any) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     return cross_entropy(model, batch) * torch.rand([], generator=generator)
@@ -593,30 +549,8 @@ def seeds_default(model: Any, batch: Any) -> Tensor:
         return cross_entropy(model, batch) * torch.rand([])
 
 
-def draws_from_outside(generator: torch.Generator) -> Any:
-    return lambda model, batch: cross_entropy(model, batch) * torch.rand([], generator=generator)
-
-
-def drawn_outside() -> None:
-    """Draw from generators of one seed; a verified step would draw once more by eager PyTorch's."""
-    model, reference = small(), small()
-    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
-    optimizer, eager = sgd(model), sgd(reference)
-    step = fxcomp.compile_step(model, draws_from_outside(ours), optimizer, rows(), checks=fxcomp.Checks(verify="never"))
-    for number in range(3):
-        step(rows(number))
-        eager.zero_grad()
-        draws_from_outside(theirs)(reference, rows(number)).backward()
-        eager.step()
-    assert_alike(model, reference)
-
-
 def in_python(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model, batch) * random.random()
-
-
-def in_torch(model: Any, batch: Any) -> Tensor:
-    return cross_entropy(model, batch) * torch.rand([])
 
 
 class Stores(nn.Module):
@@ -638,11 +572,6 @@ class StoresInBuffer(Stores):
         hidden = self.body[0](x)
         self.hidden = hidden.detach()
         return self.body[2](hidden.tanh())
-
-
-def hidden_beside(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    hidden = model.body[0](batch[0])
-    return nn.functional.cross_entropy(model.body[2](hidden.tanh()), batch[1]), hidden.detach()
 
 
 def marked(name: str) -> nn.Module:
@@ -731,12 +660,6 @@ def unused_mask(model: Any, batch: Any) -> Tensor:
 LOSSES = {
     "a size that decides": Row("mask with torch.where", *losses(by_size, masked), at=f"{FAITHFUL}::explaining"),
     "a value that decides": Row("select with torch.where", *losses(by_value, selected), at=f"{FAITHFUL}::explaining"),
-    "a value that is passed": Row(
-        "pass what is decided in the batch, as a plain value",
-        losses(by_value, told)[0],
-        losses(told, told, [(*rows(0), True), (*rows(1), False), (*rows(2), True)])[1],
-        at=f"{FAITHFUL}::explaining",
-    ),
     "a number for a log": Row(
         "return the tensor beside the loss", *losses(logs, returns_it), at=f"{FAITHFUL}::explaining"
     ),
@@ -744,20 +667,12 @@ LOSSES = {
         "validate_args=False", *losses(distribution(True), distribution(False)), at=f"{FAITHFUL}::explaining"
     ),
     "layer drop": Row("Set the probability to 0", *losses(drops(0.5), drops(0.0)), at=f"{FAITHFUL}::explaining"),
-    "layer drop in the graph": Row(
-        "which draws in the graph", *losses(drops(0.5), drops_in_graph), at=f"{FAITHFUL}::explaining"
-    ),
     "an operator whose sizes are values": Row(
         "linalg.pinv(a) @ b", *losses(solved, pseudo), at=f"{FAITHFUL}::explaining"
     ),
     "a queue that requires a gradient": Row(
         "Register that tensor as a buffer of the model",
         *losses(enqueues(torch.zeros(6, 10, requires_grad=True)), enqueues(None), model=Queue),
-    ),
-    "a plain queue": Row(
-        "make it a plain one that requires no gradient",
-        losses(enqueues(torch.zeros(6, 10, requires_grad=True)), None, model=Queue)[0],
-        lambda: assert_trains(Queue(), loss=enqueues(torch.zeros(6, 10)), eager_loss=enqueues(torch.zeros(6, 10))),
     ),
     "a shape that changes outside": Row("as .t() and .unsqueeze() make them", *losses(turns(True), turns(False))),
     "a copy by pickle": Row(
@@ -777,9 +692,6 @@ LOSSES = {
         at=f"{FAITHFUL}::explaining",
     ),
     "values by NumPy": Row("Compute with torch instead", *losses(by_numpy, by_torch)),
-    "values by NumPy, in the batch": Row(
-        "pass the number in the batch", losses(by_numpy, None)[0], trains_with_third(0.5, by_number)
-    ),
     "entries of a sparse tensor": Row(
         "Pass clones of indices and values in the batch",
         lambda: compile_alone(small(), entries, batch=(*rows(), SPARSE)),
@@ -810,9 +722,6 @@ LOSSES = {
     "a backward pass inside": Row(
         "Return the sum of all losses", *losses(backs, sums), at=f"{TRACED}::_check_no_backward"
     ),
-    "a gradient taken inside": Row(
-        "take gradients with torch.autograd.grad", *losses(backs, penalty), at=f"{TRACED}::_check_no_backward"
-    ),
     "a number for a loss": Row(
         "Leave out .item(): return loss", *losses(lambda m, b: cross_entropy(m, b).item(), cross_entropy)
     ),
@@ -840,24 +749,13 @@ LOSSES = {
         "which takes minutes to trace", *losses(lists, lambda m, b: cross_entropy(m, b) * m[0].weight.shape[1])
     ),
     "a generator of the step's": Row("torch.random.fork_rng()", *losses(makes_generator, seeds_default)),
-    "a generator from outside": Row(
-        "may be drawn from with generator=", losses(makes_generator, None)[0], drawn_outside
-    ),
     "a draw of Python's": Row(
         "Draw outside and pass the numbers in the batch",
         losses(in_python, None)[0],
         trains_with_third(random.Random(1).random(), by_number),
     ),
-    "a draw of Python's by torch": Row(
-        "torch.rand", *losses(in_python, in_torch), at="capture/untouched.py::untouched"
-    ),
     "a tensor that is kept": Row(
         "Register it as a buffer", lambda: compile_alone(Stores()), lambda: assert_trains(StoresInBuffer())
-    ),
-    "a tensor that is returned": Row(
-        "return it beside the loss: (loss, aux)",
-        lambda: compile_alone(Stores()),
-        lambda: assert_trains(Stores(), loss=hidden_beside),
     ),
     "a name of tracing's": Row(
         "Give the attribute another name",
@@ -865,9 +763,6 @@ LOSSES = {
         lambda: assert_trains(marked("my_mode")),
     ),
     "a number that may be nan": Row("return the number beside the loss", *losses(nan_check, returns_it)),
-    "a number that may be nan, left out": Row(
-        "skip_nonfinite=True", losses(nan_check, None)[0], lambda: assert_trains(small(), skip_nonfinite=True)
-    ),
     "counts of rows": Row(
         "Sum it up in loss_fn",
         lambda: compile_alone(small(), weighted(torch.ones_like)),

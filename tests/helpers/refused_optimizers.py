@@ -233,16 +233,6 @@ def each_its_own() -> None:
     assert_alike(model, reference)
 
 
-class KeepsDeepcopy:
-    """A lock that is copied as itself."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __deepcopy__(self, _: Any) -> KeepsDeepcopy:
-        return self
-
-
 def of_another() -> Any:
     model = small()
     return compile_alone(model, optimizer=sgd(small()))
@@ -292,11 +282,6 @@ OPTIMIZERS = {
     ),
     "a lock": Row(
         "outside of the optimizer", refused(lambda m: Locks(m.parameters(), threading.Lock())), trains(of(Locks))
-    ),
-    "a lock that copies": Row(
-        "give it a __deepcopy__",
-        refused(lambda m: Locks(m.parameters(), threading.Lock())),
-        trains(lambda m: Locks(m.parameters(), KeepsDeepcopy())),
     ),
     "a number that decides": Row(
         "Use torch.where with a tensor in the state", refused(of(Decides)), close(of(Selects))
@@ -481,17 +466,6 @@ class SetsUp(nn.Module):
         return self.body(x) * factor
 
 
-class SetsUpByBuffer(SetsUp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = torch.where(self.seen == 0, 2.0, 1.0)
-        self.seen.add_(1)
-        return self.body(x) * factor
-
-
 def already_called() -> nn.Module:
     model = SetsUp()
     model(rows()[0])
@@ -623,9 +597,6 @@ GUARDS = {
         "call it once, with such a batch, before the step",
         lambda: compile_alone(SetsUp()),
         lambda: assert_trains(already_called()),
-    ),
-    "a first call by a buffer": Row(
-        "Let it decide by a buffer", lambda: compile_alone(SetsUp()), lambda: assert_trains(SetsUpByBuffer())
     ),
     "other gradients": Row(
         "Pass find_unused_parameters=True",

@@ -15,12 +15,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.kinds import POOL, Stream
+from fxcomp.plan.kinds import POOL
 from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.plan_tasks import BucketTasks
 
-WAITING = tuple(STREAMS.index(stream) for stream in (*POOL, Stream.H2D))
-"""Streams whose final blocks wait for the end of backward."""
 POOLS = tuple(STREAMS.index(stream) for stream in POOL)
 
 Block = tuple[int, float]
