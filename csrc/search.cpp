@@ -1,4 +1,4 @@
-// The search among plans, as tests/helpers/descent/ specifies it: the same operations in the same order.
+// The search among plans: change one bucket at a time, the last one first, and then two, until no change helps.
 #include "plan_value.h"
 
 namespace fxcomp {

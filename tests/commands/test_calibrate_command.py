@@ -20,7 +20,7 @@ from fxcomp.__main__ import main
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.table import CostTable, link_of
-from fxcomp.errors import BadOption
+from fxcomp.errors import BadOption, ReplicasDiffer
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 from fxcomp.planning.decide import foreign_note
@@ -69,13 +69,17 @@ def test_one_process_measures_compressors_and_memory_and_says_that_links_are_mis
     assert table.roofline.source == "measured"
 
 
-def surveyed(_: object = None) -> tuple[Any, int, tuple[str, ...]]:
+def surveyed() -> tuple[Any, int, tuple[str, ...], str]:
+    """Measure this machine, and then different things on each rank."""
     found = survey([parse_compressor("bf16")], links_s=0.5)
-    return found.table.to_json(), found.rank, found.notes
+    with pytest.raises(ReplicasDiffer) as refused:
+        survey([parse_compressor("bf16")], threads=[1 + dist.get_rank()])
+    return found.table.to_json(), found.rank, found.notes, str(refused.value)
 
 
-def test_two_ranks_measure_every_collective_and_bring_the_same_table():
-    (first, rank, notes), (second, other, _) = run_ranks(2, surveyed)
+def test_two_ranks_measure_every_collective_and_bring_the_same_table_and_different_questions_are_refused():
+    (first, rank, notes, refused), (second, other, _, also_refused) = run_ranks(2, surveyed)
+    assert all("threads is [2] on rank 1 and [1] on rank 0" in text for text in (refused, also_refused))
     assert (rank, other, notes) == (0, 1, ())
     assert first == second
     table = CostTable.from_json(first)
@@ -85,16 +89,6 @@ def test_two_ranks_measure_every_collective_and_bring_the_same_table():
         times = [measured.fit.at(size) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 26)]
         assert times == sorted(times)
         assert measured.gb_per_s(kind) > 0
-
-
-def differing(_: object = None) -> None:
-    survey([parse_compressor("bf16")], threads=[1 + dist.get_rank()])
-
-
-def test_ranks_that_measure_different_things_are_refused():
-    outcomes = try_ranks(2, differing)
-    assert [outcome.error for outcome in outcomes] == ["ReplicasDiffer"] * 2
-    assert all("threads is [2] on rank 1 and [1] on rank 0" in outcome.text for outcome in outcomes)
 
 
 # Files

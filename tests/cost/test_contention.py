@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fxcomp.cluster.cluster import Processors
-from fxcomp.cost.contention import FACTORS, SeenStep, fit_contention, under_contention
+from fxcomp.cost.contention import SeenStep, fit_contention, under_contention
 from fxcomp.cost.timeline import Task, simulate
 from fxcomp.plan.kinds import Stream
 
@@ -69,10 +69,6 @@ def test_a_step_alone_is_predicted_with_its_own_factor():
 def test_processors_to_spare_have_no_contention():
     longer = replace(seen(step(19_000.0)), step_us=1e6, slowed_us=1e5)
     assert fit_contention([longer], Processors(2.0, 1.0)).factor == 1.0
-
-
-def test_what_is_tried_includes_no_change():
-    assert 1.0 in FACTORS
 
 
 def test_contention_changes_what_is_sent_and_nothing_else():

@@ -19,7 +19,6 @@ from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.fit import fit
 from fxcomp.cost.measured import CompressorCost, CompressorPoint, MeasuredCollective
 from fxcomp.cost.piecewise import Fit, Piece
-from fxcomp.cost.reading import FLAG, TEXT, number, positive, record, whole
 from fxcomp.cost.roofline import Measured, Roofline
 from fxcomp.cost.table import CostTable, link_of
 from fxcomp.cost.timeline import Task, simulate
@@ -88,7 +87,6 @@ def assert_prices_sense(table: CostTable) -> None:
 
 # Round trips
 
-SIZES = st.floats(0, 1e9)
 TIMES = st.floats(0, 1e9)
 RATES = st.floats(1e-6, 1e6)
 SAMPLES = st.lists(st.tuples(st.integers(1, 1 << 26), st.floats(0.01, 1e7)), min_size=1, max_size=12)
@@ -252,23 +250,6 @@ def test_a_file_of_nonsense_is_told_with_its_name(tmp_path: Path, text: str):
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(BadOption, match=r"cannot read the cost table .*costs\.json: "):
         CostTable.read(path)
-
-
-def test_what_a_reader_refuses():
-    for reader, good, bad in (
-        (number(), [0, 0.5, 1e18], [-1e-300, 1e19, math.nan, math.inf, True, "1", None, [1.0]]),
-        (positive(2.0), [1, 2.0, 1e-18], [0, 0.0, 2.1, -1]),
-        (whole(1, 3), [1, 3], [0, 4, 1.0, True, "1"]),
-        (TEXT, ["", "a"], [None, 1, b"a"]),
-        (FLAG, [True, False], [0, 1, "true", None]),
-    ):
-        for value in good:
-            assert reader(value, "here") == value
-        for value in bad:
-            with pytest.raises(BadOption, match=r"here must be "):
-                reader(value, "here")
-    with pytest.raises(BadOption, match=r"here\.a is missing"):
-        record(dict, a=TEXT)({}, "here")
 
 
 def test_a_table_without_a_gpu_may_say_main_and_pool():

@@ -9,6 +9,7 @@ import ast
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,14 @@ def test_a_refusal_says_what_to_do_and_that_trains(name: str, tmp_path: Path, mo
     with pytest.raises(FxcompError) as caught:
         row.provoke()
     assert row.text in str(caught.value)
-    assert row.at in raised_at(caught.value)
+    assert place_of(row) in raised_at(caught.value)
     if row.follow is not None:
         row.follow()
+
+
+def place_of(row: Row) -> str:
+    (at,) = {place.at for place in places() if row.text in place.text} if not row.at else {row.at}
+    return at
 
 
 def raised_at(error: BaseException) -> list[str]:
@@ -76,6 +82,7 @@ class Place:
     """The words of the error that stand in the source where it is raised."""
 
 
+@cache
 def places() -> list[Place]:
     """List the places in capture/ and frontends/ that raise an error of fxcomp's."""
     found: list[Place] = []
@@ -229,7 +236,7 @@ def covers(at: str, text: str, place: Place) -> bool:
 
 
 def test_every_refusal_of_the_source_has_a_row_or_a_test():
-    claims = [(row.at, row.text) for row in ROWS.values()] + [*ELSEWHERE, *OPEN]
+    claims = [(place_of(row), row.text) for row in ROWS.values()] + [*ELSEWHERE, *OPEN]
     missing = [place for place in places() if not any(covers(*claim, place) for claim in claims)]
     assert not missing, "\n".join(f"{place.at}  {place.text[:90]!r}" for place in missing)
 

@@ -12,10 +12,10 @@ from helpers.graphs import COSTS, TWO, TWO_BY_TWO
 from helpers.jobs import JOBS
 from helpers.plans import plan_in_turns
 from helpers.pretended import as_accelerator
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fxcomp.codegen.emit import emit
-from fxcomp.graph.aside import crossings, goes_aside
+from fxcomp.graph.aside import goes_aside
 from fxcomp.graph.edit import clone
 from fxcomp.graph.effects import ASIDE, WIRE, Event, traces
 from fxcomp.graph.happens_before import races_of
@@ -119,27 +119,6 @@ def test_a_crossing_that_does_not_wait_is_a_race(name: str, strategy: str):
 @pytest.mark.parametrize("strategy", NOT_ASIDE)
 def test_what_compute_waits_for_anyway_stays(strategy: str):
     assert not any(goes_aside(piece) for piece in cut(final(strategy)))
-
-
-@pytest.mark.parametrize("commits", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_value_crosses_before_it_is_taken(strategy: str, commits: bool):
-    gm = final(strategy, commits)
-    pieces = cut(gm)
-    *before, end = crossings(gm, pieces)
-    aside: dict[Node, int] = {}
-    joined_at, followed_at = -1, -1
-    for place, (piece, crossing) in enumerate(zip(pieces, before, strict=True)):
-        takes = piece.inputs if isinstance(piece, Region) else piece.all_input_nodes
-        joined_at = place if crossing.waits and not crossing.is_aside else joined_at
-        followed_at = place if crossing.waits and crossing.is_aside else followed_at
-        if goes_aside(piece):
-            assert isinstance(piece, Node)
-            assert followed_at >= 0
-            aside[piece] = place
-        else:
-            assert all(aside[node] < joined_at for node in takes if node in aside)
-    assert end.waits or max(aside.values()) < joined_at
 
 
 def test_a_step_says_where_it_crosses():

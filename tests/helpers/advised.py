@@ -63,12 +63,12 @@ def assert_trains(
 
 @dataclass(frozen=True)
 class Row:
-    """One refusal: the place that raises it, and what is tried."""
+    """One refusal, and what is tried."""
 
-    at: str
-    """The file under fxcomp/, `::`, and the function."""
     text: str
     """Some words of the error's."""
     provoke: Callable[[], Any]
     follow: Callable[[], Any] | None = None
     """Does what the error says; None where it says only what is wrong, or the row beside it follows it."""
+    at: str = ""
+    """The file under fxcomp/, `::`, and the function that raises it, unless one place alone has these words."""

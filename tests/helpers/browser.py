@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 import subprocess
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
-from numpy.typing import NDArray
-
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), "")
-DARK = "--blink-settings=preferredColorScheme=0"
 _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=2000"),
@@ -79,13 +73,6 @@ def laid_out(page: str, folder: Path, *options: str, width: int, more: str = "")
     return json.loads(unquote(found[1]))
 
 
-def screenshot(page: str, path: Path, *options: str, width: int = 1200, height: int = 900) -> NDArray[np.uint8]:
-    """Save a picture of a page, and return it as rows of pixels of three colors."""
-    with _served(page) as (address, _):
-        _chromium(path.parent, *options, f"--window-size={width},{height}", f"--screenshot={path}", address)
-    return pixels(path.read_bytes())
-
-
 def _chromium(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={folder / 'profile'}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -116,43 +103,3 @@ def _served(page: str) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def pixels(png: bytes) -> NDArray[np.uint8]:
-    """Read a PNG of eight bits a color, without interlacing."""
-    assert png.startswith(b"\x89PNG"), "no PNG"
-    place, data, head = 8, b"", b""
-    while place < len(png):
-        (length,) = struct.unpack(">I", png[place : place + 4])
-        kind, content = png[place + 4 : place + 8], png[place + 8 : place + 8 + length]
-        head = content if kind == b"IHDR" else head
-        data += content if kind == b"IDAT" else b""
-        place += 12 + length
-    width, height, depth, color = struct.unpack(">IIBB", head[:10])
-    assert depth == 8
-    channels = {2: 3, 6: 4}[color]
-    raw = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, 1 + width * channels)
-    rows = np.zeros((height + 1, width + 1, channels), np.int64)  # a row above and a pixel before, of zeros
-    for number in range(height):
-        _unfilter(int(raw[number, 0]), raw[number, 1:].reshape(width, channels).astype(np.int64), rows, number + 1)
-    return rows[1:, 1:, :3].astype(np.uint8)
-
-
-def _unfilter(kind: int, row: NDArray[np.int64], rows: NDArray[np.int64], number: int) -> None:
-    above, mine = rows[number - 1], rows[number]
-    if kind == 0:
-        mine[1:] = row
-    elif kind == 1:
-        mine[1:] = np.cumsum(row, axis=0) % 256
-    elif kind == 2:
-        mine[1:] = (row + above[1:]) % 256
-    else:
-        for x in range(1, len(mine)):
-            left, up, corner = mine[x - 1], above[x], above[x - 1]
-            mine[x] = (row[x - 1] + ((left + up) // 2 if kind == 3 else _paeth(left, up, corner))) % 256
-
-
-def _paeth(left: NDArray[np.int64], up: NDArray[np.int64], corner: NDArray[np.int64]) -> NDArray[np.int64]:
-    guess = left + up - corner
-    off = np.stack([abs(guess - left), abs(guess - up), abs(guess - corner)])
-    return np.choose(off.argmin(axis=0), [left, up, corner])

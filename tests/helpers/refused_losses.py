@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxcomp
-from helpers.advised import Row, assert_alike, assert_trains, rows, sgd, small
+from helpers.advised import Row, assert_trains, rows, sgd, small
 from helpers.followed import compile_alone
 from helpers.jobs import cross_entropy
 
@@ -128,19 +128,6 @@ def unhooked() -> None:
     assert_trains(model, small())
 
 
-def doubled(model: Any, batch: Any) -> Tensor:
-    """The work of a gradient hook, done in the loss: twice the gradient of one weight."""
-    weight = model[0].weight
-    out = nn.functional.linear(batch[0], 2 * weight - weight.detach(), model[0].bias)
-    return nn.functional.cross_entropy(model[2](out.tanh()), batch[1])
-
-
-def eager_hook() -> None:
-    model, reference = small(), small()
-    reference[0].weight.register_hook(lambda gradient: gradient * 2)
-    assert_trains(model, reference, doubled, cross_entropy)
-
-
 def two_devices() -> nn.Module:
     model = small()
     model[2].to("meta")
@@ -174,100 +161,81 @@ def not_updated() -> Any:
 
 MODELS = {
     "a lazy layer": Row(
-        f"{BATCH_TYPE}::check_model",
         "is not initialised",
         lambda: compile_alone(lazy()),
         lambda: assert_trains(called(lazy())),
+        at=f"{BATCH_TYPE}::check_model",
     ),
     "an expanded parameter": Row(
-        f"{BATCH_TYPE}::check_model",
         "several elements of the parameter",
         lambda: compile_alone(expanded(lambda value: value)),
         lambda: assert_trains(expanded(torch.clone)),
     ),
     "a sparse buffer": Row(
-        f"{BATCH_TYPE}::check_model",
         "Keep it dense",
         lambda: compile_alone(WithBuffer(torch.eye(4).to_sparse())),
         lambda: assert_trains(WithBuffer(torch.eye(4))),
+        at=f"{BATCH_TYPE}::check_model",
     ),
     "a CSR buffer": Row(
-        f"{BATCH_TYPE}::check_model",
         "Pass its .to_dense(), or a COO tensor",
         lambda: compile_alone(WithBuffer(csr())),
         lambda: assert_trains(WithBuffer(csr().to_dense())),
+        at=f"{BATCH_TYPE}::check_model",
     ),
     "a quantized buffer": Row(
-        f"{BATCH_TYPE}::check_model",
         "Pass its .dequantize()",
         lambda: compile_alone(WithBuffer(quantized())),
         lambda: assert_trains(WithBuffer(quantized().dequantize())),
+        at=f"{BATCH_TYPE}::check_model",
     ),
     "a written buffer that is expanded": Row(
-        f"{BATCH_TYPE}::check_written",
         "several elements of which lie in one place",
         lambda: compile_alone(Writes(torch.zeros(2, 1).expand(2, 4)[0])),
         lambda: assert_trains(Writes(torch.zeros(2, 1).expand(2, 4)[0].clone())),
     ),
     "a written buffer that shares memory": Row(
-        f"{BATCH_TYPE}::check_written",
         "lies too: a captured step would not see",
         lambda: compile_alone(Shares(lambda kept: kept[2:])),
         lambda: assert_trains(Shares(lambda kept: kept[2:].clone())),
     ),
     "a buffer that grows": Row(
-        f"{TRACED}::_write_back",
         "by one forward pass of the longest batch",
         lambda: compile_alone(Replaces(torch.ones(1))),
         lambda: assert_trains(called(Replaces(torch.ones(1)))),
+        at=f"{TRACED}::_write_back",
     ),
     "a buffer of another type": Row(
-        f"{TRACED}::_write_back",
         "Keep a buffer's shape and dtype",
         lambda: compile_alone(Casts(torch.ones(1))),
         lambda: assert_trains(Keeps(torch.ones(1))),
+        at=f"{TRACED}::_write_back",
     ),
     "a gradient hook": Row(
-        "capture/training.py::_check_parameter",
         "Remove it, or do its work in the loss",
         lambda: compile_alone(hooked()),
         unhooked,
-    ),
-    "a gradient hook's work in the loss": Row(
-        "capture/training.py::_check_parameter",
-        "do its work in the loss function",
-        lambda: compile_alone(hooked()),
-        eager_hook,
+        at="capture/training.py::_check_parameter",
     ),
     "two devices": Row(
-        "capture/training.py::_check_devices",
         "Move it to one with model.to(device)",
         lambda: compile_alone(two_devices()),
         moved,
+        at="capture/training.py::_check_devices",
     ),
     "a wrapped model": Row(
-        "capture/training.py::_check_is_bare",
         "Give compile_step the plain model",
         lambda: compile_alone(nn.DataParallel(small())),
         lambda: assert_trains(nn.DataParallel(small()).module),
     ),
     "no model": Row(
-        "capture/training.py::_check_is_bare",
         "which is no torch.nn.Module",
         lambda: fxcomp.compile_step(small, cross_entropy, torch.optim.SGD(small().parameters()), rows()),
         lambda: assert_trains(small()),
     ),
-    "fp16 parameters with a scaler": Row(
-        "capture/training.py::LossScale.of", "Keep parameters in float32", half_with_scaler, float_with_scaler
-    ),
-    "a scaler that is not updated": Row(
-        "capture/training.py::LossScale.check_updated",
-        "Call scaler.update() once after",
-        not_updated,
-        float_with_scaler,
-    ),
+    "fp16 parameters with a scaler": Row("Keep parameters in float32", half_with_scaler, float_with_scaler),
+    "a scaler that is not updated": Row("Call scaler.update() once after", not_updated, float_with_scaler),
     "all parameters frozen": Row(
-        "capture/training.py::owned_parameters",
         "updates no trainable parameter",
         lambda: compile_alone(small().requires_grad_(False)),
         lambda: assert_trains(small().requires_grad_(False).requires_grad_(True)),
@@ -281,56 +249,48 @@ RAGGED = [torch.ones(3), torch.ones(2)]
 
 BATCHES = {
     "a nested tensor": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "Pad it, and pass lengths beside it",
         with_third(lambda: torch.nested.nested_tensor(RAGGED)),
         trains_with_third(nn.utils.rnn.pad_sequence(RAGGED)),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a quantized tensor": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "Pass its .dequantize()",
         with_third(quantized),
         trains_with_third(lambda: quantized().dequantize()),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a CSR tensor": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "Pass its .to_dense(), or a COO tensor",
         with_third(csr),
         trains_with_third(lambda: csr().to_dense()),
-    ),
-    "a CSR tensor made COO": Row(
-        f"{BATCH_TYPE}::_leaf_type",
-        "or a COO tensor",
-        with_third(csr),
-        trains_with_third(lambda: csr().to_sparse_coo()),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a view of a sparse tensor": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "Pass its .clone()",
         with_third(torch.eye(4).to_sparse().t()),
         trains_with_third(torch.eye(4).to_sparse().t().clone()),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a subclass": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "as_subclass(torch.Tensor)",
         with_third(torch.ones(4).as_subclass(Sub)),
         trains_with_third(torch.ones(4).as_subclass(Sub).as_subclass(Tensor)),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "a number of NumPy": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "call its .item()",
         with_third(np.float64(0.5), numbered),
         trains_with_third(np.float64(0.5).item(), numbered),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
     "an array of NumPy": Row(
-        f"{BATCH_TYPE}::_leaf_type",
         "pass torch.as_tensor of it",
         with_third(np.ones(3), numbered),
         trains_with_third(torch.as_tensor(np.ones(3)), numbered),
+        at=f"{BATCH_TYPE}::_leaf_type",
     ),
-    "an object": Row(
-        f"{BATCH_TYPE}::_leaf_type", "it may hold tensors, numbers, strings and None", with_third(object(), numbered)
-    ),
+    "an object": Row("it may hold tensors, numbers, strings and None", with_third(object(), numbered)),
 }
 
 
@@ -372,11 +332,6 @@ def selected(model: Any, batch: Any) -> Tensor:
     return torch.where(out.sum() > 0, out.sum(), out.square().mean())
 
 
-def told(model: Any, batch: Any) -> Tensor:
-    out = out_of(model, batch)
-    return out.sum() if batch[2] else out.square().mean()
-
-
 def logs(model: Any, batch: Any) -> Tensor:
     loss = cross_entropy(model, batch)
     return loss if loss.item() > 1e9 else loss + 0
@@ -401,11 +356,6 @@ def drops(probability: float) -> Any:
         return out.square().mean() if torch.rand([]) < probability else nn.functional.cross_entropy(out, batch[1])
 
     return loss
-
-
-def drops_in_graph(model: Any, batch: Any) -> Tensor:
-    out = out_of(model, batch)
-    return torch.where(torch.rand([]) < 0.5, out.square().mean(), nn.functional.cross_entropy(out, batch[1]))
 
 
 def solved(model: Any, batch: Any) -> Tensor:
@@ -558,12 +508,6 @@ def sums(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model, batch) + model(batch[0]).square().mean()
 
 
-class Result(NamedTuple):
-    loss: Tensor
-    out: Tensor
-    more: int = 3
-
-
 class Wrapped:
     def __init__(self, loss: Tensor):
         self.loss = loss
@@ -594,9 +538,6 @@ def checkpointed(model: Any, batch: Any, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(model[2](dropped.tanh()), batch[1])
 
 
-GENERATOR = torch.Generator()
-
-
 def makes_generator(model: Any, batch: Any) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     return cross_entropy(model, batch) * torch.rand([], generator=generator)
@@ -608,30 +549,8 @@ def seeds_default(model: Any, batch: Any) -> Tensor:
         return cross_entropy(model, batch) * torch.rand([])
 
 
-def draws_from_outside(generator: torch.Generator) -> Any:
-    return lambda model, batch: cross_entropy(model, batch) * torch.rand([], generator=generator)
-
-
-def drawn_outside() -> None:
-    """Draw from generators of one seed; a verified step would draw once more by eager PyTorch's."""
-    model, reference = small(), small()
-    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
-    optimizer, eager = sgd(model), sgd(reference)
-    step = fxcomp.compile_step(model, draws_from_outside(ours), optimizer, rows(), checks=fxcomp.Checks(verify="never"))
-    for number in range(3):
-        step(rows(number))
-        eager.zero_grad()
-        draws_from_outside(theirs)(reference, rows(number)).backward()
-        eager.step()
-    assert_alike(model, reference)
-
-
 def in_python(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model, batch) * random.random()
-
-
-def in_torch(model: Any, batch: Any) -> Tensor:
-    return cross_entropy(model, batch) * torch.rand([])
 
 
 class Stores(nn.Module):
@@ -653,11 +572,6 @@ class StoresInBuffer(Stores):
         hidden = self.body[0](x)
         self.hidden = hidden.detach()
         return self.body[2](hidden.tanh())
-
-
-def hidden_beside(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    hidden = model.body[0](batch[0])
-    return nn.functional.cross_entropy(model.body[2](hidden.tanh()), batch[1]), hidden.detach()
 
 
 def marked(name: str) -> nn.Module:
@@ -744,82 +658,50 @@ def unused_mask(model: Any, batch: Any) -> Tensor:
 
 
 LOSSES = {
-    "a size that decides": Row(f"{FAITHFUL}::explaining", "mask with torch.where", *losses(by_size, masked)),
-    "a value that decides": Row(f"{FAITHFUL}::explaining", "select with torch.where", *losses(by_value, selected)),
-    "a value that is passed": Row(
-        f"{FAITHFUL}::explaining",
-        "pass what is decided in the batch, as a plain value",
-        losses(by_value, told)[0],
-        losses(told, told, [(*rows(0), True), (*rows(1), False), (*rows(2), True)])[1],
-    ),
+    "a size that decides": Row("mask with torch.where", *losses(by_size, masked), at=f"{FAITHFUL}::explaining"),
+    "a value that decides": Row("select with torch.where", *losses(by_value, selected), at=f"{FAITHFUL}::explaining"),
     "a number for a log": Row(
-        f"{FAITHFUL}::explaining", "return the tensor beside the loss", *losses(logs, returns_it)
+        "return the tensor beside the loss", *losses(logs, returns_it), at=f"{FAITHFUL}::explaining"
     ),
     "a distribution's check": Row(
-        f"{FAITHFUL}::explaining", "validate_args=False", *losses(distribution(True), distribution(False))
+        "validate_args=False", *losses(distribution(True), distribution(False)), at=f"{FAITHFUL}::explaining"
     ),
-    "layer drop": Row(f"{FAITHFUL}::explaining", "Set the probability to 0", *losses(drops(0.5), drops(0.0))),
-    "layer drop in the graph": Row(
-        f"{FAITHFUL}::explaining", "which draws in the graph", *losses(drops(0.5), drops_in_graph)
+    "layer drop": Row("Set the probability to 0", *losses(drops(0.5), drops(0.0)), at=f"{FAITHFUL}::explaining"),
+    "an operator whose sizes are values": Row(
+        "linalg.pinv(a) @ b", *losses(solved, pseudo), at=f"{FAITHFUL}::explaining"
     ),
-    "an operator whose sizes are values": Row(f"{FAITHFUL}::explaining", "linalg.pinv(a) @ b", *losses(solved, pseudo)),
     "a queue that requires a gradient": Row(
-        f"{FAITHFUL}::explaining",
         "Register that tensor as a buffer of the model",
         *losses(enqueues(torch.zeros(6, 10, requires_grad=True)), enqueues(None), model=Queue),
     ),
-    "a plain queue": Row(
-        f"{FAITHFUL}::explaining",
-        "make it a plain one that requires no gradient",
-        losses(enqueues(torch.zeros(6, 10, requires_grad=True)), None, model=Queue)[0],
-        lambda: assert_trains(Queue(), loss=enqueues(torch.zeros(6, 10)), eager_loss=enqueues(torch.zeros(6, 10))),
-    ),
-    "a shape that changes outside": Row(
-        f"{FAITHFUL}::explaining", "as .t() and .unsqueeze() make them", *losses(turns(True), turns(False))
-    ),
+    "a shape that changes outside": Row("as .t() and .unsqueeze() make them", *losses(turns(True), turns(False))),
     "a copy by pickle": Row(
-        f"{FAITHFUL}::_Refusing.__torch_function__", "Copy with .clone()", *losses(copied(pickled), copied(torch.clone))
+        "Copy with .clone()",
+        *losses(copied(pickled), copied(torch.clone)),
+        at=f"{FAITHFUL}::_Refusing.__torch_function__",
     ),
     "a tensor of tensors": Row(
-        f"{FAITHFUL}::explaining",
         "put tensors together with torch.stack",
         *losses(put_together(torch.tensor), put_together(torch.stack)),
+        at=f"{FAITHFUL}::explaining",
     ),
     "an address": Row(
-        f"{FAITHFUL}::explaining",
         "do it outside of loss_fn",
         losses(lambda m, b: cross_entropy(m, b) * (1 + 0 * b[0].data_ptr()), None)[0],
         trains_with_third(rows()[0].data_ptr() * 0 + 2, numbered),
+        at=f"{FAITHFUL}::explaining",
     ),
-    "values by NumPy": Row(
-        f"{FAITHFUL}::_Refusing.__torch_function__", "Compute with torch instead", *losses(by_numpy, by_torch)
-    ),
-    "values by NumPy, in the batch": Row(
-        f"{FAITHFUL}::_Refusing.__torch_function__",
-        "pass the number in the batch",
-        losses(by_numpy, None)[0],
-        trains_with_third(0.5, by_number),
-    ),
+    "values by NumPy": Row("Compute with torch instead", *losses(by_numpy, by_torch)),
     "entries of a sparse tensor": Row(
-        f"{FAITHFUL}::_Refusing.__torch_function__",
         "Pass clones of indices and values in the batch",
         lambda: compile_alone(small(), entries, batch=(*rows(), SPARSE)),
         trains_with_third(SPARSE.coalesce().values().clone(), lambda m, b: cross_entropy(m, b[:2]) * b[2].sum()),
     ),
-    "bilinear under autocast": Row(
-        f"{FAITHFUL}::_Refusing.__torch_function__",
-        "torch.autocast(..., enabled=False)",
-        *losses(bilinear(False), bilinear(True)),
-    ),
-    "an assignment to data": Row(f"{FAITHFUL}::_Refusing._assign", "tensor.copy_(value)", *losses(assigns, copies)),
-    "a gradient that is read": Row(
-        f"{FAITHFUL}::_Refusing._check_is_in_graph", "with torch.autograd.grad", *losses(reads_grad, penalty)
-    ),
-    "a text of a tensor": Row(
-        f"{FAITHFUL}::_Refusing._text", "return the tensor beside the loss", *losses(prints, returns_it)
-    ),
+    "bilinear under autocast": Row("torch.autocast(..., enabled=False)", *losses(bilinear(False), bilinear(True))),
+    "an assignment to data": Row("tensor.copy_(value)", *losses(assigns, copies)),
+    "a gradient that is read": Row("with torch.autograd.grad", *losses(reads_grad, penalty)),
+    "a text of a tensor": Row("return the tensor beside the loss", *losses(prints, returns_it)),
     "a text of the batch": Row(
-        f"{FAITHFUL}::_Refusing._text",
         "The text of a number read from the batch (.item())",
         with_third(torch.ones(2), names_number),
         trains_with_third(
@@ -827,7 +709,6 @@ LOSSES = {
         ),
     ),
     "values of a subclass": Row(
-        f"{FAITHFUL}::_check_is_traced",
         ".as_subclass(torch.Tensor)",
         *losses(
             reads_subclass(torch.ones(()).as_subclass(Sub)),
@@ -835,120 +716,64 @@ LOSSES = {
         ),
     ),
     "one tensor twice": Row(
-        "capture/fake_mode.py::_check_each_once",
         "call the operator once for each",
         *losses(twice(lambda c: torch._foreach_add_([c, c], 1)), twice(add_once_each)),
     ),
     "a backward pass inside": Row(
-        f"{TRACED}::_check_no_backward", "Return the sum of all losses", *losses(backs, sums)
-    ),
-    "a gradient taken inside": Row(
-        f"{TRACED}::_check_no_backward", "take gradients with torch.autograd.grad", *losses(backs, penalty)
+        "Return the sum of all losses", *losses(backs, sums), at=f"{TRACED}::_check_no_backward"
     ),
     "a number for a loss": Row(
-        f"{TRACED}::_checked",
-        "Leave out .item(): return loss",
-        *losses(lambda m, b: cross_entropy(m, b).item(), cross_entropy),
+        "Leave out .item(): return loss", *losses(lambda m, b: cross_entropy(m, b).item(), cross_entropy)
     ),
     "an output object": Row(
-        f"{TRACED}::_checked",
         "model(**batch).loss",
         *losses(lambda m, b: Wrapped(cross_entropy(m, b)), lambda m, b: Wrapped(cross_entropy(m, b)).loss),
     ),
-    "losses of rows": Row(
-        f"{TRACED}::_checked", "for example with .mean()", *losses(unused_mask, lambda m, b: unused_mask(m, b).mean())
-    ),
+    "losses of rows": Row("for example with .mean()", *losses(unused_mask, lambda m, b: unused_mask(m, b).mean())),
     "a loss of the batch alone": Row(
-        f"{TRACED}::_checked", "does not depend on any trainable parameter", losses(lambda _, b: b[0].sum(), None)[0]
+        "does not depend on any trainable parameter", losses(lambda _, b: b[0].sum(), None)[0]
     ),
     "an object beside the loss": Row(
-        f"{TRACED}::_constant",
         "Return tensors, numbers, strings and None",
         *losses(lambda m, b: (cross_entropy(m, b), np.float64(1)), lambda m, b: (cross_entropy(m, b), 1.0)),
     ),
-    "a parameter past the model": Row(
-        f"{TRACED}::check_forward_backward", "through the attributes of the model", reads_parameter, through_model
-    ),
+    "a parameter past the model": Row("through the attributes of the model", reads_parameter, through_model),
     "other masks": Row(
-        "capture/random_state.py::check_draws_again",
-        "preserve_rng_state",
-        *losses(lambda m, b: checkpointed(m, b, preserve_rng_state=False), checkpointed),
+        "preserve_rng_state", *losses(lambda m, b: checkpointed(m, b, preserve_rng_state=False), checkpointed)
     ),
     "a tensor in a cache": Row(
-        f"{TRACED}::check_forward_backward",
-        "that it has kept while it was traced before",
-        compiled_twice,
-        lambda: assert_trains(small(), loss=cached(True)),
+        "that it has kept while it was traced before", compiled_twice, lambda: assert_trains(small(), loss=cached(True))
     ),
-    "a sparse gradient": Row(
-        f"{TRACED}::_check_gradients", "Build the layer with sparse=False", *losses(gathers(True), gathers(False))
-    ),
+    "a sparse gradient": Row("Build the layer with sparse=False", *losses(gathers(True), gathers(False))),
     "a long list": Row(
-        "capture/pythons_numbers.py::NumberReader.read",
-        "which takes minutes to trace",
-        *losses(lists, lambda m, b: cross_entropy(m, b) * m[0].weight.shape[1]),
+        "which takes minutes to trace", *losses(lists, lambda m, b: cross_entropy(m, b) * m[0].weight.shape[1])
     ),
-    "a generator of the step's": Row(
-        "capture/random_state.py::_refuse", "torch.random.fork_rng()", *losses(makes_generator, seeds_default)
-    ),
-    "a generator from outside": Row(
-        "capture/random_state.py::_refuse",
-        "may be drawn from with generator=",
-        losses(makes_generator, None)[0],
-        drawn_outside,
-    ),
+    "a generator of the step's": Row("torch.random.fork_rng()", *losses(makes_generator, seeds_default)),
     "a draw of Python's": Row(
-        "capture/untouched.py::untouched",
         "Draw outside and pass the numbers in the batch",
         losses(in_python, None)[0],
         trains_with_third(random.Random(1).random(), by_number),
     ),
-    "a draw of Python's by torch": Row("capture/untouched.py::untouched", "torch.rand", *losses(in_python, in_torch)),
     "a tensor that is kept": Row(
-        "capture/untouched.py::untouched",
-        "Register it as a buffer",
-        lambda: compile_alone(Stores()),
-        lambda: assert_trains(StoresInBuffer()),
-    ),
-    "a tensor that is returned": Row(
-        "capture/untouched.py::untouched",
-        "return it beside the loss: (loss, aux)",
-        lambda: compile_alone(Stores()),
-        lambda: assert_trains(Stores(), loss=hidden_beside),
+        "Register it as a buffer", lambda: compile_alone(Stores()), lambda: assert_trains(StoresInBuffer())
     ),
     "a name of tracing's": Row(
-        "capture/stand_ins.py::_check_free",
         "Give the attribute another name",
         lambda: compile_alone(marked("fake_mode")),
         lambda: assert_trains(marked("my_mode")),
     ),
-    "a number that may be nan": Row(
-        "capture/pythons_numbers.py::_check_algebra",
-        "return the number beside the loss",
-        *losses(nan_check, returns_it),
-    ),
-    "a number that may be nan, left out": Row(
-        "capture/pythons_numbers.py::_check_algebra",
-        "skip_nonfinite=True",
-        losses(nan_check, None)[0],
-        lambda: assert_trains(small(), skip_nonfinite=True),
-    ),
+    "a number that may be nan": Row("return the number beside the loss", *losses(nan_check, returns_it)),
     "counts of rows": Row(
-        "capture/training.py::WeightedLoss.counted",
         "Sum it up in loss_fn",
         lambda: compile_alone(small(), weighted(torch.ones_like)),
         trains_weighted(lambda each: torch.ones_like(each).sum()),
     ),
     "no count": Row(
-        "capture/training.py::WeightedLoss.counted",
         "a tensor of one element or a number",
         lambda: compile_alone(small(), weighted(lambda _: None)),
         trains_weighted(lambda each: len(each)),
     ),
     "no function": Row(
-        "frontends/compile_step.py::_captured.captured",
-        "is called with the model and a batch",
-        lambda: compile_alone(small(), "loss"),
-        lambda: assert_trains(small()),
+        "is called with the model and a batch", lambda: compile_alone(small(), "loss"), lambda: assert_trains(small())
     ),
 }

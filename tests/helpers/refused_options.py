@@ -72,85 +72,56 @@ def sharded(**facts: bool) -> Any:
 
 
 OPTIONS_ROWS = {
-    "a divisor of its own": Row(
-        "frontends/average_replicas.py::_check_module",
-        "has a divisor of its own",
-        sharded(divides_afterwards=True),
-        sharded(),
-    ),
-    "parameters on the host": Row(
-        "frontends/average_replicas.py::_check_module", "offloads its parameters", sharded(offloads=True), sharded()
-    ),
-    "a hook without a model": Row(
-        "frontends/ddp_hook.py::_wrapped", "cannot find the model", lambda: _wrapped(None, StepOptions())
-    ),
+    "a divisor of its own": Row("has a divisor of its own", sharded(divides_afterwards=True), sharded()),
+    "parameters on the host": Row("offloads its parameters", sharded(offloads=True), sharded()),
+    "a hook without a model": Row("cannot find the model", lambda: _wrapped(None, StepOptions())),
     "a sharded parameter": Row(
-        "capture/backward_graph.py::_check_parameter",
         "only plain tensors can be trained",
         lambda: _check_parameter("weight", nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))),
         lambda: _check_parameter("weight", nn.Parameter(torch.ones(2))),
     ),
     "no file": Row(
-        f"{JOB}::load_job", "Write it as path/to/file.py:function", lambda: load_job("nowhere.py:job"), trained
+        "Write it as path/to/file.py:function", lambda: load_job("nowhere.py:job"), trained, at=f"{JOB}::load_job"
     ),
-    "no such function": Row(
-        f"{JOB}::load_job", "or name another one after the colon", loads("train.py", "jobs"), trained
-    ),
-    "no job": Row(
-        f"{JOB}::load_job", "Return fxcomp.Job(model, loss_fn, optimizer, batch)", loads("train.py", "nothing"), trained
-    ),
-    "no Python": Row(f"{JOB}::_run_file", "not a Python file", loads("train.txt", "job"), trained),
+    "no such function": Row("or name another one after the colon", loads("train.py", "jobs"), trained),
+    "no job": Row("Return fxcomp.Job(model, loss_fn, optimizer, batch)", loads("train.py", "nothing"), trained),
+    "no Python": Row("not a Python file", loads("train.txt", "job"), trained),
     "a mode": Row(
-        f"{OPTIONS}::read_options",
         "Write fxcomp.compile_model(model",
         lambda: read_options({}, {"mode": "max-autotune"}),
         options(compress="balanced", model=model()),
     ),
-    "an option of steps": Row(f"{OPTIONS}::read_options", "or leave it out", options(max_grad_norm=1.0), options()),
+    "an option of steps": Row("or leave it out", options(max_grad_norm=1.0), options()),
     "an option that is none": Row(
-        f"{OPTIONS}::read_options", "; did you mean ", options(compres="int8"), options(compress="int8")
+        "; did you mean ", options(compres="int8"), options(compress="int8"), at=f"{OPTIONS}::read_options"
     ),
-    "a model that is none": Row(
-        f"{OPTIONS}::read_options", "must be the module that is compiled", options(model=3), options(model=model())
-    ),
+    "a model that is none": Row("must be the module that is compiled", options(model=3), options(model=model())),
     "ignored without a model": Row(
-        f"{OPTIONS}::read_options",
-        "needs options['model'] to find them in",
-        options(ignore=["0.bias"]),
-        options(ignore=["0.bias"], model=model()),
+        "needs options['model'] to find them in", options(ignore=["0.bias"]), options(ignore=["0.bias"], model=model())
     ),
     "ignored as a text": Row(
-        f"{OPTIONS}::read_options",
         "is a list of parameter names",
         options(ignore="0.bias", model=model()),
         options(ignore=["0.bias"], model=model()),
     ),
     "an ignored name": Row(
-        f"{OPTIONS}::_check_ignored",
         "which is no parameter of the model; did you mean",
         options(ignore=["0.bia"], model=model()),
         options(ignore=["0.bias"], model=model()),
     ),
-    "Inductor": Row(f"{OPTIONS}::read_options", "leave it out for what is usual", options(inductor="yes"), options()),
+    "Inductor": Row("leave it out for what is usual", options(inductor="yes"), options()),
     "no module in no_sync": Row(
-        "frontends/no_sync.py::no_sync",
         "takes the model that was compiled",
         lambda: fxcomp.no_sync(small).__enter__(),
         lambda: fxcomp.no_sync(small()).__enter__(),
     ),
-    "a path that is none": Row(f"{FOLDER}::read_checkpoint", "takes the path of a folder", lambda: read_checkpoint(3)),
-    "half a checkpoint": Row(f"{FOLDER}::read_checkpoint", "Load an earlier one", lambda: read_checkpoint(Path.cwd())),
-    "micro-batches": Row(
-        "frontends/what_if.py::WhatIf.check", "1 or more", WhatIf(accumulate=0).check, WhatIf(accumulate=1).check
-    ),
+    "a path that is none": Row("takes the path of a folder", lambda: read_checkpoint(3)),
+    "half a checkpoint": Row("Load an earlier one", lambda: read_checkpoint(Path.cwd())),
+    "micro-batches": Row("1 or more", WhatIf(accumulate=0).check, WhatIf(accumulate=1).check),
     "the time of a step": Row(
-        "frontends/what_if.py::WhatIf.check",
-        "is how long a step takes without a network",
-        WhatIf(step_ms=0.0).check,
-        WhatIf(step_ms=1.0).check,
+        "is how long a step takes without a network", WhatIf(step_ms=0.0).check, WhatIf(step_ms=1.0).check
     ),
     "a device with costs": Row(
-        "frontends/what_if.py::WhatIf.check",
         "keep one",
         lambda: WhatIf(device="h100", costs=fxcomp.CostTable()).check(),
         lambda: WhatIf(costs=fxcomp.CostTable()).check(),

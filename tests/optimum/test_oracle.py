@@ -12,7 +12,7 @@ from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.search.choose import choose, predict_us, uniform
+from fxcomp.search.choose import predict_us
 from fxcomp.search.workload import Gradient, Workload
 
 EAGER = replace(COSTS, error=0.0, launch_us=5.0)
@@ -77,26 +77,6 @@ def test_the_optimum_is_what_brute_force_finds_with_a_pool(processors: float):
     costs = replace(EAGER, processors=Processors(processors, 1.0))
     best = brute_force_us(workload, costs, where, Mode.LOSSY)
     assert optimum(workload, costs, where, Mode.LOSSY).step_us == pytest.approx(best, rel=2 * EXACT)
-
-
-@pytest.mark.parametrize("seed", range(10, 15))
-def test_bound_optimum_choice_and_any_other_plan_stand_in_this_order(seed: int):
-    workload, where = drawn(seed, 4)
-    mode = (Mode.BALANCED, Mode.LOSSY)[seed % 2]
-    choice = choose(workload, EAGER, where, mode)
-    best = optimum(workload, EAGER, where, mode)
-    bound = bound_us(workload, EAGER, where, mode)
-    assert workload.free_us * (1 - 1e-9) <= bound <= best.step_us * (1 + 1e-9)
-    assert best.step_us <= predict_us(workload, choice.plan, EAGER, where) * (1 + EXACT)
-    assert best.step_us == pytest.approx(predict_us(workload, best.plan, EAGER, where))
-    assert bound <= predict_us(workload, uniform("bf16", workload, EAGER, where), EAGER, where)
-
-
-def test_a_known_plan_changes_nothing():
-    workload, where = drawn(3, 3)
-    known = uniform("dense", workload, EAGER, where)
-    found = [optimum(workload, EAGER, where, Mode.BALANCED, known=plan).step_us for plan in (None, known)]
-    assert found[0] == pytest.approx(found[1], rel=2 * EXACT)
 
 
 def test_a_large_workload_is_refused_by_number():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import fxcomp_more  # noqa: F401  registers its compressors
@@ -20,18 +20,13 @@ from fxcomp.compressors.facts import Feedback
 from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.budget import polluting_share
 from fxcomp.plan.compress import Warmup
-from fxcomp.plan.error_feedback import BURST_SHARES, ErrorFeedback, UpdateKind, check_experiment, check_plan
+from fxcomp.plan.error_feedback import BURST_SHARES, ErrorFeedback, UpdateKind, check_plan
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.search.choose import choose
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda **o: torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1, **o),
-    "adam": lambda **o: torch.optim.AdamW([nn.Parameter(torch.zeros(3))], **o),
-}
 
 
 class Expanding(Int8):
@@ -136,27 +131,6 @@ def test_steps_of_a_warm_up_that_cannot_be_are_refused(options: dict[str, Any], 
 
 
 # Refusals
-
-
-@pytest.mark.parametrize("name", ["off", "allow_diverging"])
-def test_experiments_need_a_plan(name: str):
-    with pytest.raises(BadOption, match=rf"{name}=True\) is for experiments.*\n.*Name a plan"):
-        check_experiment(ErrorFeedback(**{name: True}), planned=False)
-
-
-@pytest.mark.parametrize("plan", ["int8", None])
-@pytest.mark.parametrize("options", [{"off": True}, None, ErrorFeedback])
-def test_only_an_error_feedback_is_one(options: Any, plan: str | None):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadOption, match=r"feedback is an ErrorFeedback, not a (dict|NoneType|type)\.\n.*leave"):
-        fxcomp.compile_step(
-            model,
-            cross_entropy,
-            optimizer,
-            JOBS["mlp"].batch(0, 0),
-            compress=fxcomp.Compress(plan=plan, feedback=options),
-        )
 
 
 @pytest.mark.parametrize("given", [(), ["int8"], TopK(0.1)])

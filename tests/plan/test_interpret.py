@@ -39,8 +39,6 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.testing.rounds import Replica, fresh_state
 
-INT8 = "compress(int8)@gpu > all_gather@world > decompress@gpu"
-
 MISFITS = {
     "propose(powersgd(2)) > compress(powersgd(2)) > all_reduce@world > decompress": (
         "step 2, compress(powersgd(2))@gpu, does not fit: what powersgd(2) proposes is reduced next, by an all_reduce"
@@ -129,12 +127,6 @@ def test_what_would_fit_leads_to_the_mean():
 def test_an_empty_strategy_is_refused():
     with pytest.raises(BadStrategy, match=r"'\(no steps\)' does not sum each gradient .* its end does not fit"):
         Strategy(())
-
-
-def test_a_decompression_may_be_elsewhere_than_the_compression():
-    strategy = Strategy.parse("compress(int8)@gpu > all_gather@world > decompress@cpu")
-    assert strategy.devices == {Device.GPU, Device.CPU}
-    assert Strategy.parse(INT8).devices == {Device.GPU}
 
 
 def test_where_ranks_have_summed_over_one_axis_only_the_others_are_left():

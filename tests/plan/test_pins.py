@@ -169,12 +169,6 @@ def test_an_option_that_is_no_pin_is_an_error(texts: list[str], text: str):
         parse_pins(texts)
 
 
-def test_a_plan_and_pins_exclude_each_other():
-    with pytest.raises(BadOption, match="plan= says what every parameter travels by, and pins= what some do"):
-        Compress(plan="int8", pins={"*": "dense"})
-    assert Compress(plan="int8", pins={}).pinned == NO_PINS
-
-
 def test_pins_are_compared_between_ranks_and_may_be_experiments():
     feedback = ErrorFeedback(allow_diverging=True)
     compress = Compress(pins={"*": "topk(0.01)"}, feedback=feedback)

@@ -21,6 +21,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.commands.demo import launch_ranks, shaped_hosts
 from fxcomp.cost.collectives import collective_us
 from fxcomp.cost.contention import FittedContention
+from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadCall
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Strategy
@@ -38,15 +39,16 @@ def on_hosts(names: Sequence[str]) -> None:
     compat.host_name = lambda: here
 
 
-def described(names: Sequence[str]) -> Cluster:
+def described(names: Sequence[str]) -> tuple[str, tuple[int, ...], str]:
+    """Return the cluster's shape and placement, and the shape of a group of this rank alone."""
     on_hosts(names)
-    return Ranks.join(None, "the test").cluster_of(None)
+    cluster = Ranks.join(None, "the test").cluster_of(None)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return cluster.shape, cluster.placement, cluster_of_group(alone).shape
 
 
-def test_a_live_cluster_is_told_by_the_names_of_its_hosts():
-    clusters = run_ranks(3, described, ["b", "a", "b"])
-    assert len({str(cluster) for cluster in clusters}) == 1
-    assert (clusters[0].shape, clusters[0].placement) == ("2+1", (0, 1, 0))
+def test_a_live_cluster_is_told_by_the_names_of_its_hosts_and_a_group_of_one_rank_is_a_cluster_of_one():
+    assert run_ranks(3, described, ["b", "a", "b"]) == [("2+1", (0, 1, 0), "1x1")] * 3
 
 
 ACROSS, INSIDE = (0, 4, 5, 6), (0, 1, 2, 3)
@@ -100,15 +102,6 @@ def test_namespaces_of_one_machine_are_hosts(tmp_path: Path, monkeypatch: pytest
     with shaped_hosts.ShapedHosts(2) as two:
         told = launch_ranks.run_ranks([str(tmp_path / "told.py")], hosts=two, ranks_per_host=2)
     assert told == ["2x2 (0, 0, 1, 1) 1x2 2x1\n"] * 4
-
-
-def alone(_: object = None) -> str:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return cluster_of_group(group).shape
-
-
-def test_a_group_of_one_rank_is_a_cluster_of_one():
-    assert run_ranks(2, alone) == ["1x1", "1x1"]
 
 
 def test_without_a_process_group_there_is_nothing_to_describe():
@@ -166,83 +159,55 @@ def forget_earlier_jobs() -> None:
     shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)
 
 
-def fitted_contention(_: object = None) -> tuple[int, float, float]:
-    """Count this rank's fits of contention, with another answer on each rank; return what its step was planned with."""
+def priced_by_its_own_step() -> tuple[int, CostTable]:
+    """Measure a step with other answers on each rank; return this rank's fits of contention, and the plan's costs."""
     forget_earlier_jobs()
-    asked: list[int] = []
+    asked, rank, measure = list[int](), dist.get_rank(), decide.measure_step
 
     def fitted(*_: object) -> FittedContention:
         asked.append(1)
-        return FittedContention(1.5 + dist.get_rank(), 0.1 + 0.1 * dist.get_rank())
-
-    decide.contention_of = fitted
-    job = JOBS["mlp"]
-    model = job.build()
-    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
-    return len(asked), step.costs.contention, step.costs.error
-
-
-def test_contention_is_fitted_once_and_all_ranks_plan_with_it():
-    assert run_ranks(2, fitted_contention) == [(1, 1.5, 0.1), (0, 1.5, 0.1)]
-
-
-def priced_starts(_: object = None) -> float:
-    """Return a start's cost in the plan's table where one on this rank took 700 us, or 900."""
-    forget_earlier_jobs()
-    measure = decide.measure_step
+        return FittedContention(1.5 + rank, 0.1 + 0.1 * rank)
 
     def measured(*arguments: Any) -> list[Any]:
-        return [replace(on, launch_us=700.0 + 200 * dist.get_rank()) for on in measure(*arguments)]
+        return [replace(on, launch_us=700.0 + 200 * rank) for on in measure(*arguments)]
 
-    decide.measure_step = measured
+    decide.contention_of, decide.measure_step, decide.feed_us = fitted, measured, lambda *_: 600.0 + 300 * rank
     job = JOBS["mlp"]
     model = job.build()
-    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    return fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs.launch_us
+    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, rank)
+    costs = fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs
+    return len(asked), costs
 
 
-def test_a_start_costs_what_it_took_in_the_step():
-    assert run_ranks(2, priced_starts) == [700.0, 700.0]
+def test_all_ranks_plan_with_one_fit_of_contention_one_cost_of_a_start_and_the_slowest_ranks_feeding():
+    answers = run_ranks(2, priced_by_its_own_step)
+    assert [fits for fits, _ in answers] == [1, 0]
+    for _, costs in answers:
+        assert (costs.contention, costs.error, costs.launch_us, costs.feed_us) == (1.5, 0.1, 700.0, 900.0)
 
 
-def priced_feeding(_: object = None) -> float:
-    """Return a step's cost around its nodes where it took 600 us on this rank, or 900."""
-    forget_earlier_jobs()
-    decide.feed_us = lambda *_: 600.0 + 300 * dist.get_rank()
-    job = JOBS["mlp"]
-    model = job.build()
-    optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, dist.get_rank())
-    return fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs.feed_us
+SHARED: list[tuple[list[list[int]], str, float, float]] = [
+    ([[0, 1], [0, 1]], "aa", math.inf, 1.0),
+    ([[0], [1]], "aa", math.inf, 1.0),
+    ([[0], [0]], "ab", math.inf, 1.0),
+    ([[0, 1, 2, 3], [0, 1]], "aa", math.inf, 1.0),
+    ([[0, 1, 2], [2, 3, 4]], "aa", math.inf, 2.5),
+    ([[0, 1, 2, 3], [0, 1, 2, 3]], "aa", 3.0, 1.5),
+]
+"""The processors that each rank may use, their machines, a quota, and how many each rank has."""
 
 
-def test_feeding_a_step_costs_what_it_takes_on_the_slowest_rank():
-    assert run_ranks(2, priced_feeding) == [900.0, 900.0]
+def processors_of_each() -> list[float]:
+    counts: list[float] = []
+    for usable, machines, quota, _ in SHARED:
+        mine, machine = usable[dist.get_rank()], machines[dist.get_rank()]
+        compat.usable_processors, compat.machine_name = lambda mine=mine: list(mine), lambda machine=machine: machine
+        compat.processor_quota = lambda quota=quota: quota
+        ranks = Ranks.join(None, "the test")
+        cluster = Cluster(2, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
+        counts.append(Site(ranks, cluster, NullTransport(), torch.device("cpu")).processors().count)
+    return counts
 
 
-def shared_processors(usable: Sequence[Sequence[int]], machines: Sequence[str], quota: float) -> float:
-    rank = dist.get_rank()
-    compat.usable_processors, compat.machine_name = lambda: list(usable[rank]), lambda: machines[rank]
-    compat.processor_quota = lambda: quota
-    ranks = Ranks.join(None, "the test")
-    cluster = Cluster(2, 1, intra=LOCAL_LINK, inter=LOCAL_LINK)
-    return Site(ranks, cluster, NullTransport(), torch.device("cpu")).processors().count
-
-
-@pytest.mark.parametrize(
-    ("usable", "machines", "count"),
-    [
-        ([[0, 1], [0, 1]], "aa", 1.0),
-        ([[0], [1]], "aa", 1.0),
-        ([[0], [0]], "ab", 1.0),
-        ([[0, 1, 2, 3], [0, 1]], "aa", 1.0),
-        ([[0, 1, 2], [2, 3, 4]], "aa", 2.5),
-    ],
-    ids=["shared", "pinned", "other machines", "partly shared", "overlapping"],
-)
-def test_ranks_share_the_processors_that_several_may_use(usable, machines: str, count: float):
-    assert run_ranks(2, shared_processors, usable, machines, math.inf) == [count, count]
-
-
-def test_ranks_share_a_quota():
-    assert run_ranks(2, shared_processors, [[0, 1, 2, 3]] * 2, "aa", 3.0) == [1.5, 1.5]
+def test_ranks_share_the_processors_and_the_quota_that_several_may_use():
+    assert run_ranks(2, processors_of_each) == [[count for *_, count in SHARED]] * 2

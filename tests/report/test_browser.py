@@ -1,15 +1,17 @@
-"""The page in a browser: no script error, nothing asked for, nothing over anything else, light, dark and narrow."""
+"""The page in a browser: no script error, nothing asked for, nothing over anything else, wide and narrow."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.browser import CHROMIUM, DARK, laid_out, screenshot, visit
+from helpers.browser import CHROMIUM, laid_out, visit
 from helpers.explained import CASES
 
+from fxcomp.report.html import run_plots
 from fxcomp.report.html.page import to_html
+from fxcomp.report.runs import LoggedRun, Series
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,27 +74,6 @@ def test_a_page_that_asks_for_something_is_noticed(tmp_path: Path):
     assert visit(allowed, tmp_path).asked == ["/report.html", "/other.png"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "width", "paper"),
-    [("light", (), 1000, (255, 255, 255)), ("dark", (DARK,), 1000, (20, 24, 29)), ("narrow", (), 500, (255, 255, 255))],
-)
-def test_a_picture_has_the_readers_paper_and_the_drawings_colors(
-    name: str, options: tuple[str, ...], width: int, paper: tuple[int, int, int], tmp_path: Path
-):
-    picture = screenshot(
-        to_html(CASES["raced and profiled"]()), tmp_path / f"{name}.png", *options, width=width, height=1600
-    )
-    assert picture.shape == (1600, width, 3)
-    assert tuple(picture[2, 2]) == paper
-    inked = (abs(picture.astype(int) - np.array(paper)).sum(axis=2) > 60).mean(axis=1)
-    assert inked.mean() > 0.02
-    empty = np.split(inked < 1e-9, np.flatnonzero(np.diff(inked < 1e-9)) + 1)
-    assert max(len(run) for run in empty if run[0]) < 120, "no gap is higher than a few lines"
-    colors = {tuple(color) for color in picture.reshape(-1, 3)[::7].tolist()}
-    wire = (47, 179, 163) if name == "dark" else (42, 157, 143)
-    assert wire in colors
-
-
 def test_without_its_script_the_page_has_the_same_words(tmp_path: Path):
     page = to_html(CASES["raced and profiled"]())
     without = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
@@ -100,3 +81,39 @@ def test_without_its_script_the_page_has_the_same_words(tmp_path: Path):
     assert seen.console == []
     for word in ("Timeline", "Prediction against measurement", "Every task, with its price"):
         assert word in seen.dom
+
+
+# Plots of runs
+
+POINT = """
+const spot = document.querySelectorAll(".spot")[10];
+spot.dispatchEvent(new MouseEvent("mousemove", {clientX: 200, clientY: 200, bubbles: true}));
+found.tip = document.getElementById("tip").textContent;
+found.plots = [...document.querySelectorAll(".pair svg[role=img]")].map(each => box(each).width);
+"""
+
+
+def plots() -> str:
+    def run(name: str, rate: float) -> LoggedRun:
+        steps = [float(k) for k in range(1, 2001) if not 900 < k < 1100]
+        loss = [math.nan if k in (500, 501) else 1.5 + 4 * math.exp(-k * rate) for k in steps]
+        series = {
+            "loss": Series(range(len(steps)), loss),
+            "sent_mb": Series(range(len(steps)), [5e3 * rate] * len(steps)),
+            "residual_norm": Series(range(0, len(steps), 10), [k * rate for k in steps[::10]]),
+        }
+        return LoggedRun(name, steps, [0.2 * k for k in steps], series, [(1, "0" * 16)], ["a note"])
+
+    return run_plots.to_html([run("dense", 0.002), run("int4", 0.004)])
+
+
+@pytest.mark.parametrize("width", [1200, 800, 500])
+def test_nothing_lies_over_anything_else_in_plots_and_places_across_them_tell_their_values(width: int, tmp_path: Path):
+    found = laid_out(plots(), tmp_path, width=width, more=POINT)
+    assert found["wide"] <= 0
+    assert found["outside"] == []
+    assert [pair for pair in found["over"] if pair != ["×", "×"]] == []
+    assert found["tip"].startswith("dense: ")
+    assert "\nint4: " in found["tip"]
+    side = min(width, 1184)
+    assert all(each > (0.4 if width == 1200 else 0.8) * side - 60 for each in found["plots"]), "plots fill the page"

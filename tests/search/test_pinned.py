@@ -130,12 +130,6 @@ def test_a_large_gradient_is_cut_as_ever():
     assert plan.sizes == workload.sizes
 
 
-def test_without_pins_nothing_changes():
-    assert choose(WORKLOAD, COSTS, SLOW, Terms(Mode.BALANCED, pins=Pins.read({}))) == choose(
-        WORKLOAD, COSTS, SLOW, Mode.BALANCED
-    )
-
-
 def test_no_plan_with_pins_is_faster_than_the_bound():
     for pins in ({"*": "int8"}, {"layer0.*": "dense"}, {"layer4.weight": "topk(0.01)"}):
         read = Pins.read(pins)

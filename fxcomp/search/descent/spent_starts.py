@@ -127,7 +127,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     A descent changes one or two neighbours at a time, and every step of it keeps the limit. So it does not find what
     needs more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds
     it, on a timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute
-    together. `tests/helpers/optimum/one_wire.py` does the same exactly, where the timeline is indeed one queue.
+    together.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]

@@ -15,12 +15,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from fxcomp.cost.timeline import Task
-from fxcomp.plan.kinds import POOL, Stream
+from fxcomp.plan.kinds import POOL
 from fxcomp.search.least_work import COMPUTE, STREAMS
 from fxcomp.search.plan_tasks import BucketTasks
 
-WAITING = tuple(STREAMS.index(stream) for stream in (*POOL, Stream.H2D))
-"""Streams whose final blocks wait for the end of backward."""
 POOLS = tuple(STREAMS.index(stream) for stream in POOL)
 
 Block = tuple[int, float]
@@ -54,16 +52,6 @@ class Blocks:
                 work[stream] += us
         work[COMPUTE] += self.update_us
         return tuple(work)
-
-    @cached_property
-    def final_us(self) -> float:
-        """The compute that follows the bucket's last collective, the update included."""
-        return sum(us for stream, us in self.final if stream == COMPUTE) + self.update_us
-
-    @cached_property
-    def path_us(self) -> float:
-        """The time of the bucket if it were alone."""
-        return sum(us for stage in (*self.stages, self.final) for _, us in stage) + self.update_us
 
     def is_within(self, other: Blocks) -> bool:
         """Return whether giving `other`'s place to this one cannot lengthen any step.

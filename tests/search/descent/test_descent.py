@@ -1,4 +1,4 @@
-"""The search among numbers: its prices are those of tasks, Python and C++ agree, and pairs of changes are found."""
+"""The search among numbers: its prices are those of tasks, its plans are legal, and pairs of changes are found."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from helpers.descent.descent import Descent
 from helpers.workloads import COSTS, cluster, layers, matrices
 
 from fxcomp.cluster.cluster import Cluster, Processors
 from fxcomp.compressors import kernels
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
-from fxcomp.plan.budget import strategy_error
+from fxcomp.plan.budget import plan_error, strategy_error
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
-from fxcomp.search.descent.cells import Limits, Part, Parts
-from fxcomp.search.descent.engine import Compiled
+from fxcomp.search.descent.cells import Limits, Part, Parts, Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.question import Question, Terms, questions_of
@@ -76,22 +74,44 @@ def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int,
     [(False, {}), (True, {}), (False, {"layer[0-3].*": "int8", "*.bias": "dense"})],
     ids=["apart", "mixed", "pinned"],
 )
-def test_the_search_in_python_and_in_cpp_give_the_same_bits(table: str, mixed: bool, pins: dict[str, str]):
+def test_an_improved_plan_is_legal_no_slower_and_priced_as_its_tasks_are(table: str, mixed: bool, pins: dict[str, str]):
     costs, where = TABLES[table], cluster(2, 2, "1gbit")
     workload = replace(layers(9), broadcast_bytes=10_000, broadcast_ready_us=30_000, finish_us=0, commits=mixed)
     traced = TracedPrices(costs, where)
     question = questions_of(workload, traced, Terms(Mode.BALANCED, pins=Pins.read(pins)))[mixed]
     search = PlanSearch(question, traced)
-    problem = search.problems.at(traced, question.bounds)
-    compiled, plain = Compiled(problem), Descent(problem)
     starts = [found.parts for found in search.starts(range(len(search.options[0])))]
-    assert compiled.values(starts) == plain.values(starts)
-    limits = Limits(evaluations=120, options=3)
+
+    def checked(parts: Parts, value: Value) -> float:
+        """Return the error of a plan that covers every gradient and is priced as its tasks are."""
+        assert search.engine.values([parts]) == [value]
+        plan = search.plan(Found(parts, value, search.strands))
+        plan.check_covers(workload.sizes)
+        assert value.us == pytest.approx(predict_us(workload, plan, costs, where), rel=5e-3)
+        assert value.lost <= question.bounds.lost
+        assert value.lost == pytest.approx(plan_error(plan, where) * sum(workload.sizes.values()), rel=1e-6, abs=1e-3)
+        return value.us
+
+    for parts, value in zip(starts, search.engine.values(starts), strict=True):
+        if math.isfinite(value.us):
+            checked(parts, value)
+    begun, limits = starts[-1], Limits(evaluations=120, options=3)
+    begun_us = search.engine.values([begun])[0].us
     changes = ({}, {"dense_only": True}, {"price": 1e-3}, {"price": 1e-2, "borders": False})
     for asked in (limits._replace(**each) for each in changes):
-        assert compiled.improve(starts[-1], asked) == plain.improve(starts[-1], asked)
+        parts, looked_at = search.engine.improve(begun, asked)
+        (value,) = search.engine.values([parts])
+        assert looked_at > 0
+        assert checked(parts, value) <= begun_us or asked.price
+        if not asked.borders:
+            assert [part._replace(option=0) for part in parts] == [part._replace(option=0) for part in begun]
     options = [(number,) * len(search.strands) for number in (0, 1)]
-    assert compiled.with_options(starts[0], options) == plain.with_options(starts[0], options)
+    changed = [tuple(part._replace(option=each[part.strand]) for part in starts[0]) for each in options]
+    assert search.engine.with_options(starts[0], options) == search.engine.values(changed)
+    for place, values in enumerate(search.engine.others(starts[0])):
+        for option, value in enumerate(values):
+            other = (*starts[0][:place], starts[0][place]._replace(option=option), *starts[0][place + 1 :])
+            assert search.engine.values([other]) == [value]
 
 
 def test_two_changes_are_made_together_where_no_single_one_helps():

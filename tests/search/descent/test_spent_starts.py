@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from helpers.budget_cases import drawn
-from helpers.descent.descent import Descent
 
 from fxcomp.search.descent.cells import Limits
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
@@ -28,7 +27,7 @@ def test_starts_cover_every_cell_and_keep_the_limit(seed: int):
     for parts in spent_starts(search.problem, begun):
         cells = sorted(cell for part in parts for cell in range(part.start, part.stop))
         assert cells == list(range(search.strands[0].cells))
-        assert math.isfinite(Descent(search.problem).values([parts])[0].us)
+        assert math.isfinite(search.engine.values([parts])[0].us)
 
 
 @pytest.mark.parametrize("seed", [37, 171, 239, 286])
