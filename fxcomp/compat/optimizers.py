@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,12 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
         scaler._lazy_init_scale_growth_tracker(device)
     scale: Any = scaler._scale
     return scale
+
+
+def some_scaler_scales() -> bool:
+    """Return whether a GradScaler of this process has scaled a loss."""
+    scalers: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), GradScaler)]
+    return any(each.is_enabled() and each._scale is not None for each in scalers)
 
 
 def held_bytes(tensor: Tensor) -> int:
