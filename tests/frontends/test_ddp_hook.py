@@ -219,7 +219,7 @@ def scaled() -> tuple[float, float, list[float]]:
 
 
 def scaled_by_another() -> list[int]:
-    """Return the numbers of warnings of a scaler that is not handed over: where it does not scale, and where it does."""
+    """Return numbers of warnings of a scaler that is not handed over: one that scales nothing, and one in use."""
     counts = list[int]()
     for scales in (False, True):
         hook, scaler = fxcomp.ddp_hook(compress=MIXED), torch.amp.GradScaler("cpu")
