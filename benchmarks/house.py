@@ -8,7 +8,7 @@
 
 Lines of code hold no docstrings, comments, blanks or imports. Collaborators of `CompiledStep` are the package's classes
 that it constructs or holds, in containers too, without frozen dataclasses and plain data. Private imports are imports
-and attribute uses of torch's private modules, without those that torch tells users to import.
+and attribute uses of torch's private modules. Modules that torch recommends to users do not count (`PUBLIC_ENOUGH`).
 
 Launches are counted while tests run: `FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of
 ranks. A file of minutes holds `{"here": {"make test": 4.8, ".ci/run": 14}, "before": {...}}`.

@@ -4,7 +4,7 @@
     fisher[p]           a key made before compiling: a stand-in hashes as its real tensor, and equals it
     id(p) in chosen     likewise: the user's Python gets the id of the real tensor
 
-`p is q` cannot be helped, with a real tensor `q`: docs/limits.md names it.
+`p is q` cannot be helped, with a real tensor `q`: docs/contract.md names it.
 """
 
 from __future__ import annotations

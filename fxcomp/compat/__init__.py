@@ -58,7 +58,7 @@ from fxcomp.compat.operators import (
 from fxcomp.compat.optimizers import (
     GradScaler, awaits_update, begin_in_step, count_as_stepped, global_module_hooks, held_bytes, is_alias, is_fake,
     is_sparse_view, is_subclass, is_uninitialized, is_without_memory, knows_values, mark_stepped, optimizer_hooks,
-    scale_of, strides, suggested_format, watch_optimizer,
+    scale_of, some_scaler_scales, strides, suggested_format, watch_optimizer,
 )
 from fxcomp.compat.source_lines import (
     is_asked_by_user, is_called_by_user, is_raised_as_eager, is_users_call, users_code_tells_kinds, users_level,

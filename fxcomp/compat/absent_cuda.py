@@ -177,9 +177,7 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
 
 def _acts(value: Any) -> bool:
     """Return whether an attribute of torch.cuda needs the GPU: neither an error's class nor a tensor's."""
-    return callable(value) and not (
-        isinstance(value, type) and issubclass(value, (Exception, torch.storage._LegacyStorage))
-    )
+    return callable(value) and not (isinstance(value, type) and issubclass(value, (Exception, torch.TypedStorage)))
 
 
 def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Callable[..., Any]:

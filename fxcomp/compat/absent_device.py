@@ -26,22 +26,27 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from fxcomp.compat.absent_cuda import CUDA, DeviceFacts, Refusal, check_index, cuda_instead, names_cuda
 from fxcomp.compat.cuda_attention import cuda_attention
 from fxcomp.compat.cuda_autocast import cuda_autocast
 from fxcomp.compat.dynamo import compiled_functions_eager, uncompiled
-from fxcomp.compat.modes import function_mode_in_backward, function_mode_stack
+from fxcomp.compat.modes import (
+    DeviceContext,
+    Fake,
+    function_mode_in_backward,
+    function_mode_stack,
+    innermost_device,
+    takes_default_device,
+)
 from fxcomp.compat.optimizers import GradScaler
 from fxcomp.compat.source_lines import is_scripts
 from fxcomp.compat.symbols import attributes_instead
-from fxcomp.compat.tracing import Fake, is_traced_here
+from fxcomp.compat.tracing import is_traced_here
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -88,13 +93,13 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
             yield
     finally:
         _scopes.pop()
-        if _default_device() is not default:
-            torch.set_default_device(None if default is None else default.device)
+        if _default_device() != default:
+            torch.set_default_device(default)
 
 
-def _default_device() -> Any:
-    """Return the mode that torch.set_default_device has begun; None where it has not."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+def _default_device() -> torch.device | None:
+    """Return the device that torch.set_default_device has set; None where it has not."""
+    return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
 def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
@@ -122,8 +127,8 @@ class _Placing(TorchFunctionMode):
         if given.get("pin_memory"):
             del given["pin_memory"]  # torch's build for the CPU has no such memory
         device = given.get("device")
-        if device is None and func in _device._device_constructors():
-            device = _device.CURRENT_DEVICE  # the mode of a default device runs after this one
+        if device is None and takes_default_device(func):
+            device = innermost_device()  # the mode of a default device runs after this one
         if device is not None:
             given["device"] = _real(device, self._refusal, args[0] if args else None)
         if func is Tensor.type and args[1:] and isinstance(args[1], str):
@@ -182,13 +187,13 @@ def _moves(tensor: Tensor) -> bool:
     """
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return False
-    return not is_traced_here() or not is_non_overlapping_and_dense_or_false(tensor)
+    return not is_traced_here() or not torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     """Make functions that take or return a device and that no mode sees, and torch.compile, which does nothing."""
-    made, nn_of_c = cast("Any", torch.Generator), cast("Any", torch._C)._nn
-    load, parse, default = torch.load, nn_of_c._parse_to, torch.get_default_device
+    made, move = cast("Any", torch.Generator), cast("Any", nn.Module.to)
+    load, default = torch.load, torch.get_default_device
 
     class Kind(type(made)):  # pyright: ignore[reportUntypedBaseClass]
         def __call__(self, device: Any = _CPU) -> torch.Generator:
@@ -201,11 +206,11 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         is_cuda = map_location is None or isinstance(map_location, dict) or names_cuda(map_location)
         return load(f, _CPU if is_cuda else map_location, *args, **kwargs)
 
-    def parse_to(*args: Any, **kwargs: Any) -> Any:
-        return parse(*(torch.device("cuda", each) if type(each) is int else each for each in args), **kwargs)
+    def move_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return move(module, *(torch.device("cuda", each) if type(each) is int else each for each in args), **kwargs)
 
     def default_device() -> torch.device:
-        modes = [mode for mode in function_mode_stack() if isinstance(mode, _device.DeviceContext)]
+        modes = [mode for mode in function_mode_stack() if isinstance(mode, DeviceContext)]
         is_cuda = any(mode.device.type == "cuda" for mode in modes[-1:])
         return CUDA if is_cuda and is_scripts(sys._getframe(1)) else default()
 
@@ -215,7 +220,7 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     functions = {"load": load_here, "get_default_device": default_device, "compile": compile}
     return {
         torch: {**functions, "Generator": Kind("Generator", (made,), {})},
-        nn_of_c: {"_parse_to": parse_to},
+        nn.Module: {"to": move_module},
         torch.UntypedStorage: {"cuda": lambda storage, device=None, non_blocking=False: storage},
     }
 

@@ -17,21 +17,18 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxcomp.compat.modes import dispatch_mode_stack
+from fxcomp.compat.modes import DispatchMode, Fake, FakeMode, dispatch_mode_stack
 from fxcomp.compat.source_lines import is_called_by_user
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument was made in the trace: by torch.tensor(...)."""
 
 
-class Constants(TorchDispatchMode):
+class Constants(DispatchMode):
     """Sees every operator before the tracer does, and exchanges real tensors for traced fakes.
 
     `equal`, which has no fake, is asked by operators that have one. An operator's own `allclose` checks, and stays.
@@ -41,7 +38,9 @@ class Constants(TorchDispatchMode):
 
     def __init__(self, inputs: Any):
         super().__init__()
-        self._fakes: FakeTensorMode | None = detect_fake_mode(inputs)
+        modes = [leaf.fake_mode for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Fake)]
+        modes += [mode for mode in dispatch_mode_stack() if isinstance(mode, FakeMode)]
+        self._fakes = modes[0] if modes else None
         proxies = get_proxy_mode()
         assert proxies is not None, "constants are those of a trace"
         self._tracer: Any = proxies.tracer

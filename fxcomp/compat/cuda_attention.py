@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _get_sdp_priority_order, _set_sdp_priority_order
-from torch._guards import detect_fake_mode
 from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from fxcomp.compat.modes import attention_order
 from fxcomp.compat.operators import kernels_instead
+from fxcomp.compat.tracing import is_traced_here
 
 aten = torch.ops.aten
 
@@ -44,27 +44,25 @@ def cuda_attention(capability: tuple[int, int]) -> Generator[None]:
 
     def attend(keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         is_wrong = any(each.dtype != q.dtype or each.is_nested or each.dim() < 2 for each in (q, k, v))
-        if is_wrong or detect_fake_mode((q, k, v)) is None:
+        if is_wrong or not is_traced_here():
             return on_cpu.call_boxed(keys, q, k, v, *args, **kwargs)
-        return _attend(capability, q, k, v, *args, **kwargs)
+        # From cuDNN 9.15.1 on, which comes with torch's wheels for CUDA. An order that the script sets is its own.
+        is_usual = attention_order() == usual and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        first = [_CUDNN] if capability[0] in (9, 10) and is_usual else []
+        return _attend(capability, first, q, k, v, *args, **kwargs)
 
-    order: list[int] = _get_sdp_priority_order()
-    try:
-        with kernels_instead({"scaled_dot_product_attention": attend}, "CompositeImplicitAutograd", with_keyset=True):
-            # From cuDNN 9.15.1 on, which comes with torch's wheels for CUDA.
-            if capability[0] in (9, 10) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1":
-                _set_sdp_priority_order([_CUDNN.value, *(each for each in order if each != _CUDNN.value)])
-            yield
-    finally:
-        _set_sdp_priority_order(order)
+    usual = attention_order()
+    with kernels_instead({"scaled_dot_product_attention": attend}, "CompositeImplicitAutograd", with_keyset=True):
+        yield
 
 
 def _attend(
-    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0,
+    capability: tuple[int, int], first: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+    p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    kernel = _choose(capability, q, k, v, mask, p, is_causal=is_causal, enable_gqa=enable_gqa, trains=trains)
+    kernel = _choose(capability, first, q, k, v, mask, p, is_causal=is_causal, enable_gqa=enable_gqa, trains=trains)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.where(mask, q.new_zeros(()), q.new_full((), float("-inf")))
     if kernel == _FLASH:
@@ -84,8 +82,8 @@ def _attend(
 
 
 def _choose(
-    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float,
-    *, is_causal: bool, enable_gqa: bool, trains: bool,
+    capability: tuple[int, int], first: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    p: float, *, is_causal: bool, enable_gqa: bool, trains: bool,
 ) -> SDPBackend:  # fmt: skip
     """Find the first kernel that is enabled and takes this call. Raises as torch does where there is none."""
     can = {_MATH: cuda.math_sdp_enabled()}
@@ -111,7 +109,7 @@ def _choose(
             and s != 1 and (p == 0 or n != 1) and (16 * p).is_integer() and (mask is None or mask.dim() in (2, 4))
             and not (mask is not None and mask.requires_grad) and not torch.are_deterministic_algorithms_enabled()
         )  # fmt: skip
-    found = next((each for each in map(SDPBackend, _get_sdp_priority_order()) if can.get(each)), None)
+    found = next((each for each in (*first, *map(SDPBackend, attention_order()[0])) if can.get(each)), None)
     if found is None:
         raise RuntimeError("No available kernel. Aborting execution.")  # torch's own text
     return found

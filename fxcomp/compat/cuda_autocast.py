@@ -27,12 +27,7 @@ from torch import (
     set_autocast_enabled,
     set_autocast_gpu_dtype,
 )
-from torch._C import (
-    DispatchKey,
-    DispatchKeySet,
-    _dispatch_get_registrations_for_dispatch_key,
-    _ExcludeDispatchKeyGuard,
-)
+from torch._C import _dispatch_get_registrations_for_dispatch_key
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import DefaultDeviceType
@@ -77,8 +72,6 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put t
 BANNED = "binary_cross_entropy"
 """Operators that raise under autocast."""
 # fmt: on
-
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 _USERS = {"cpu": "maia"}
 """The device type whose state in torch is the user's state of "cpu" meanwhile; that of "cpu" is what kernels see."""
@@ -146,7 +139,7 @@ class _Casts:
 
     def run(self, choose: Callable[[Any], torch.dtype], operator: Operator, *args: Any, **kwargs: Any) -> Any:
         """Call an operator on arguments of the type that is chosen for them."""
-        with _ExcludeDispatchKeyGuard(_AUTOCAST):
+        with _without_autocast():
             cast = partial(self._cast, choose((args, kwargs)))
             given, named = pytree.tree_map_only(Tensor, cast, (args, kwargs))
             return operator(*given, **named)
@@ -160,6 +153,17 @@ class _Casts:
         if value not in self._of_weights:
             self._of_weights[value] = value.to(dtype)
         return self._of_weights[value]
+
+
+@contextmanager
+def _without_autocast() -> Generator[None]:
+    """Let operators run as they are: their arguments are cast."""
+    is_enabled = is_autocast_enabled("cpu")
+    set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        set_autocast_enabled("cpu", is_enabled)
 
 
 def _is_cast(value: Any) -> bool:
@@ -182,13 +186,15 @@ def _with_float32_result(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     given = named_arguments(operator, args, kwargs)
     if given.get("dtype") is None and _is_cast(given["self"]):
         given["dtype"] = torch.float32
-    with _ExcludeDispatchKeyGuard(_AUTOCAST):
+    with _without_autocast():
         return operator(**given)
 
 
-def _raise(operator: Operator, *args: Any) -> Any:
-    """Call CUDA's kernel, which raises."""
-    return operator._op_dk(DispatchKey.AutocastCUDA, *args)
+def _raise(*_: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "  Use binary_cross_entropy_with_logits, or BCEWithLogitsLoss, without the sigmoid before."
+    )
 
 
 # Switches

@@ -11,17 +11,18 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.parallel import DistributedDataParallel
 
+from fxcomp.compat.modes import Fake
 from fxcomp.compat.symbols import SYMBOLS, has_symbols
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -191,11 +192,11 @@ class _MadeLater:
 
 def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
     """Let a graph's fakes follow from others: what Inductor's forward pass saves may lie otherwise than traced."""
-    from torch._inductor.compile_fx import fake_tensor_prop
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
-    view_to_reshape(graph)
-    fake_tensor_prop(graph, given, True)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    mode = next(value.fake_mode for value in given if isinstance(value, Fake))
+    with mock.patch.object(mode, "allow_non_fake_inputs", True):
+        FakeTensorProp(graph, mode=mode).propagate_dont_convert_inputs(*given)
 
 
 def _keep_what_is_saved() -> None:
@@ -246,11 +247,15 @@ def register_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
         parameter.requires_grad_(trains)
 
 
-def suppresses_errors() -> bool:
-    """Ask if Dynamo runs eager code in place of what a backend refuses."""
+def _config() -> Any:
     from torch._dynamo import config
 
-    return bool(config.suppress_errors)
+    return config
+
+
+def suppresses_errors() -> bool:
+    """Ask if Dynamo runs eager code in place of what a backend refuses."""
+    return bool(_config().suppress_errors)
 
 
 def is_restart(error: Exception) -> bool:
@@ -262,9 +267,9 @@ def is_restart(error: Exception) -> bool:
 
 def why_not_compiled() -> str | None:
     """Name the setting of this process that keeps torch.compile from compiling, if there is one."""
-    from torch._dynamo import config, eval_frame
+    from torch._dynamo import eval_frame
 
-    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+    if _config().disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch._dynamo.config.disable is set, as TORCH_COMPILE_DISABLE=1 does"
     stance = eval_frame._stance.stance
     return None if stance == "default" else f"torch.compiler.set_stance({stance!r}) is in force"
@@ -303,9 +308,7 @@ def gradient_places(backward: GraphModule) -> dict[int, int | None]:
     """Find the gradients among a backward graph's outputs, each with its input; None is an input that others alias."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
-        place: getattr(what.grad_of, "idx", None)
-        for place, what in enumerate(descriptions)
-        if isinstance(what, GradAOTOutput)
+        place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")
     }
 
 
@@ -353,7 +356,7 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     if any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes):
         patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     given: dict[str, Any] = {"options": {"config_patches": patches}}
-    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, Fake)), None)
     # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
     with torch.no_grad(), _without_word_of_a_cache():
         if mode is None:

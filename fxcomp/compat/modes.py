@@ -11,16 +11,28 @@ from typing import Any
 
 import torch
 from torch import backends
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
-from torch.utils import deterministic
-from torch.utils._device import DeviceContext
+from torch.utils import _device, deterministic
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcomp.compat.symbols import attributes_instead
 
 _C: Any = torch._C
+
+FakeMode = FakeTensorMode
+"""The mode under which tensors have shapes and no values."""
+
+Fake = FakeTensor
+"""The class of such tensors."""
+
+DispatchMode = TorchDispatchMode
+
+DeviceContext = _device.DeviceContext
+"""The function mode of a default device."""
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:
@@ -64,6 +76,16 @@ _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
 def default_device() -> torch.device | None:
     """Read the default device; None where nobody has set one, which is told without the microseconds of asking."""
     return torch.get_default_device() if _C._len_torch_function_stack() else None
+
+
+def innermost_device() -> torch.device | None:
+    """Return the device of the innermost mode of a default device; None outside of any."""
+    return _device.CURRENT_DEVICE
+
+
+def takes_default_device(function: object) -> bool:
+    """Return whether a function of torch makes a tensor on the default device where it is given none."""
+    return function in _device._device_constructors()
 
 
 def function_modes() -> list[str]:
@@ -132,7 +154,7 @@ def cpu_libraries() -> Hashable:
     return backends.mkldnn.enabled, backends.mkldnn.deterministic, _C._get_nnpack_enabled()
 
 
-def attention_order() -> Hashable:
+def attention_order() -> tuple[tuple[int, ...], bool]:
     """Read which of the attention kernels that may run is tried first."""
     return tuple(_C._get_sdp_priority_order()), _C._get_overrideable_sdp_enabled()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, TypeGuard, cast
@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from fxcomp.compat.source_lines import frames
-from fxcomp.compat.symbols import size_hint
+from fxcomp.compat.symbols import has_symbols, size_hint
 
 Operator = OpOverload[..., Any]
 
@@ -239,6 +239,29 @@ def kernels_instead(
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def symbolic_products(inputs: Iterable[Any]) -> Generator[None]:
+    """Keep the sizes in matmul symbols, in linear and einsum too, while a function of these inputs is traced.
+
+    Until torch 2.12 the C++ of matmul asks for plain sizes; torch's own Python version of it does not.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if torch.__version__ >= "2.13" or not any(map(has_symbols, tensors)):
+        yield
+        return
+    kernel = {"matmul": _matmul}
+    with kernels_instead(kernel, "AutogradCPU"), kernels_instead(kernel, "AutogradCUDA"):
+        yield
+
+
+def _matmul(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if has_symbols(one) or has_symbols(other):
+        from torch._decomp.decompositions import matmul
+
+        return matmul(one, other)
+    return torch.ops.aten.matmul.default.decompose(one, other)
 
 
 class _Direct:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,9 +16,8 @@ from torch._prims_common import suggest_memory_format
 from torch.amp.grad_scaler import GradScaler as GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxcomp.compat.tracing import Fake
+from fxcomp.compat.modes import Fake
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
@@ -26,6 +26,12 @@ def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
         scaler._lazy_init_scale_growth_tracker(device)
     scale: Any = scaler._scale
     return scale
+
+
+def some_scaler_scales() -> bool:
+    """Return whether a GradScaler of this process has scaled a loss."""
+    scalers: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), GradScaler)]
+    return any(each.is_enabled() and each._scale is not None for each in scalers)
 
 
 def held_bytes(tensor: Tensor) -> int:
@@ -92,8 +98,10 @@ def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
-is_subclass = is_traceable_wrapper_subclass
-"""Ask if a tensor wraps others, as a DTensor does."""
+def is_subclass(tensor: Tensor) -> bool:
+    """Return whether a tensor wraps others, as a DTensor does."""
+    return hasattr(tensor, "__tensor_flatten__")
+
 
 suggested_format = suggest_memory_format
 """The memory format that kernels give to the result for a tensor, where they do not follow its strides."""

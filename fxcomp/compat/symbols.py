@@ -158,29 +158,6 @@ def attributes_instead(attributes: Mapping[type | ModuleType, Mapping[str, Any]]
                     delattr(kind, name)
 
 
-@contextmanager
-def symbolic_products(inputs: Iterable[Any]) -> Generator[None]:
-    """Keep the sizes in matmul symbols, in linear and einsum too, while a function of these inputs is traced.
-
-    Until torch 2.12 the C++ of matmul asks for plain sizes; torch's own Python version of it does not.
-    """
-    if torch.__version__ >= "2.13" or not any(isinstance(value, Tensor) and has_symbols(value) for value in inputs):
-        yield
-        return
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        for key in ("AutogradCPU", "AutogradCUDA"):
-            library.impl("matmul", _matmul, key)
-        yield
-
-
-def _matmul(one: Tensor, other: Tensor) -> Tensor:
-    if has_symbols(one) or has_symbols(other):
-        from torch._decomp.decompositions import matmul
-
-        return matmul(one, other)
-    return torch.ops.aten.matmul.default.decompose(one, other)
-
-
 SPECIAL_SIZES = (0, 1)
 """Sizes that are never symbols. Of a symbol torch takes for granted that it is neither, and notes no assumption where
 it decides by that: for broadcasting, strides, empty tensors."""

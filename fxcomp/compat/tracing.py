@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _DisablePythonDispatcher, _set_mkldnn_enabled
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.backends import mkldnn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -31,20 +25,14 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.proxy import _create_arg_bypass
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxcomp.compat.constants import Constants
 from fxcomp.compat.dynamo import compiled_functions_inline
-from fxcomp.compat.modes import dispatch_mode_stack
-from fxcomp.compat.symbols import constant_source, symbolic_products
-
-FakeMode = FakeTensorMode
-"""The mode under which tensors have shapes and no values."""
-
-Fake = FakeTensor
-"""The class of such tensors."""
-
-DispatchMode = TorchDispatchMode
+from fxcomp.compat.modes import DispatchMode as DispatchMode
+from fxcomp.compat.modes import Fake, FakeMode, dispatch_mode_stack
+from fxcomp.compat.operators import symbolic_products
+from fxcomp.compat.symbols import constant_source
 
 _GENERATOR = torch.Generator  # which as_if_on exchanges for another class
 
@@ -55,13 +43,13 @@ DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, SIZ
 """Errors of tracing where Python asks for a tensor's value."""
 
 
-def fake_mode() -> tuple[FakeTensorMode, ShapeEnv]:
+def fake_mode() -> tuple[FakeMode, ShapeEnv]:
     """Make a fake mode that lets constants of the model (tensors that are no buffers) into the graph."""
     shapes = ShapeEnv()
-    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
+    return FakeMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
 
 
-def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int], name: str) -> Any:
+def fake_with_dynamic_dims(mode: FakeMode, value: Any, dims: frozenset[int], name: str) -> Any:
     """Make a fake tensor with symbols for the named dimensions; other values pass."""
     if not isinstance(value, Tensor):
         return value
@@ -74,14 +62,14 @@ def fake_with_dynamic_dims(mode: FakeTensorMode, value: Any, dims: frozenset[int
 
 def fake_on(value: Tensor, device: torch.device) -> Tensor:
     """Make a fake like a fake, of the same mode, on a device that need not be here."""
-    if not isinstance(value, FakeTensor):
+    if not isinstance(value, Fake):
         return value
     with _disable_current_modes():
         there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return FakeTensor(value.fake_mode, there, device)
+    return Fake(value.fake_mode, there, device)
 
 
-def forget_fakes(mode: FakeTensorMode, values: Sequence[Any]) -> None:
+def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
     """Let the next fakes of some tensors be others than those that they have."""
     known = mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
     for value in values:
@@ -92,7 +80,7 @@ def forget_fakes(mode: FakeTensorMode, values: Sequence[Any]) -> None:
 @contextmanager
 def plain_values() -> Generator[None]:
     """Compute on real values, unseen by whatever traces around us."""
-    with unset_fake_temporarily(), _disable_current_modes():
+    with _disable_current_modes():
         yield
 
 
@@ -103,13 +91,13 @@ def real_tensors() -> Generator[None]:
     Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
     may want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
     """
-    with unset_fake_temporarily(), _DisablePythonDispatcher():
+    with _disable_current_modes(), _DisablePythonDispatcher():
         yield
 
 
 def is_traced_here() -> bool:
     """Ask if operators that this thread calls now are traced."""
-    return any(isinstance(mode, FakeTensorMode) for mode in dispatch_mode_stack())
+    return any(isinstance(mode, FakeMode) for mode in dispatch_mode_stack())
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
@@ -149,7 +137,7 @@ def _generators_as_attributes() -> Generator[None]:
 
 
 def trace_functional(
-    traced: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, begun: Callable[[], None]
+    traced: GraphModule, inputs: Sequence[Any], mode: FakeMode, begun: Callable[[], None]
 ) -> GraphModule:
     """Trace again without in-place operators and views of written tensors; calls `begun` inside, first.
 

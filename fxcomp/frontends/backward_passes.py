@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
@@ -45,6 +46,11 @@ DENSE_PASSES = 6
 
 TIMED = 3
 """The number of passes whose buckets are timed: the plan is chosen by when they were ready."""
+
+_NO_SCALER = (
+    "fxcomp: a GradScaler scales losses in this process, and was not handed over: when its scale changes, what"
+    " compression left out weighs as much more or less, once.\n  Pass scaler=scaler where compress= is passed."
+)
 
 
 class ReadyTimes:
@@ -227,6 +233,8 @@ class BackwardPasses(ABC):
         self._line_up(layout)
         self._prepare(self.follower.now, layout)
         self._go_on()
+        if self.start.options.scaler is None and self.follower.state.keeps_something and compat.some_scaler_scales():
+            warnings.warn(_NO_SCALER, stacklevel=2)
         log.info("%s\n%s", self.site.cluster, self.follower.decision.plan)
 
     def _decision(self, layout: Layout) -> Decision:

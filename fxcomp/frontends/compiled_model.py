@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class CompiledModel:
     """The backward pass that was emitted last."""
     passes: int = 0
     """The number of backward passes so far."""
+    _left_out: frozenset[str] = frozenset()
+    """Frozen parameters for which another plan of this model keeps what compression left out."""
     _is_owed: bool = False
     """Gradients of passes that sent nothing may lie in `.grad`, and have not been sent."""
     _arrivals: dict[str, Arrivals] = field(init=False)
@@ -125,6 +128,8 @@ class CompiledModel:
         """Let the next gradients bring what another plan of this model left out, of the parameters that both train."""
         owed = other.state.owed_here(other.follower.trained.sizes, self.site.ranks.world_size)
         both = {name: value for name, value in owed.items() if name in self.parameters}
+        stays = {name for name, value in owed.items() if name not in self.parameters and bool(value.any())}
+        self._left_out = (other._left_out | stays) - set(self.parameters)
         self.state.also_owe(both)
         for name in both:
             other.state.owed.pop(name, None)
@@ -141,7 +146,14 @@ class CompiledModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors."""
+        """Copy this rank's state of error feedback and compressors. Warns of what frozen parameters are owed."""
+        if self._left_out:
+            some = ", ".join(sorted(self._left_out)[:3]) + (", ..." if len(self._left_out) > 3 else "")
+            warnings.warn(
+                f"fxcomp: this state lacks what compression left out of {some}, which were frozen after they trained.\n"
+                "  It is lost in a restart. To keep it, save after a backward pass in which they train.",
+                stacklevel=2,
+            )
         return self.follower.state_dict(self.follower.now, self.plan, self.passes)
 
     def load_state_dict(self, state: Given) -> None:

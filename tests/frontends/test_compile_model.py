@@ -365,6 +365,20 @@ def freezes_with_residuals(frozen: tuple[int, ...]) -> list[float]:
     return [float((applied + owed / 2 - expected / 2).abs().max()), float(owed.abs().max())]
 
 
+def saves_while_frozen() -> list[str]:
+    """Return the warnings of a state: before a layer freezes, while it is frozen, and after it trains again."""
+    model, said = mlp(), list[str]()
+    call = fxcomp.compile_model(model, "topk(0.1)")
+    for step, trains in enumerate((True, False, True)):
+        model[0].requires_grad_(trains)
+        call(batch(step)).pow(2).mean().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            backend.compiled_model(model).state_dict()
+        said += ["; ".join(str(each.message) for each in caught)]
+    return said
+
+
 def freezes_inside_a_group() -> float:
     """Return how far gradients are apart on the ranks where layers freeze between micro-batches."""
     model = mlp()
@@ -460,6 +474,7 @@ def all_cases() -> dict[str, Any]:
     found["swallowed"] = several_swallowed()
     found["freezes and thaws"] = outcome(freezes_and_thaws)
     found["residuals"] = [outcome(partial(freezes_with_residuals, frozen)) for frozen in ((2, 3), (3, 4, 5), (0, 1))]
+    found["saves"] = saves_while_frozen()
     return found
 
 
@@ -505,6 +520,15 @@ def test_freezing_loses_nothing_that_compression_left_out(found: list[dict[str, 
             off, owed = eval(text)
             assert owed > 1e-3
             assert off < 1e-5
+
+
+def test_a_state_warns_of_what_frozen_parameters_are_owed(found: list[dict[str, Any]]):
+    for rank in found:
+        before, frozen, after = rank["saves"]
+        assert not before
+        assert "this state lacks what compression left out of 0.weight, which were frozen" in frozen
+        assert "save after a backward pass in which they train" in frozen
+        assert not after
 
 
 def warned_by_the_backend_alone() -> list[int]:

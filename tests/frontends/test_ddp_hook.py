@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -217,6 +218,21 @@ def scaled() -> tuple[float, float, list[float]]:
     return (made / dist.get_world_size() - sent).abs().max().item(), sent.abs().max().item(), scales
 
 
+def scaled_by_another() -> list[int]:
+    """Return numbers of warnings of a scaler that is not handed over: one that scales nothing, and one in use."""
+    counts = list[int]()
+    for scales in (False, True):
+        hook, scaler = fxcomp.ddp_hook(compress=MIXED), torch.amp.GradScaler("cpu")
+        ddp = wrapped(JOBS["mlp"].build(), hook)
+        loss = cross_entropy(ddp, JOBS["mlp"].batch(0, dist.get_rank()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (scaler.scale(loss) if scales else loss).backward()
+        hook.close()
+        counts.append(sum("Pass scaler=scaler where compress= is passed" in str(each.message) for each in caught))
+    return counts
+
+
 def shared() -> str:
     """Return the error of a hook that is registered with two models."""
     hook = fxcomp.ddp_hook(compress="dense")
@@ -317,6 +333,7 @@ def chosen() -> tuple[str, str]:
 
 def kept() -> dict[str, Any]:
     return {
+        "scaled by another": scaled_by_another(),  # first: hooks keep the scalers that they were given
         "unused": unused(),
         "infinite": infinite(),
         "scaled": scaled(),
@@ -357,6 +374,11 @@ def test_nothing_is_lost_while_the_scale_of_the_loss_falls_and_rises(ranks: list
         lost, largest, scales = found["scaled"]
         assert lost < 1e-6 * largest + 1e-7
         assert len(set(scales)) > 2
+
+
+def test_a_scaler_that_is_not_handed_over_is_warned_of(ranks: list[dict[str, Any]]):
+    for found in ranks:
+        assert found["scaled by another"] == [0, 1]
 
 
 def test_a_loaded_state_goes_on_bit_for_bit_under_its_plan(ranks: list[dict[str, Any]]):

@@ -202,6 +202,17 @@ def test_an_error_of_eager_pytorch_alone_is_a_difference():
         step(BATCH)
 
 
+def test_a_check_in_the_backward_pass_of_eager_pytorch_alone_is_a_difference():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        vectors: Tensor = torch.linalg.eig(model[0].weight[:2, :2] + turn)[1]
+        return cross_entropy(model, batch) + vectors.real.sum()
+
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    step = compiled(mlp(), loss)
+    with pytest.raises(VerificationFailed, match=r"eager PyTorch raises RuntimeError: .*multiplication by e"):
+        step(BATCH)
+
+
 class Two(nn.Module):
     """Two layers, and a weight that was kept in a list and in a dict before compiling."""
 

@@ -43,17 +43,20 @@ from fxcomp.compressors import (
 )
 from fxcomp.compressors.topk import counts
 
-_REACHED = 64  # so many values of the sample should reach the threshold
+_REACHED = 64  # values of the sample that should reach the threshold
 
 
 @lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Odd, and at most so large that the sample has its size."""
+    """Return an odd stride for each segment, small enough for a sample of the wanted size."""
     return tuple(max(1, (n // max(ceil(_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
 def sampled_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
-    """As bits, from the sample that starts at random % stride; `piece` is not empty."""
+    """Estimate the threshold of the k largest, as bits, from every `stride`-th value; `piece` is not empty.
+
+    The sample begins at `random % stride`.
+    """
     sample = piece[min(random % stride, len(piece) - 1) :: stride]
     reaching = max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece)))
     first = survivors.kth_largest(sample, reaching)
