@@ -19,7 +19,7 @@ ends of a range agree, the value is one number, whatever is drawn.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from fxcomp.capture.batch_type import distinct, first_places
 from fxcomp.capture.questions import Given, Questions
 from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import Training
+from fxcomp.capture.watch import Place
 from fxcomp.errors import CaptureFailed
 from fxcomp.graph.prelude import Feed
 
@@ -293,12 +294,13 @@ Varying = Mapping[int, frozenset[int]]
 """The dimensions of batch tensors whose size may vary, by the index of the leaf."""
 
 FIXED_SIZES: Varying = MappingProxyType({})
+NO_FLOATS: Mapping[str, Place] = MappingProxyType({})
 
 
 class StepInputs:
     """The inputs of one capture, real and fake, in the order of the traced function's arguments."""
 
-    def __init__(self, training: Training, batch: Any, varying: Varying):
+    def __init__(self, training: Training, batch: Any, varying: Varying, live: Mapping[str, Place] = NO_FLOATS):
         self.mode = StepFakes()
         # The optimizer's live numbers are symbols too; apart, they are no conditions on the batch's shapes.
         self.update_mode, self.update_shapes = compat.fake_mode()
@@ -314,6 +316,11 @@ class StepInputs:
             for i, leaf in enumerate(leaves)
         ]
         compat.forget_fakes(self.mode, leaves)
+        self.live = live
+        """The floats outside of the batch that are inputs, by name."""
+        self.numbers = [compat.live_number(self.mode.shapes, place.value, name) for name, place in live.items()]
+        self._symbols = [compat.symbols_of_number(number) for number in self.numbers]
+        self._are_written = False
         scale = training.loss_scale
         self.scale = [] if scale is None else [self.of(scale.scale)]
         """The scale of the loss, if it has one."""
@@ -321,8 +328,9 @@ class StepInputs:
             *((repr(name), tensor) for name, tensor, _ in (*self.parameters, *self.buffers)),
             *((f"batch{path}", leaf) for path, leaf in distinct(batch)),
             *([("the scale of the loss", scale.scale)] if scale is not None else []),
+            *((name, None) for name in live),
         ]
-        """Every real input and the name that an error gives it; None instead of a tensor that came before."""
+        """Every real input and the name that an error gives it; None for a number or a tensor that came before."""
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
@@ -339,9 +347,34 @@ class StepInputs:
         return [*model, *batch, *(Given(fake, None) for fake in self.scale)]
 
     @property
-    def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor]]:
+    def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor], list[Any]]:
         """The arguments of the traced function."""
-        return [f for _, _, f in self.parameters], [f for _, _, f in self.buffers], self.batch, self.scale
+        parameters, buffers = ([fake for _, _, fake in each] for each in (self.parameters, self.buffers))
+        return parameters, buffers, self.batch, self.scale, self.numbers
+
+    @contextmanager
+    def in_place(self, traced: Sequence[Any]) -> Generator[None]:
+        """Let traced numbers stand in the places of the live floats."""
+        before = [(place, place.value) for place in self.live.values()]
+
+        def note() -> None:
+            self._are_written = True
+
+        try:
+            for (place, _), number in zip(before, traced, strict=True):
+                place.write(number)
+            with compat.noting_texts(note) if before else nullcontext():
+                yield
+        finally:
+            for place, value in before:
+                place.write(value)
+
+    @property
+    def decided(self) -> list[str]:
+        """The live floats by which tracing has decided something, or of which it has made a plain number or a text."""
+        decided = compat.decided_symbols(self.mode.shapes)
+        pairs = zip(self.live, self._symbols, strict=True)
+        return [name for name, symbols in pairs if self._are_written or decided & symbols]
 
     @property
     def symbols(self) -> set[str]:

@@ -148,7 +148,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             questions.follow(compat.current_tracer())
 
     def forward_backward(
-        parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], scale: list[Tensor]
+        parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], scale: list[Tensor], numbers: list[Any]
     ) -> list[Tensor]:
         follow()
         stand_ins = StandIns(inputs.named_pairs(parameters, buffers))
@@ -160,6 +160,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             faithful(stand_ins, inputs.mode, caches_casts=caches_casts) as seen,
             keeping_collectives(training.model),
             keeping_random_states(),
+            inputs.in_place(numbers),
         ):
             result = training.loss_fn(training.model, inputs.whole_batch(batch))
             loss, aux, has_aux = split(result)

@@ -11,6 +11,7 @@ refused by name: where it needs another plan, or no step can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -234,6 +235,10 @@ class StepGuard:
         """Return the watched values as they are now."""
         return self._training.watch.watched()
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """Take no change that tracing makes for one of the user's."""
+        return self._training.watch.capturing()
+
     def change(self, old: Key, new: Key) -> Change | None:
         """Name the first thing that differs between two keys; None if nothing does."""
         if change := self._training.watch.difference(old.watched, new.watched):
@@ -258,7 +263,7 @@ def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], Graph
     Raises StepChanged if every call changes it, or if the first call computes otherwise than the second.
     """
     start = guard.key()
-    with put_back_if_refused(guard.watched()):
+    with put_back_if_refused(guard.watched()), guard.capturing():
         return _settled(guard, start, trace, graph)
 
 

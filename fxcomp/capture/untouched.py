@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat, errors
-from fxcomp.capture.watch import MISSING, ROWS, Holder, Watched, is_plain_value, read
+from fxcomp.capture.watch import MISSING, ROWS, Holder, Place, Watched, is_plain_value, read
 
 DEPTH = 6
 """Maximum number of objects between a new value and one of the trace."""
@@ -96,7 +96,7 @@ def _put_back(holder: Holder, before: Any) -> None:
     now, owner = _content(holder), holder.owner
     if holder.key:
         if now is not before:
-            _write(owner, holder.key, before)
+            Place(owner, holder.key).write(before)
     elif isinstance(owner, dict):
         if now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
             dict.clear(owner)
@@ -138,7 +138,7 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
         value = read(owner, holder.key)
         found = {"": kind} if value is not before and (kind := _of_trace(value)) else {}
         if found:
-            _write(owner, holder.key, before)
+            Place(owner, holder.key).write(before)
     elif isinstance(owner, dict):
         new = {key: value for key, value in dict.items(owner) if before.get(key, MISSING) is not value}
         found = {key: kind for key, value in new.items() if (kind := max(_of_trace(key), _of_trace(value)))}
@@ -156,15 +156,6 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
             owner.clear()
             (owner.update if isinstance(owner, set) else owner.extend)(before)
     yield from ((kind, f"{name}{place}") for place, kind in found.items() if kind != "known")
-
-
-def _write(owner: Any, key: str, value: Any) -> None:
-    if isinstance(owner, dict):
-        owner[key] = value
-    elif value is MISSING:
-        delattr(owner, key)
-    else:
-        setattr(owner, key, value)
 
 
 def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:

@@ -5,9 +5,12 @@
     below ──── items of collections, attributes of objects that some code names,
                functions of the user's own files, a few objects and calls deep ────────► watched
 
-A plain value counts by its type and value, a collection by its items, any other object by identity. Everything else
-that Python reads is read once, when the step is captured: docs/contract.md. `Watched` finds the values and compares
-them before each step, inside the interpreter's own loops; `Watch` numbers their states.
+A plain value counts by its type and value, a collection by its items, any other object by identity. A float that has
+changed twice is live: an input of the captured step, read at its place before each one, so its value counts no more.
+Everything else that Python reads is read once, when the step is captured: docs/contract.md.
+
+`Watched` finds the values and compares them before each step, inside the interpreter's own loops; `Watch` numbers their
+states.
 """
 
 # Tables of a module are private, and have no public way in; a watched value may be anything.
@@ -22,9 +25,9 @@ import site
 import sys
 import sysconfig
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -64,6 +67,9 @@ RECENT = 4
 
 KNOWN = 32
 """Number of states that are recognised when they come again."""
+
+LIVE_AFTER = 2
+"""Number of changes of a float after which it is live."""
 
 MISSING = object()
 """The content of a place that is empty."""
@@ -163,6 +169,26 @@ class Signature:
         return f"{kind} with strides {list(self.stride)} on {self.device}{grad}{f' {self.kind}' * bool(self.kind)}"
 
 
+class Place(NamedTuple):
+    """The entry of a dict, the attribute of an object or the cell of a closure that holds a float."""
+
+    owner: Any
+    key: str
+
+    @property
+    def value(self) -> Any:
+        return read(self.owner, self.key)
+
+    def write(self, value: Any) -> None:
+        """Put another value there; MISSING for none."""
+        if isinstance(self.owner, dict):
+            self.owner[self.key] = value
+        elif value is MISSING:
+            delattr(self.owner, self.key)
+        else:
+            setattr(self.owner, self.key, value)
+
+
 class Holder(NamedTuple):
     """An object into which traced Python may write, and the beginning of the names of its entries."""
 
@@ -181,8 +207,18 @@ class _Depth(NamedTuple):
 class Watched:
     """The watched values of a step: their descriptions by name, and a cheap test that they are still the same."""
 
-    def __init__(self, model: nn.Module, roots: Mapping[str, Any], names: frozenset[str] = frozenset()):
-        """Walk once. `names` are the attributes of plain objects that code is known to read."""
+    def __init__(
+        self,
+        model: nn.Module,
+        roots: Mapping[str, Any],
+        names: frozenset[str] = frozenset(),
+        live: Collection[str] = (),
+    ):
+        """Walk once. `names` are the attributes of plain objects that code is known to read, `live` the live floats."""
+        self.floats: dict[str, Place] = {}
+        """Where floats lie that may become live, or are."""
+        self._live = live
+        self._live_places: list[Place] = []
         self.facts: dict[str, Hashable] = {}
         self.generators: dict[str, Any] = {}
         self.holders: list[Holder] = []
@@ -214,6 +250,17 @@ class Watched:
 
     def _slot(self, owner: Any, key: str) -> None:
         self._slots[id(owner), key] = owner, key
+
+    def _note_place(self, owner: Any, key: str, value: Any, name: str, depth: _Depth) -> None:
+        """Watch what a place holds; of a live float only that it is one."""
+        if type(value) is float:
+            place = self.floats[name] = Place(owner, key)
+            if name in self._live:
+                self.facts[name] = Plain.of(value, "a number of each step")
+                self._live_places.append(place)
+                return
+        self._slot(owner, key)
+        self._note(name, value, depth)
 
     def _meet(self, value: Any, name: str, depth: _Depth) -> Hashable:
         """Describe a value, and follow it if it was not met before."""
@@ -295,8 +342,7 @@ class Watched:
                     self._follow_function(function, f"{name}.{function.__name__}", depth.calls + 1)
         for key in (key for base in kind.__mro__ for key in _slots_of(base)):
             if key in self._names and hasattr(value, key):
-                self._slot(value, key)
-                self._note(f"{name}.{key}", getattr(value, key), depth)
+                self._note_place(value, key, getattr(value, key), f"{name}.{key}", depth)
         if kind.__dictoffset__:
             self._sized.append(vars(value))  # code may name an attribute that is added later
             self.holders.append(Holder(f"{name}.", vars(value)))
@@ -317,14 +363,12 @@ class Watched:
         for base in filter(_is_users_class, kind.__mro__):
             for key, value in list(vars(base).items()):
                 if key in self._names and isinstance(value, (*_PLAIN, list, dict, tuple)):
-                    self._slot(base, key)
-                    self._note(f"{base.__name__}.{key}", value, depth)
+                    self._note_place(base, key, value, f"{base.__name__}.{key}", depth)
 
     def _follow_attributes(self, table: dict[str, Any], name: str, depth: _Depth) -> None:
         for key, value in list(table.items()):
             if key in self._names:
-                self._slot(table, key)
-                self._note(f"{name}.{key}", value, depth)
+                self._note_place(table, key, value, f"{name}.{key}", depth)
 
     def _follow_tensor(self, tensor: Tensor, name: str) -> None:
         """Watch the attributes that the user gave a tensor."""
@@ -353,9 +397,8 @@ class Watched:
             return
         depth = _Depth(calls=calls)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._slot(cell, "cell_contents")
             self.holders.append(Holder(f"{name}'s {key}", cell, "cell_contents"))
-            self._note(f"{name}'s {key}", read(cell, "cell_contents"), depth)
+            self._note_place(cell, "cell_contents", read(cell, "cell_contents"), f"{name}'s {key}", depth)
         self._slot(function, "__defaults__")
         for i, value in enumerate(function.__defaults__ or ()):
             self._note(f"{name}'s default {i}", value, depth)
@@ -365,9 +408,8 @@ class Watched:
         for key in _globals_named(function.__code__) if is_own else ():
             if key in table:
                 where = f"{table.get('__name__', '?')}.{key}"
-                self._slot(table, key)
                 self.holders.append(Holder(where, table, key))
-                self._note(where, table[key], depth)
+                self._note_place(table, key, table[key], where, depth)
 
     def _follow_modules(self, root: nn.Module, name: str, calls: int) -> None:
         """Watch all attributes of a module and of its submodules."""
@@ -394,8 +436,7 @@ class Watched:
         self.facts[f"{name}'s class"] = Same.of(type(module))
         for key, value in list(table.items()):
             if key not in _OF_EVERY_MODULE:
-                self._slot(table, key)
-                self._note(f"{name}.{key}", value, _Depth())
+                self._note_place(table, key, value, f"{name}.{key}", _Depth())
         for kind in (*_TABLES, *_HOOKS):
             inner = table[kind]
             if not inner:
@@ -449,6 +490,7 @@ class Watched:
             and list(map(len, self._counted)) == self._sizes
             and (all(map(is_, self._items(), self._seen)) or self._is_equal())
             and self._read_data() == self._data
+            and all(type(place.value) is float for place in self._live_places)
         )
 
     def _is_equal(self) -> bool:
@@ -513,6 +555,13 @@ class Watch:
         self._number_of: dict[Hashable, int] = {}
         self._facts: OrderedDict[int, dict[str, Hashable]] = OrderedDict()
         self._next = 0
+        self._is_capturing = False
+        self._changes = Counter[str]()
+        """Changes of floats, by name."""
+        self.live: dict[str, Place] = {}
+        """Live floats: inputs of the captured step."""
+        self._constants = set[str]()
+        """Floats on which Python decides, or which it writes as text: they are never live."""
 
     @cached_property
     def _roots(self) -> dict[str, Any]:
@@ -530,7 +579,33 @@ class Watch:
                 return number
         if self._recent:
             before_look()
-        return self._enter(self._look())
+        found = self._look()
+        return self._enter(self._look() if not self._is_capturing and self._make_live(found) else found)
+
+    @contextmanager
+    def capturing(self) -> Generator[None]:
+        """Count no changes meanwhile: they are tracing's."""
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def keep_constant(self, names: Iterable[str]) -> None:
+        """Let live floats be constants of each capture again."""
+        for name in tuple(names):
+            del self.live[name]
+            self._constants.add(name)
+        self._recent.clear()  # where it counted as live
+
+    def _make_live(self, found: Watched) -> bool:
+        """Make the floats live that have changed often enough. Returns whether there are any."""
+        before = next(reversed(self._recent.values())).facts if self._recent else found.facts
+        changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
+        self._changes.update(changed)
+        made = [n for n in changed if self._changes[n] >= LIVE_AFTER and n not in self._constants]
+        self.live |= {name: found.floats[name] for name in made}
+        return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
         """Name the first value that differs between two states; None if they are one."""
@@ -545,11 +620,11 @@ class Watch:
     def _look(self) -> Watched:
         latest = next(reversed(self._recent.values()), None)
         names = latest.names if latest is not None else frozenset[str]()
-        found = Watched(self._model, self._roots, names)
+        found = Watched(self._model, self._roots, names, self.live)
         for _ in range(ROUNDS):
             if found.names == names:
                 break
-            names, found = found.names, Watched(self._model, self._roots, found.names)
+            names, found = found.names, Watched(self._model, self._roots, found.names, self.live)
         return found
 
     def _enter(self, found: Watched) -> int:

@@ -14,7 +14,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -31,6 +31,7 @@ from fxcomp.capture.fused import fused_update_of
 from fxcomp.capture.optimizer import check_optimizer, live_numbers, state_tensors
 from fxcomp.capture.training import Training
 from fxcomp.capture.updates import UpdateTraces, clip, clip_by_value
+from fxcomp.capture.watch import Place
 from fxcomp.errors import CaptureFailed
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
@@ -77,7 +78,12 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
 
     scale = [builder.input("scale", fake, Source(InputKind.SCALE)) for fake in inputs.scale]
 
-    results = builder.splice(body, [*parameters.values(), *buffers, *batch, *scale], Role.COMPUTE)
+    live = [
+        builder.input(name, number, Source(InputKind.BATCH, key=name, index=len(batch) + i))
+        for i, (name, number) in enumerate(zip(inputs.live, inputs.numbers, strict=True))
+    ]
+
+    results = builder.splice(body, [*parameters.values(), *buffers, *batch, *scale, *live], Role.COMPUTE)
     if outputs.is_weighted:
         builder.add_count(results.pop(1))
     returned = 1 + outputs.aux.count(None)  # the loss and the auxiliary results
@@ -112,6 +118,7 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
         densified=outputs.densified,
         unused=unused,
         prelude=outputs.prelude,
+        live=dict(inputs.live),
     )
 
 
@@ -244,9 +251,10 @@ def same_with_numbers(
 
 
 def _is_size(node: Node) -> bool:
-    """Tell nodes that read sizes or compute with them, which are there for symbols alone."""
+    """Tell nodes that read sizes or live floats or compute with them, which are there for symbols alone."""
     value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
+    is_value = node.op in ("placeholder", "call_function")
+    return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -280,17 +288,27 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
     CaptureFailed where sizes cannot vary.
     """
     with _ONE_AT_A_TIME:
-        return _capture(training, batch, varying)
+        live = dict(training.watch.live)
+        try:
+            return _capture(training, batch, varying, live)
+        except Exception:  # Python may raise for a symbol what it does not for a number
+            if not live:
+                raise
+            training.watch.keep_constant(live)
+            return _capture(training, batch, varying, {})
 
 
-def _capture(training: Training, batch: Any, varying: Varying) -> Captured:
+def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str, Place]) -> Captured:
     for optimizer in training.optimizers:
         check_optimizer(optimizer)  # its options may have changed since the first capture
     check_model(training.model)  # buffers may be others than at first
-    inputs = StepInputs(training, batch, varying)
+    inputs = StepInputs(training, batch, varying, live)
     body, outputs = trace_forward_backward(training, inputs)
-    if varying:
-        if not inputs.symbols:
+    if varying or live:
+        if names := inputs.decided:
+            training.watch.keep_constant(names)
+            return _capture(training, batch, varying, dict(training.watch.live))
+        if varying and not inputs.symbols:
             raise CaptureFailed("the step makes a number of every size that varies; it is captured for each size alone")
         _check_symbols(body, outputs, *trace_forward_backward(training, StepInputs(training, batch, FIXED_SIZES)))
     check_forward_backward(body, training.model)

@@ -69,8 +69,9 @@ from fxcomp.compat.streams import (
 )
 from fxcomp.compat.structured import is_traced, trace_artifact
 from fxcomp.compat.symbols import (
-    SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decisions, has_symbols, hint,
-    is_open, limit, live_number, shape_guard, size_hint, symbols, unbacked_symbols, unbound_symbols, without_locations,
+    SPECIAL_SIZES, SYMBOLS, ShapeGuard, as_number, attributes_instead, bound_symbols, decided_symbols, decisions,
+    has_symbols, hint, is_open, limit, live_number, noting_texts, shape_guard, size_hint, symbols, symbols_of_number,
+    unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
     DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,

@@ -16,7 +16,7 @@ What tracing made a number of is compared as it is.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from fxcomp.compat.source_lines import is_called_by_user
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -57,6 +59,34 @@ def _is_sign(relation: Any) -> bool:
         return False
     more, symbol = sides[0].as_coeff_Add() if sides[0].is_Add else (0, sides[0])  # a counter, after its step
     return symbol.is_Symbol and more >= 0
+
+
+def decided_symbols(shapes: ShapeEnv) -> set[str]:
+    """Name the symbols by which tracing has decided something, or of which it has made a number."""
+    found = {str(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
+    return found | set(map(str, shapes.replacements))
+
+
+def symbols_of_number(number: torch.SymFloat) -> set[str]:
+    """Name the symbols in a number."""
+    return set(map(str, number.node.expr.free_symbols))
+
+
+@contextmanager
+def noting_texts(note: Callable[[], None]) -> Generator[None]:
+    """Call `note` where the user's code writes a float symbol as text: that has the number of today."""
+
+    def noting(method: Callable[..., str]) -> Callable[..., str]:
+        def text(number: torch.SymFloat, *form: str) -> str:
+            if is_called_by_user():
+                note()
+            return method(number, *form)
+
+        return text
+
+    methods = {name: noting(getattr(torch.SymFloat, name)) for name in ("__str__", "__repr__", "__format__")}
+    with attributes_instead({torch.SymFloat: methods}):
+        yield
 
 
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -108,6 +108,13 @@ class Constant:
     value: Any
 
 
+class LiveFloat(Protocol):
+    """A place that holds a float."""
+
+    @property
+    def value(self) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """The captured step and what must be known to feed it; it equals itself alone."""
@@ -133,6 +140,8 @@ class Captured:
 
     prelude: Prelude | None = None
     """The traced Python's questions about values; another answer needs another capture."""
+    live: Mapping[str, LiveFloat] = field(default_factory=dict[str, LiveFloat])
+    """The places of floats outside of the batch that are inputs, by name."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

@@ -128,7 +128,8 @@ class Inputs:
                 case InputKind.PARAMETER:
                     value = parameters[source.name]
                 case InputKind.BATCH:
-                    value = leaves[source.index]
+                    live = program.captured.live.get(source.key)
+                    value = leaves[source.index] if live is None else live.value
                 case InputKind.HYPER:
                     value = numbers[source.index][source.key]
                 case InputKind.BUFFER:
