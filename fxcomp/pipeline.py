@@ -3,7 +3,7 @@
 graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
 These are the main ones; `Compiler.passes` lists every pass, with its arguments. A row is a turn: where a running job
-compiles, `graph/run_passes.py` does one between two steps.
+compiles, it takes one of `emit` or `retune` between two steps. Everywhere else `finished` takes all turns at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp.cost.timeline import Task, Timeline, simulate
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import has_scale
-from fxcomp.graph.run_passes import Passes, Turns, finished, run, run_in_turns
+from fxcomp.graph.run_passes import Passes, Turns, run, run_in_turns
 from fxcomp.passes.annotate_costs import annotate_costs, note_work
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -149,13 +149,8 @@ class Compiler:
         finish_us = workload.finish_us + look_us
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
-    @gc_paused()
-    def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Program:
+    def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
         """Make the program that follows a plan."""
-        return finished(self.emit_in_turns(captured, plan, costs))
-
-    def emit_in_turns(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Make it a turn at a time."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -183,12 +178,8 @@ class Compiler:
         priced = partial(annotate_costs, costs=costs, cluster=self.cluster, joins=False)
         return run(graph, ((partial(label_gradients),), (*updates, priced)))
 
-    def retune(self, program: Program, plan: Plan, costs: CostTable) -> Program:
+    def retune(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
         """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
-        return finished(self.retune_in_turns(program, plan, costs))
-
-    def retune_in_turns(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Do it a turn at a time."""
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:

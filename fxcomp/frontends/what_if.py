@@ -34,6 +34,7 @@ from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.retarget import on_accelerator
+from fxcomp.graph.run_passes import finished
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
@@ -269,7 +270,7 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
         chooser = PointChooser(options, update_kinds(captured.graph), costs, cluster, terms)
         at_gradients = choose(workload, costs, cluster, terms)
         wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
-    return compiler.emit(captured, wanted, costs)
+    return finished(compiler.emit(captured, wanted, costs))
 
 
 def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
@@ -292,7 +293,7 @@ def measured_here(
     cluster, device = compiler.cluster, training.device
     workload = compiler.analyze(captured.graph, costs)
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
-    program = compiler.emit(captured, plan, costs)
+    program = finished(compiler.emit(captured, plan, costs))
     inputs = Inputs(training)
     state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), compiler.feedback)
     example = Example(captured, inputs, flatten(batch)[0], StepGuard(training))

@@ -19,6 +19,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.graph.run_passes import finished
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
@@ -81,7 +82,7 @@ def _starting_us(alone: StepMeasurement, others: Sequence[StepMeasurement]) -> f
 def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> CostTable:
     """Run the dense step over and without the network."""
     ranks, cluster = site.ranks, site.cluster
-    program = compiler.emit(example.captured, plan, costs)
+    program = finished(compiler.emit(example.captured, plan, costs))
     state = GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback)
     arguments = example.arguments(program, state)
     predicted_us = program.timeline.step_time_us

@@ -19,6 +19,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
@@ -64,7 +65,7 @@ def dense_step(captured: Any, costs: CostTable) -> GraphModule:
     buckets = [
         Bucket(tuple(g.name for g in half), tuple(g.elements for g in half), Strategy.flat(None)) for half in halves
     ]
-    return Compiler(CLUSTER, 0).emit(captured, Plan(tuple(buckets)), costs).graph
+    return finished(Compiler(CLUSTER, 0).emit(captured, Plan(tuple(buckets)), costs)).graph
 
 
 def measured(tasks: list[Task] | tuple[Task, ...]) -> StepMeasurement:

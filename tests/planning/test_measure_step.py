@@ -25,6 +25,7 @@ from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.frontends.what_if import capture_job, measured_here
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.regions import regions
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
@@ -46,7 +47,7 @@ def dense_plan(captured: Captured) -> Plan:
 
 
 def dense_program(captured: Captured) -> Program:
-    return Compiler(PAIR).emit(captured, dense_plan(captured), CostTable())
+    return finished(Compiler(PAIR).emit(captured, dense_plan(captured), CostTable()))
 
 
 def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
@@ -56,7 +57,7 @@ def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
         workload = compiler.analyze(captured.graph, costs)
         plan = uniform("dense", workload, costs, PAIR)
         searched = simulate(plan_tasks(workload, plan, costs, PAIR)).step_time_us
-        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(searched)
+        assert finished(compiler.emit(captured, plan, costs)).timeline.step_time_us == pytest.approx(searched)
         steps += [workload.free_us, workload.gradients[0].ready_us, searched]
     assert [after - before for before, after in zip(steps[:3], steps[3:], strict=True)] == pytest.approx([500.0] * 3)
 
@@ -104,7 +105,7 @@ def test_a_step_is_hidden_by_the_device_until_handing_it_out_takes_longest(micro
         workload = compiler.analyze(captured.graph, costs)
         plan = uniform("int8", workload, costs, PAIR)
         in_search = step_time_us(plan_tasks(workload, plan, costs, PAIR), costs.processors)
-        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(in_search)
+        assert finished(compiler.emit(captured, plan, costs)).timeline.step_time_us == pytest.approx(in_search)
         return in_search
 
     alone = step_us(CostTable())
