@@ -48,7 +48,7 @@ from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
-from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
+from fxcomp.planning.measure_step import apportion, feed_costs, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -145,7 +145,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     options = options_of(job, compress)
     skips = options.skip_nonfinite
     compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate)
-    foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
+    foreign = foreign_note(question.costs.hardware, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
         workload = compiler.analyze(captured.graph, costs)
@@ -302,7 +302,8 @@ def measured_here(
     compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     around_us = feed_us(measured, lambda: example.feed(program, state))
-    costs = with_feed(replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack), device, around_us)
+    compute = {**costs.compute, **compute}
+    costs = replace(costs, compute=compute, pack_gb_per_s=pack, **feed_costs(device, around_us))
     return costs, compiler.analyze(captured.graph, costs)
 
 

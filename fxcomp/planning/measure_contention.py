@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cost.contention import FittedContention, SeenStep, fit_contention
 from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
@@ -62,14 +62,14 @@ class AllGatherStandIn:
         self._transport.settle()
 
 
-def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
+def networks(graph: GraphModule, transport: Transport, processors: Processors, cluster: Cluster) -> list[Transport]:
     """Return the networks to measure a dense step on: none, the real one, and gathers where processors are short.
 
     Gathers are left out where they would need memory that training would miss, or much more time than the real network.
     """
     first: list[Transport] = [NullTransport(transport), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
-    is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
+    is_worth_it = not processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, AllGatherStandIn(transport, cluster.world_size)] if is_worth_it else first
 
 

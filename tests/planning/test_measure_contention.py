@@ -121,13 +121,13 @@ def test_a_step_that_the_host_bounds_is_no_error_of_the_network(captured: Any):
 
 def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
     graph, somewhere = dense_step(captured, SHARED), NullTransport()
-    assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [
+    assert [type(each) for each in networks(graph, somewhere, SHARED.processors, CLUSTER)] == [
         NullTransport,
         NullTransport,
         AllGatherStandIn,
     ]
     spare = replace(SHARED, processors=Processors(2.0, 1.0))
-    assert len(networks(graph, somewhere, spare, CLUSTER)) == 2
+    assert len(networks(graph, somewhere, spare.processors, CLUSTER)) == 2
 
 
 class Recording(NullTransport):
@@ -178,7 +178,7 @@ def test_what_else_a_step_sends_goes_its_own_way():
 
 def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):
     many = Cluster(1 << 16, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
-    assert len(networks(dense_step(captured, SHARED), NullTransport(), SHARED, many)) == 2
+    assert len(networks(dense_step(captured, SHARED), NullTransport(), SHARED.processors, many)) == 2
 
 
 def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():
