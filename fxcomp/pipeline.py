@@ -3,7 +3,7 @@
 graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
 These are the main ones; `Compiler.passes` lists every pass, with its arguments. A row is a turn: where a running job
-compiles, `graph/run_passes.py` does one between two steps.
+compiles, it takes one of `emit` or `retune` between two steps. Everywhere else `finished` takes all turns at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp.cost.timeline import Task, Timeline, simulate
 from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.edit import has_scale
-from fxcomp.graph.run_passes import Passes, Turns, finished, run, run_in_turns
+from fxcomp.graph.run_passes import Passes, Turns, run, run_in_turns
 from fxcomp.passes.annotate_costs import annotate_costs, note_work
 from fxcomp.passes.assign_streams import assign_streams
 from fxcomp.passes.broadcast_buffers import broadcast_buffers
@@ -52,6 +52,9 @@ from fxcomp.plan.strategy import DENSE
 from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks, read_momenta, read_workload
 from fxcomp.search.workload import Workload
+
+_AS_THEY_RUN = (partial(clip_in_lists), partial(fuse_updates))
+"""Passes that give nodes the form in which they run on the graph's device, and in which they are priced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Compiler:
                 partial(remove_dead_nodes),
                 partial(commit_if_finite, skip_nonfinite=self.skip_nonfinite),
             ),
-            *self._annotating(costs),
+            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
             (partial(assign_streams, cluster=self.cluster), partial(order_for_overlap, plan=plan)),
         )
 
@@ -102,12 +105,6 @@ class Compiler:
                 partial(scale_gradients, micro_batches=self.micro_batches),
                 partial(move_exchange, plan=plan),
             ),
-        )
-
-    def _annotating(self, costs: CostTable) -> Passes:
-        """Price nodes, in the form in which they run on the graph's device."""
-        return (
-            (partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)),
         )
 
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
@@ -126,7 +123,7 @@ class Compiler:
         """Make a final graph follow another plan of the same lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
-            *self._annotating(costs),
+            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
         )
 
     @gc_paused()
@@ -136,11 +133,12 @@ class Compiler:
         Raises Unsupported where the exchange of one of these cannot move.
         """
         note_work(graph)
-        gm = run(graph, (*self.labelling(), *self._annotating(costs)))
+        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
+        gm = run(graph, (*self.labelling(), annotating))
         workload = replace(read_workload(gm, costs.feed_us), host_us=self.micro_batches * costs.host_us)
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
-            after = run(graph, (*self.labelling(), *bucketing, *self._annotating(costs)))
+            after = run(graph, (*self.labelling(), *bucketing, annotating))
             workload = read_momenta(workload, gm, after)
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
@@ -149,13 +147,8 @@ class Compiler:
         finish_us = workload.finish_us + look_us
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
-    @gc_paused()
-    def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Program:
+    def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
         """Make the program that follows a plan."""
-        return finished(self.emit_in_turns(captured, plan, costs))
-
-    def emit_in_turns(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Make it a turn at a time."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -183,12 +176,8 @@ class Compiler:
         priced = partial(annotate_costs, costs=costs, cluster=self.cluster, joins=False)
         return run(graph, ((partial(label_gradients),), (*updates, priced)))
 
-    def retune(self, program: Program, plan: Plan, costs: CostTable) -> Program:
+    def retune(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
         """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
-        return finished(self.retune_in_turns(program, plan, costs))
-
-    def retune_in_turns(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Do it a turn at a time."""
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -205,9 +194,9 @@ class Compiler:
         others = self.micro_batches - 1
         if not others:
             return predicted(gm, costs)
-        costs = replace(costs, host_us=self.micro_batches * costs.host_us)
-        one = run(captured, (*self.labelling(), *self._annotating(costs))) if plan.moves_exchange else gm
-        return predicted(gm, costs, others * read_workload(one, costs.feed_us).backward_us)
+        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
+        one = run(captured, (*self.labelling(), annotating)) if plan.moves_exchange else gm
+        return predicted(gm, costs, others, read_workload(one, costs.feed_us).backward_us)
 
 
 def pass_names() -> list[str]:
@@ -233,11 +222,11 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
     return history
 
 
-def predicted(gm: GraphModule, costs: CostTable, ahead_us: float = 0.0) -> Timeline:
-    """Simulate a final graph, after compute that takes so long."""
-    before = [(AHEAD, ahead_us), (FEED, costs.feed_us)]
+def predicted(gm: GraphModule, costs: CostTable, others: int = 0, backward_us: float = 0.0) -> Timeline:
+    """Simulate a final graph, after the backward passes of other micro-batches, each of which the host hands out."""
+    before = [(AHEAD, others * backward_us), (FEED, costs.feed_us)]
     tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
-    return simulate([*handing_out(costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
+    return simulate([*handing_out((1 + others) * costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
 
 
 AHEAD = "backward of the other micro-batches"

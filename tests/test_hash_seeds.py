@@ -17,6 +17,7 @@ from helpers.random_clusters import random_cluster, random_groups
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.cost.collectives import FORMULAS, collective_us
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
 from fxcomp.search.choose import choose
@@ -48,7 +49,7 @@ def step() -> str:
     """Print everything that is decided and emitted for a real model."""
     captured = captured_step("transformer", 1.0)
     choice = choose(Compiler(TWO_BY_TWO).analyze(captured.graph, COSTS), COSTS, TWO_BY_TWO, Mode.LOSSY)
-    program = Compiler(TWO_BY_TWO, 1).emit(captured, choice.plan, COSTS)
+    program = finished(Compiler(TWO_BY_TWO, 1).emit(captured, choice.plan, COSTS))
     return f"{choice.plan}\n{program.source}\n{program.timeline}"
 
 

@@ -20,6 +20,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.dump import dump
 from fxcomp.graph.edit import clone
+from fxcomp.graph.run_passes import finished
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.modes import Mode
@@ -58,7 +59,7 @@ def listings() -> dict[str, str]:
     workload = Compiler(CLUSTER).analyze(captured.graph, COSTS)
     plan = choose(workload, COSTS, CLUSTER, Mode.BALANCED).plan
     assert [bucket.strategy.compressor for bucket in plan.buckets] == [None, parse_compressor("int4")]
-    program = Compiler(CLUSTER).emit(captured, plan, COSTS)
+    program = finished(Compiler(CLUSTER).emit(captured, plan, COSTS))
     history = program.replay()
     labelled = history["label_gradients"]
     dumps = {name: dump(graph, costs=False) for name, graph in history.items()}

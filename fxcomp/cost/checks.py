@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fxcomp.cost.reading import MOST, Reader, number, positive, wrong
-from fxcomp.cost.roofline import Measured
 
 if TYPE_CHECKING:  # which imports this
     from fxcomp.cost.table import CostTable
@@ -32,41 +31,32 @@ _OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
 
 def check_numbers(costs: CostTable) -> None:
     """Raise BadOption where a number of a cost table is none that a file may hold: infinite, negative, or not one."""
-    _check(costs, _OWN, "")
+    parts: list[tuple[str, object, _Readers]] = [("", costs, _OWN), ("roofline.", costs.roofline, _OF_ROOFLINE)]
+    parts += [(f"transport[{kind.value!r}].", taken, _OF_TRANSPORT) for kind, taken in costs.transport.items()]
+    parts += [
+        (f"compressors[{key!r}].points[{k}].", point, _OF_POINT)
+        for key, known in costs.compressors.items()
+        for k, point in enumerate(known.points)
+    ]
+    parts += [
+        (f"collectives['{kind.value}@{topology}'].fit.pieces[{k}].", piece, _OF_PIECE)
+        for (kind, topology), found in costs.collectives.items()
+        for k, piece in enumerate(found.fit.pieces)
+    ]
+    for place, part, readers in parts:
+        for name, read in readers.items():
+            read(getattr(part, name), _place(f"{place}{name}"))
     if costs.copy_gb_per_s is not None:
         _RATE(costs.copy_gb_per_s, _place("copy_gb_per_s"))
-    _check(costs.roofline, _OF_ROOFLINE, "roofline.")
     for name, gflops in costs.roofline.others.items():
         _RATE(gflops, _place(f"roofline.others[{name!r}]"))
-    _check_compute(costs.compute)
-    for place, part, readers in _parts(costs):
-        _check(part, readers, place)
-    processors = costs.processors
-    if not processors.count > 0 or not 0 < processors.compute < math.inf:
-        raise wrong(_place("processors"), "above 0, those of compute finite", processors)
-
-
-def _check_compute(compute: Mapping[str, Measured]) -> None:
-    for key, each in compute.items():  # hundreds: their places are written only where one is wrong
+    for key, each in costs.compute.items():  # hundreds: their places are written only where one is wrong
         if not (0 <= each.us <= MOST and 0 <= each.spread <= MOST):
             name = "spread" if 0 <= each.us <= MOST else "us"
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))
-
-
-def _parts(costs: CostTable) -> Iterator[tuple[str, object, _Readers]]:
-    for kind, taken in costs.transport.items():
-        yield f"transport[{kind.value!r}].", taken, _OF_TRANSPORT
-    for key, known in costs.compressors.items():
-        for k, point in enumerate(known.points):
-            yield f"compressors[{key!r}].points[{k}].", point, _OF_POINT
-    for (kind, topology), found in costs.collectives.items():
-        for k, piece in enumerate(found.fit.pieces):
-            yield f"collectives['{kind.value}@{topology}'].fit.pieces[{k}].", piece, _OF_PIECE
-
-
-def _check(part: object, readers: _Readers, place: str) -> None:
-    for name, read in readers.items():
-        read(getattr(part, name), _place(f"{place}{name}"))
+    processors = costs.processors
+    if not processors.count > 0 or not 0 < processors.compute < math.inf:
+        raise wrong(_place("processors"), "above 0, those of compute finite", processors)
 
 
 def _place(inside: str) -> str:

@@ -34,6 +34,7 @@ from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.job import Job
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.retarget import on_accelerator
+from fxcomp.graph.run_passes import finished
 from fxcomp.graph.update_kinds import update_kinds
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
@@ -47,7 +48,7 @@ from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
-from fxcomp.planning.measure_step import apportion, feed_us, measure_step, with_feed
+from fxcomp.planning.measure_step import apportion, feed_costs, feed_us, measure_step
 from fxcomp.report.explanation import Explanation
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
@@ -144,7 +145,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     options = options_of(job, compress)
     skips = options.skip_nonfinite
     compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate)
-    foreign = foreign_note(question.costs, training.device) if question.costs is not None else ()
+    foreign = foreign_note(question.costs.hardware, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
         workload = compiler.analyze(captured.graph, costs)
@@ -269,7 +270,7 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
         chooser = PointChooser(options, update_kinds(captured.graph), costs, cluster, terms)
         at_gradients = choose(workload, costs, cluster, terms)
         wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
-    return compiler.emit(captured, wanted, costs)
+    return finished(compiler.emit(captured, wanted, costs))
 
 
 def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
@@ -292,7 +293,7 @@ def measured_here(
     cluster, device = compiler.cluster, training.device
     workload = compiler.analyze(captured.graph, costs)
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
-    program = compiler.emit(captured, plan, costs)
+    program = finished(compiler.emit(captured, plan, costs))
     inputs = Inputs(training)
     state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), compiler.feedback)
     example = Example(captured, inputs, flatten(batch)[0], StepGuard(training))
@@ -301,7 +302,8 @@ def measured_here(
     compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
     around_us = feed_us(measured, lambda: example.feed(program, state))
-    costs = with_feed(replace(costs, compute={**costs.compute, **compute}, pack_gb_per_s=pack), device, around_us)
+    compute = {**costs.compute, **compute}
+    costs = replace(costs, compute=compute, pack_gb_per_s=pack, **feed_costs(device, around_us))
     return costs, compiler.analyze(captured.graph, costs)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
 
+from fxcomp.gc_paused import gc_paused
 from fxcomp.graph.edit import clone, gradients, is_collective, with_parts
 from fxcomp.graph.happens_before import races
 from fxcomp.graph.info import InputKind, Role, has_info, info
@@ -130,6 +131,7 @@ def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule
     return then(gm)
 
 
+@gc_paused()
 def finished(turns: Turns[T]) -> T:
     """Take all turns at once."""
     while True:

@@ -19,17 +19,20 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.graph.edit import clone
+from fxcomp.graph.run_passes import finished
 from fxcomp.options import GivenCosts, StepOptions
+from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
-from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, with_step_of
+from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, step_costs
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware, with_links_of_now
-from fxcomp.planning.measure_step import StepMeasurement, apportion, feed_us, measure_step, with_feed
+from fxcomp.planning.measure_step import StepMeasurement, apportion, feed_costs, feed_us, measure_step
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
@@ -60,14 +63,14 @@ def measured_on_job(
     """
     ranks, cluster = site.ranks, site.cluster
     workload = compiler.analyze(example.captured.graph, costs)
-    facts = facts_of_step(example.captured.graph, compiler, site, costs)
+    facts = facts_of_step(example.captured.graph, compiler, site, costs.processors)
     known = ranks.from_rank_0(
         "what an earlier job measured", lambda: earlier.find(facts, costs, cluster, workload.dense_bytes)
     )
     if known is not None:
-        return with_step_of(costs, CostTable.from_json(known))
+        return replace(costs, **step_costs(known, costs.compute))
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
-    measured = _measured_now(compiler, site, example, costs, Plan.from_json(data))
+    measured = replace(costs, **_measured_now(compiler, site, example, costs, Plan.from_json(data)))
     if site.rank == 0:
         earlier.keep(measured)
     return measured
@@ -78,16 +81,16 @@ def _starting_us(alone: StepMeasurement, others: Sequence[StepMeasurement]) -> f
     return statistics.fmean(on.starting_us for on in others) - alone.starting_us if others else 0.0
 
 
-def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> CostTable:
-    """Run the dense step over and without the network."""
+def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> dict[str, Any]:
+    """Run the dense step over and without the network; return the fields of a cost table that are the step's own."""
     ranks, cluster = site.ranks, site.cluster
-    program = compiler.emit(example.captured, plan, costs)
+    program = finished(compiler.emit(example.captured, plan, costs))
     state = GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback)
     arguments = example.arguments(program, state)
     predicted_us = program.timeline.step_time_us
     mine = next(repeats for limit_us, repeats in MEASURED_STEPS if predicted_us < limit_us)
     repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
-    here = measure_step(program, arguments, networks(program.graph, site.transport, costs, cluster), repeats)
+    here = measure_step(program, arguments, networks(program.graph, site.transport, costs.processors, cluster), repeats)
     starting_us = _starting_us(here[0], here[1:])
     mine_us = feed_us(here[0], lambda: example.feed(program, state)) + starting_us
     around_us = ranks.gather("timing what feeds a step", mine_us)
@@ -95,22 +98,22 @@ def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostT
     alone, *others = as_slowest(here, everyone)
     compute = apportion(program, alone, "measured in the emitted step, all ranks running")
     starts = [on.launch_us for on in others if on.launch_us is not None]
-    costs = replace(
-        costs,
-        compute={**costs.compute, **compute},
-        pack_gb_per_s=alone.pack_gb_per_s or costs.pack_gb_per_s,
-        launch_us=statistics.fmean(starts) if starts else costs.launch_us,
-        host_us=alone.between_us + starting_us if compat.works_later(site.device) else 0.0,
-    )
+    found: dict[str, Any] = {
+        "compute": {**costs.compute, **compute},
+        "pack_gb_per_s": alone.pack_gb_per_s or costs.pack_gb_per_s,
+        "launch_us": statistics.fmean(starts) if starts else costs.launch_us,
+        "host_us": alone.between_us + starting_us if compat.works_later(site.device) else 0.0,
+    }
 
     def fitted() -> dict[str, float]:
-        gm = compiler.rewrite(example.captured.graph, plan, costs)
-        return asdict(contention_of(costs, gm, cluster, [alone, *others]))
+        own = replace(costs, **found)
+        graph = annotate_costs(clone(program.graph), own, cluster)
+        return asdict(contention_of(own, graph, cluster, [alone, *others]))
 
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
-    found = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
-    error = min(max(SMALLEST_ERROR, found.error), LARGEST_ERROR)
-    return with_feed(replace(costs, contention=found.factor, error=error), site.device, max(around_us))
+    fit = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
+    error = min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR)
+    return {**found, "contention": fit.factor, "error": error, **feed_costs(site.device, max(around_us))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +208,14 @@ class Planner:
         data = self.site.ranks.from_rank_0(topic, lambda: beside.from_first(topic, decide))
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
-        notes = (*data["notes"], *terms.notes(work, cluster), *self._foreign(agreed))
+        notes = (*data["notes"], *terms.notes(work, cluster), *foreign_note(agreed.hardware, self.site.device))
         return Decision(choice.plan, agreed, work, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
         """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""
         ranks, cluster = self.site.ranks, self.site.cluster
         if plan is None or cluster.world_size == 1:
-            notes = ("one rank: nothing to communicate", *self._foreign(costs))
+            notes = ("one rank: nothing to communicate", *foreign_note(costs.hardware, self.site.device))
             return Decision(Plan(()), costs, workload, notes=notes)
         data = ranks.from_rank_0("the plan", lambda: self.name(plan, workload, costs).to_json())
         followed = Plan.from_json(data)
@@ -226,11 +229,8 @@ class Planner:
         ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
         followed.check_covers(workload.sizes, workload.types)
         followed.check_fits(cluster)
-        notes = ("the plan was given, not chosen", *self._foreign(costs))
+        notes = ("the plan was given, not chosen", *foreign_note(costs.hardware, self.site.device))
         return Decision(followed, costs, workload, notes=notes)
-
-    def _foreign(self, costs: CostTable) -> tuple[str, ...]:
-        return foreign_note(costs, self.site.device)
 
 
 def plan_as_given(
@@ -264,12 +264,12 @@ def costs_as_given(costs: GivenCosts | None, ranks: Ranks) -> CostTable | None:
     return costs and replace(costs, threads=torch.get_num_threads())
 
 
-def foreign_note(costs: CostTable, device: torch.device) -> tuple[str, ...]:
-    """Say that a table was measured on another machine; another number of threads makes none."""
+def foreign_note(measured_on: str, device: torch.device) -> tuple[str, ...]:
+    """Say that a table was measured on other hardware than this; another number of threads makes none."""
     here = hardware(device)
-    if _machine_of(costs.hardware) in (_machine_of(here), CostTable().hardware):
+    if _machine_of(measured_on) in (_machine_of(here), CostTable().hardware):
         return ()
-    return (f"The costs were measured on another machine: {costs.hardware}. This one is {here}.",)
+    return (f"The costs were measured on another machine: {measured_on}. This one is {here}.",)
 
 
 def _machine_of(hardware: str) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
@@ -46,22 +46,27 @@ class EarlierJobs:
     """The step's file, once the step is known."""
 
     def find(self, facts: Sequence[str], costs: CostTable, cluster: Cluster, dense_bytes: int) -> dict[str, Any] | None:
-        """Return a table as JSON, of which `with_step_of` takes what is the step's own; None if there is none."""
+        """Return the step's own costs as JSON, which `step_costs` reads; None if there are none."""
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         self.path = compat.cache_directory() / "jobs" / f"{key}.json"
         known = load_table(self.path)
         if known is None:
             return None
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster
-        before_us, now_us = known.collective_us(*what), costs.collective_us(*what)
+        before_us, now_us = known.collective(*what).us, costs.collective(*what).us
         is_like = abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
-        return known.to_json() if is_like else None
+        if not is_like:
+            return None
+        data = known.to_json()
+        source = f"measured in the emitted step, all ranks running, by an earlier job ({known.date})"
+        compute = {key: {**found, "source": source} for key, found in data["compute"].items()}
+        return {"compute": compute, **{name: data[name] for name in _OF_THE_STEP}}
 
     def keep(self, costs: CostTable) -> None:
         """Write what was measured; without it, the next job measures again."""
         assert self.path is not None, "the step was looked for first"
         try:
-            compat.write_atomically(self.path, json.dumps(replace(costs, date=date.today().isoformat()).to_json()))
+            compat.write_atomically(self.path, json.dumps({**costs.to_json(), "date": date.today().isoformat()}))
             oldest = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]
             for path in oldest:
                 path.unlink(missing_ok=True)
@@ -77,25 +82,18 @@ class EarlierJobs:
                 return
 
 
-def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site, costs: CostTable) -> list[str]:
+_OF_THE_STEP = ("pack_gb_per_s", "launch_us", "contention", "error", "feed_us", "host_us")
+"""Fields of a cost table that are the step's own, besides `compute`."""
+
+
+def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site, processors: Processors) -> list[str]:
     """List what a step's time follows from; every rank calls it."""
     machines = site.ranks.gather("the machines", f"{hardware(site.device)}; {versions()}")
-    compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {costs.processors}"
+    compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {processors}"
     keys = (work_key(node) for node in graph.graph.nodes if node.op == "call_function")
     return [str(site.cluster.topology_at(Level.WORLD)), compiled, *machines, *keys]
 
 
-def with_step_of(costs: CostTable, known: CostTable) -> CostTable:
-    """Take from another table what is a step's own; links and compressors stay."""
-    source = f"measured in the emitted step, all ranks running, by an earlier job ({known.date})"
-    compute = {key: Measured(found.us, found.spread, source) for key, found in known.compute.items()}
-    return replace(
-        costs,
-        compute={**costs.compute, **compute},
-        pack_gb_per_s=known.pack_gb_per_s,
-        launch_us=known.launch_us,
-        contention=known.contention,
-        error=known.error,
-        feed_us=known.feed_us,
-        host_us=known.host_us,
-    )
+def step_costs(data: Mapping[str, Any], others: Mapping[str, Measured]) -> dict[str, Any]:
+    """Read what `EarlierJobs.find` returned: the fields of a cost table that are a step's own; other operators stay."""
+    return {**data, "compute": {**others, **{key: Measured(**found) for key, found in data["compute"].items()}}}

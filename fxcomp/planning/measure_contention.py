@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cost.contention import FittedContention, SeenStep, fit_contention
 from fxcomp.cost.measure import MOST_RECEIVED
 from fxcomp.cost.table import CostTable
@@ -62,14 +62,14 @@ class AllGatherStandIn:
         self._transport.settle()
 
 
-def networks(graph: GraphModule, transport: Transport, costs: CostTable, cluster: Cluster) -> list[Transport]:
+def networks(graph: GraphModule, transport: Transport, processors: Processors, cluster: Cluster) -> list[Transport]:
     """Return the networks to measure a dense step on: none, the real one, and gathers where processors are short.
 
     Gathers are left out where they would need memory that training would miss, or much more time than the real network.
     """
     first: list[Transport] = [NullTransport(transport), transport]
     received = cluster.world_size * sum(summed_bytes(graph).values()) / GATHERED
-    is_worth_it = not costs.processors.has_spare and 0 < received <= MOST_RECEIVED
+    is_worth_it = not processors.has_spare and 0 < received <= MOST_RECEIVED
     return [*first, AllGatherStandIn(transport, cluster.world_size)] if is_worth_it else first
 
 
@@ -109,17 +109,15 @@ def contention_of(
     """
     alone, *seen = measured
     tasks, summed = (*handing_out(costs.host_us), *graph_tasks(graph)), summed_bytes(graph)
-    gathers = tuple(
-        _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in tasks
-    )
+    gathers: list[Task] = []
+    for task in tasks:
+        if task.name in summed:
+            size = summed[task.name] / GATHERED
+            price = costs.collective(CollectiveKind.ALL_GATHER, Level.WORLD, size, cluster)
+            task = replace(task, duration_us=price.us, load=price.load, overlap_speed=price.overlap_speed)
+        gathers.append(task)
     steps = [
         SeenStep(run, on.step_us, max(0.0, on.compute_us - alone.compute_us))
-        for run, on in zip((tasks, gathers), seen, strict=False)  # gathers may have been left out
+        for run, on in zip((tasks, tuple(gathers)), seen, strict=False)  # gathers may have been left out
     ]
     return fit_contention(steps, costs.processors)
-
-
-def _as_gather(task: Task, summed: int, costs: CostTable, cluster: Cluster) -> Task:
-    what = CollectiveKind.ALL_GATHER, Level.WORLD, summed / GATHERED, cluster
-    us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-    return replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cost.collectives import wire_bytes
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.measure import LARGEST_BYTES, measure_collectives
@@ -45,25 +45,30 @@ SLOWEST_OVERLAP = 0.05
 """A lower speed is noise: a fair scheduler gives more (assumed)."""
 
 
-def with_live_links(
-    costs: CostTable, transport: Groups, cluster: Cluster, device: torch.device, beside: Beside = NOBODY
-) -> CostTable:
-    """Add the times of collectives on the running process groups, in about 4 s at most. Every rank takes part.
+def live_links(
+    costs: CostTable,
+    processors: Processors,
+    transport: Groups,
+    cluster: Cluster,
+    device: torch.device,
+    beside: Beside = NOBODY,
+) -> dict[str, Any]:
+    """Time collectives on the running process groups, in about 4 s at most: fields of a cost table.
 
-    Where compute's own processors carry the network's software, also add their processor time while the main thread
-    only waits, and how much longer collectives take while it computes.
+    Where compute's own processors carry the network's software, also measure their processor time while the main thread
+    only waits, and how much longer collectives take while it computes. Every rank takes part.
     """
     timed = TimedCollectives(transport, device, beside)
     largest = LARGEST_FROM_DEVICE if compat.is_accelerator(device) else LARGEST_BYTES
     found = measure_collectives(timed, cluster, library=costs.library, largest=largest)
-    costs = replace(costs, collectives=found, launch_us=timed.launch_us(costs.launch_us))
-    if math.isinf(costs.processors.count):
-        return costs
+    links = {"collectives": found, "launch_us": timed.launch_us(costs.launch_us)}
+    if math.isinf(processors.count):
+        return links
     taken = timed.processor_times()
-    if not costs.processors.has_spare:
+    if not processors.has_spare:
         slowdown = _OverlapSlowdown(timed, device)
         taken = {kind: replace(each, **slowdown.of(kind)) for kind, each in taken.items()}
-    return replace(costs, transport=taken)
+    return {**links, "transport": taken}
 
 
 def meet(transport: Transport, device: torch.device) -> None:

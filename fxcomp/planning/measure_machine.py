@@ -10,10 +10,12 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import torch
 
 from fxcomp import compat
+from fxcomp.cluster.cluster import Processors
 from fxcomp.compressors import Compressor, kernels_available
 from fxcomp.compressors.kernels import fingerprint
 from fxcomp.cost.measure import measure_compressors, measure_copy, measure_memory
@@ -22,7 +24,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import cached_table
 from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.strategy import Device
-from fxcomp.planning.measure_links import with_live_links
+from fxcomp.planning.measure_links import live_links
 from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site
 
@@ -114,11 +116,9 @@ def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
 def with_ranks(costs: CostTable, site: Site) -> CostTable:
     """Add to a machine's costs the processors that its ranks share, and the live links. Every rank takes part, and
     those of other groups that share them."""
-    if site.device.type == "cpu":
-        costs = replace(costs, processors=site.processors())
-    if not site.ranks.fits_links:
-        return costs
-    return _with_links(costs, site)
+    processors = site.processors() if site.device.type == "cpu" else costs.processors
+    links = _links(costs, processors, site) if site.ranks.fits_links else {}
+    return replace(costs, processors=processors, **links)
 
 
 def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
@@ -126,9 +126,9 @@ def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
 
     The start of a collective stays too: it was measured in the step, where it takes longer than alone.
     """
-    return replace(_with_links(costs, site), launch_us=costs.launch_us)
+    return replace(costs, **{**_links(costs, costs.processors, site), "launch_us": costs.launch_us})
 
 
-def _with_links(costs: CostTable, site: Site) -> CostTable:
+def _links(costs: CostTable, processors: Processors, site: Site) -> dict[str, Any]:
     assert isinstance(site.transport, Groups), "several ranks have groups"
-    return with_live_links(costs, site.transport, site.cluster, site.device, site.beside)
+    return live_links(costs, processors, site.transport, site.cluster, site.device, site.beside)

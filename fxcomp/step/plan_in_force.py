@@ -66,7 +66,7 @@ class PlanInForce:
             self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
-            self._adopt(finished(self.emit_in_turns(plan)), number)
+            self._adopt(finished(self.emit(plan)), number)
         self._go_on()
 
     @property
@@ -143,9 +143,9 @@ class PlanInForce:
         self.plans, self.stage = (plan,), 0
         self.calendar.stay()
 
-    def emit_in_turns(self, plan: Plan) -> Turns[Program]:
+    def emit(self, plan: Plan) -> Turns[Program]:
         """Make the program for another plan, to switch to later; ranks do not communicate in it."""
-        return self._compiler.emit_in_turns(self._capture.first, plan, self.decision.costs)
+        return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
         """Follow another decision from the next step on, without warm-up; nothing that was left out is lost.
@@ -156,7 +156,7 @@ class PlanInForce:
         program = self._follower.carry_to(
             decision,
             f"{topic}: emitting the step",
-            lambda: program or self._compiler.emit(self._capture.first, decision.plan, decision.costs),
+            lambda: program or finished(self._compiler.emit(self._capture.first, decision.plan, decision.costs)),
             lambda: self.momenta.units_between(self.plan, decision.plan),
         )
         self._stay_with(decision.plan)
@@ -171,9 +171,9 @@ class PlanInForce:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
         return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
-    def retune_in_turns(self, plan: Plan) -> Turns[Program]:
+    def retuned(self, plan: Plan) -> Turns[Program]:
         """Make what the first capture follows after `retune`, in as many turns on all ranks."""
-        return self._compiler.retune_in_turns(self.standing, plan, self.decision.costs)
+        return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
         """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
@@ -185,9 +185,9 @@ class PlanInForce:
         trained = self._follower.trained
         states = self.state.compressor_states_for(plan, trained.shapes, self._site, trained.seed)
         before, costs = self.standing, self.decision.costs
-        self._standing[self._number] = standing or self._compiler.retune(before, plan, costs)
+        self._standing[self._number] = standing or finished(self._compiler.retune(before, plan, costs))
         for known in self.programs.of_plan(self._number):
-            other = self.standing if known is before else self._compiler.retune(known, plan, costs)
+            other = self.standing if known is before else finished(self._compiler.retune(known, plan, costs))
             self.programs.exchange(known, other)
             self.program = other if self.program is known else self.program
         self._follower.now.decision, self.state.compressor_states = replace(self.decision, plan=plan), states
@@ -199,7 +199,7 @@ class PlanInForce:
     def line_up(self, plans: Sequence[Plan], topic: str) -> None:
         """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
         programs = self._site.ranks.attempt(
-            f"{topic}: emitting the steps", lambda: [finished(self.emit_in_turns(plan)) for plan in plans]
+            f"{topic}: emitting the steps", lambda: [finished(self.emit(plan)) for plan in plans]
         )
         self._follower.line_up(plans)
         self.programs.racing = len(plans)
@@ -273,7 +273,7 @@ class PlanInForce:
             check_rates(self._compiler.feedback, optimizer)  # its options may have changed
         self.inputs.expect_other_state()
         captured = self._capture.again(batch, varying)
-        return self._compiler.emit(captured, self.plan, self.decision.costs)
+        return finished(self._compiler.emit(captured, self.plan, self.decision.costs))
 
     def _adopt(self, program: Program, number: int) -> None:
         """Take over the first capture's program under the plan of a number."""

@@ -24,6 +24,7 @@ from fxcomp.codegen.compiled_regions import CompiledRegions
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.edit import call
 from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.strategy import DENSE, Strategy
 
@@ -52,12 +53,12 @@ def inductor() -> Generator[Counted]:
 def test_plans_of_one_step_compile_regions_that_are_alike_once(inductor: Counted, model: nn.Module):
     """One bucket is one region, which is another one."""
     captured, compiler = captured_step("transformer"), Compiler(TWO)
-    compiler.emit(captured, plan_in_turns(model, [DENSE], 5), CostTable())
+    finished(compiler.emit(captured, plan_in_turns(model, [DENSE], 5), CostTable()))
     regions = inductor.calls
     assert regions > 1
-    compiler.emit(captured, plan_in_turns(model, [INT8], 5), CostTable())
+    finished(compiler.emit(captured, plan_in_turns(model, [INT8], 5), CostTable()))
     assert inductor.calls == regions
-    compiler.emit(captured, plan_in_turns(model, [INT8], len(list(model.parameters()))), CostTable())
+    finished(compiler.emit(captured, plan_in_turns(model, [INT8], len(list(model.parameters()))), CostTable()))
     assert inductor.calls == regions + 1
 
 
@@ -65,13 +66,15 @@ def test_like_layers_of_a_model_compile_their_backward_pass_once(inductor: Count
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 3))
     training = Training.of(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
-    made = Compiler(TWO).emit(capture(training, (torch.ones(4, 8),)), plan_in_turns(model, [DENSE], 2), CostTable())
+    made = finished(
+        Compiler(TWO).emit(capture(training, (torch.ones(4, 8),)), plan_in_turns(model, [DENSE], 2), CostTable())
+    )
     assert (made.source.count("def region_"), inductor.calls) == (7, 3)
 
 
 def test_steps_captured_apart_share_nothing(inductor: Counted, model: nn.Module):
     for _ in range(2):
-        Compiler(TWO).emit(captured_step("transformer"), plan_in_turns(model, [DENSE], 20), CostTable())
+        finished(Compiler(TWO).emit(captured_step("transformer"), plan_in_turns(model, [DENSE], 20), CostTable()))
     assert inductor.calls == 2
 
 

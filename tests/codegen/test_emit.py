@@ -9,6 +9,7 @@ from helpers.graphs import COSTS, TWO, TWO_BY_TWO, linear_step, one_bucket, two_
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Plan
 
@@ -20,7 +21,7 @@ ON_CPU = "reduce_scatter@intra > compress(topk(0.25))@cpu > all_gather@inter > d
 def emitted(plan: Plan, cluster: Cluster, *, buffer: bool = False, clip: bool = False) -> str:
     graph = linear_step(buffer=buffer, clip=clip)
     captured = Captured(graph, None, (), False, ("fc.bias", "fc.weight"), (), lambda _: True)
-    return Compiler(cluster).emit(captured, plan, COSTS).source
+    return finished(Compiler(cluster).emit(captured, plan, COSTS)).source
 
 
 def lines_of(source: str, call: str) -> list[str]:

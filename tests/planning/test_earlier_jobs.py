@@ -22,7 +22,7 @@ from fxcomp.cost.roofline import Measured
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning import decide, earlier_jobs
-from fxcomp.planning.earlier_jobs import MOST_FILES, EarlierJobs, with_step_of
+from fxcomp.planning.earlier_jobs import MOST_FILES, EarlierJobs, step_costs
 from fxcomp.step.compiled_step import CompiledStep
 
 FACTS, BYTES = ["4x1", "aten.mm f32[4,8] f32[8,2]"], 10_000_000
@@ -64,7 +64,7 @@ def test_what_is_a_steps_own_comes_back():
     keep()
     known = found()
     assert known is not None
-    taken = with_step_of(CostTable(copy_gb_per_s=7.0), CostTable.from_json(known))
+    taken = replace(CostTable(copy_gb_per_s=7.0), **step_costs(known, {}))
     assert taken.compute["aten.mm"].us == 12.0
     assert "by an earlier job (20" in taken.compute["aten.mm"].source
     assert (taken.launch_us, taken.contention, taken.error) == (3.0, 1.4, 0.2)

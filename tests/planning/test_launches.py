@@ -21,6 +21,7 @@ from fxcomp.cost.devices import preset_named
 from fxcomp.frontends import what_if
 from fxcomp.frontends.job import Job
 from fxcomp.frontends.what_if import capture_job, rewritten
+from fxcomp.graph.run_passes import finished
 from fxcomp.passes import clip_in_lists, fuse_updates
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import Compress
@@ -99,7 +100,7 @@ def in_buckets(job: Job, buckets: int) -> tuple[StepLaunches, int]:
     cuts = [names[k * len(names) // buckets : (k + 1) * len(names) // buckets] for k in range(buckets)]
     dense = Strategy.parse("all_reduce@world")
     plan = Plan(tuple(Bucket(tuple(each), tuple(sizes[name] for name in each), dense) for each in cuts))
-    found = count_launches(Compiler(WHERE).emit(captured, plan, costs))
+    found = count_launches(finished(Compiler(WHERE).emit(captured, plan, costs)))
     assert found is not None
     return found, found.of("collective").launches
 

@@ -19,6 +19,7 @@ from fxcomp.cluster.link import Link
 from fxcomp.cost.contention import TransportCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, simulate
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.kinds import CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
@@ -64,7 +65,7 @@ def dense_step(captured: Any, costs: CostTable) -> GraphModule:
     buckets = [
         Bucket(tuple(g.name for g in half), tuple(g.elements for g in half), Strategy.flat(None)) for half in halves
     ]
-    return Compiler(CLUSTER, 0).emit(captured, Plan(tuple(buckets)), costs).graph
+    return finished(Compiler(CLUSTER, 0).emit(captured, Plan(tuple(buckets)), costs)).graph
 
 
 def measured(tasks: list[Task] | tuple[Task, ...]) -> StepMeasurement:
@@ -78,8 +79,8 @@ def as_gathers(graph: GraphModule, costs: CostTable) -> list[Task]:
     for task in graph_tasks(graph):
         if task.name in summed:
             what = CollectiveKind.ALL_GATHER, Level.WORLD, summed[task.name] / GATHERED, CLUSTER
-            us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-            task = replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)
+            price = costs.collective(*what)
+            task = replace(task, duration_us=price.us, load=price.load, overlap_speed=price.overlap_speed)
         tasks.append(task)
     return tasks
 
@@ -120,13 +121,13 @@ def test_a_step_that_the_host_bounds_is_no_error_of_the_network(captured: Any):
 
 def test_gathers_are_run_only_where_processors_are_shared(captured: Any):
     graph, somewhere = dense_step(captured, SHARED), NullTransport()
-    assert [type(each) for each in networks(graph, somewhere, SHARED, CLUSTER)] == [
+    assert [type(each) for each in networks(graph, somewhere, SHARED.processors, CLUSTER)] == [
         NullTransport,
         NullTransport,
         AllGatherStandIn,
     ]
     spare = replace(SHARED, processors=Processors(2.0, 1.0))
-    assert len(networks(graph, somewhere, spare, CLUSTER)) == 2
+    assert len(networks(graph, somewhere, spare.processors, CLUSTER)) == 2
 
 
 class Recording(NullTransport):
@@ -177,7 +178,7 @@ def test_what_else_a_step_sends_goes_its_own_way():
 
 def test_a_network_that_would_need_memory_of_its_own_is_left_out(captured: Any):
     many = Cluster(1 << 16, 1, intra=Link(5.0, 5.0), inter=Link(5.0, 0.2))
-    assert len(networks(dense_step(captured, SHARED), NullTransport(), SHARED, many)) == 2
+    assert len(networks(dense_step(captured, SHARED), NullTransport(), SHARED.processors, many)) == 2
 
 
 def test_all_measurements_are_those_of_the_rank_that_computes_the_longest():

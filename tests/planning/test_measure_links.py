@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import UNSHARED, Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.table import CostTable
 from fxcomp.planning import measure_links
@@ -26,5 +26,5 @@ def test_accelerators_are_timed_by_larger_collectives(
 
     monkeypatch.setattr(measure_links, "measure_collectives", measured)
     transport: Any = NullTransport(None)  # pyright: ignore[reportArgumentType] nothing is sent
-    measure_links.with_live_links(CostTable(), transport, PAIR, torch.device(device))
+    measure_links.live_links(CostTable(), UNSHARED, transport, PAIR, torch.device(device))
     assert asked == [mebibytes << 20]

@@ -25,11 +25,12 @@ from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.frontends.what_if import capture_job, measured_here
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.regions import regions
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
 from fxcomp.planning import decide, measure_step
-from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_us, with_feed
+from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_costs, feed_us
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import uniform
@@ -46,7 +47,7 @@ def dense_plan(captured: Captured) -> Plan:
 
 
 def dense_program(captured: Captured) -> Program:
-    return Compiler(PAIR).emit(captured, dense_plan(captured), CostTable())
+    return finished(Compiler(PAIR).emit(captured, dense_plan(captured), CostTable()))
 
 
 def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
@@ -56,7 +57,7 @@ def test_what_a_step_does_around_its_nodes_comes_before_all_of_them():
         workload = compiler.analyze(captured.graph, costs)
         plan = uniform("dense", workload, costs, PAIR)
         searched = simulate(plan_tasks(workload, plan, costs, PAIR)).step_time_us
-        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(searched)
+        assert finished(compiler.emit(captured, plan, costs)).timeline.step_time_us == pytest.approx(searched)
         steps += [workload.free_us, workload.gradients[0].ready_us, searched]
     assert [after - before for before, after in zip(steps[:3], steps[3:], strict=True)] == pytest.approx([500.0] * 3)
 
@@ -85,11 +86,9 @@ def test_feeding_is_the_median_of_a_few_times_and_what_lies_between_the_lines(mo
 
 def test_what_feeds_a_step_stands_beside_compute_where_a_device_works_later(monkeypatch: pytest.MonkeyPatch):
     device = torch.device("cpu")
-    here = with_feed(CostTable(host_us=3.0), device, 5.0)
-    assert (here.feed_us, here.host_us) == (5.0, 3.0)
+    assert feed_costs(device, 5.0) == {"feed_us": 5.0}
     monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
-    later = with_feed(CostTable(feed_us=3.0), device, 5.0)
-    assert (later.feed_us, later.host_us) == (0.0, 5.0)
+    assert feed_costs(device, 5.0) == {"feed_us": 0.0, "host_us": 5.0}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -104,7 +103,7 @@ def test_a_step_is_hidden_by_the_device_until_handing_it_out_takes_longest(micro
         workload = compiler.analyze(captured.graph, costs)
         plan = uniform("int8", workload, costs, PAIR)
         in_search = step_time_us(plan_tasks(workload, plan, costs, PAIR), costs.processors)
-        assert compiler.emit(captured, plan, costs).timeline.step_time_us == pytest.approx(in_search)
+        assert finished(compiler.emit(captured, plan, costs)).timeline.step_time_us == pytest.approx(in_search)
         return in_search
 
     alone = step_us(CostTable())
@@ -221,7 +220,7 @@ def measured() -> tuple[int, int, int, bool, list[CostTable]]:
     compiler, site = Compiler(PAIR), Site.imagined(PAIR, device)
     example, plan = Example(captured, inputs, [batch], StepGuard(training)), dense_plan(captured)
     with patch.object(decide, "_starting_us", return_value=STARTING_US):
-        costs = decide._measured_now(compiler, site, example, CostTable(), plan)
+        costs = CostTable(**decide._measured_now(compiler, site, example, CostTable(), plan))
     asked, _ = measured_here(training, captured, batch, CostTable(), compiler)
     return of_step, of_measuring, parameter_bytes, is_as_before, [costs, asked]
 

@@ -25,6 +25,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.dump import dump
+from fxcomp.graph.run_passes import finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
 from fxcomp.plan.plan import Bucket, Plan
@@ -153,7 +154,7 @@ def assert_agree(
     """Compare the predicted steps; return the workload, the search's timeline and the graph's."""
     workload = compiler.analyze(captured.graph, costs, plan.moved)
     searched = simulate(plan_tasks(workload, plan, costs, compiler.cluster), costs.processors)
-    emitted = compiler.emit(captured, plan, costs).timeline
+    emitted = finished(compiler.emit(captured, plan, costs)).timeline
     assert emitted.step_time_us == pytest.approx(searched.step_time_us, rel=0.01)
     return workload, searched, emitted
 
@@ -204,8 +205,8 @@ def test_a_program_of_bf16_gradients_follows_other_parameters(in_bf16: tuple[nn.
     text = "reduce_scatter@intra > compress(topk({})) > all_gather@inter > decompress > all_gather@intra"
     before, after = (plan_in_turns(model, [Strategy.parse(text.format(k))], 2) for k in (0.3, 0.1))
     compiler = Compiler(SHARED)
-    retuned = compiler.retune(compiler.emit(captured, before, COSTS), after, COSTS)
-    assert dump(retuned.graph) == dump(compiler.emit(captured, after, COSTS).graph)
+    retuned = finished(compiler.retune(finished(compiler.emit(captured, before, COSTS)), after, COSTS))
+    assert dump(retuned.graph) == dump(finished(compiler.emit(captured, after, COSTS)).graph)
 
 
 @pytest.mark.parametrize("name", ["mixed", "hierarchical", "agreements and states"])

@@ -122,7 +122,8 @@ def test_the_links_of_the_running_job_are_measured_and_all_other_costs_stay():
 
 def test_measuring_again_replaces_links_alone(monkeypatch: pytest.MonkeyPatch):
     old, new = table(2.0, launch_us=50.0), table(0.2, launch_us=1.0)
-    monkeypatch.setattr(measure_machine, "_with_links", lambda *_: new)
+    links = {"collectives": new.collectives, "launch_us": new.launch_us}
+    monkeypatch.setattr(measure_machine, "_links", lambda *_: links)
     found = with_links_of_now(old, cast(Site, None))
     assert found.collectives == new.collectives
     assert found.launch_us == 50.0, "as measured in the step"

@@ -310,12 +310,13 @@ class TracedPrices:
 
     def _processor_us(self, question: PriceQuestion, size: float) -> float:
         kind, level = question.before
-        return question.us(self.costs, self.cluster, size) * self.costs.load_of(kind, level, size, self.cluster)
+        price = self.costs.collective(kind, level, size, self.cluster)
+        return price.us * price.load
 
     def _beside_us(self, question: PriceQuestion, size: float) -> float:
         kind, level = question.before
-        us = question.us(self.costs, self.cluster, size)
-        return us / self.costs.overlap_speed(kind, level, size, self.cluster)
+        price = self.costs.collective(kind, level, size, self.cluster)
+        return price.us / price.overlap_speed
 
 
 class _Curves:

@@ -129,7 +129,7 @@ class Adaptation:
             return
         plan = Plan.from_json(answer["plan"])
         is_retuned = self._force.can_retune(plan)
-        program = yield from (self._force.retune_in_turns if is_retuned else self._force.emit_in_turns)(plan)
+        program = yield from (self._force.retuned if is_retuned else self._force.emit)(plan)
         yield
         with self._site.ranks.together(_TOPIC):
             if is_retuned:
