@@ -21,7 +21,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -150,23 +149,6 @@ def on_rank(arguments: argparse.Namespace) -> None:
             tell.send(train(name, arguments, seed))
 
 
-def train_on_ranks(
-    file: str, arguments: argparse.Namespace, on_rank: Callable[[argparse.Namespace], None], inter: str = UNSHAPED
-) -> None:
-    """Train as a rank, or start the ranks of this script, and print and keep their records."""
-    if is_rank():
-        on_rank(arguments)
-        return
-    kept = Records(arguments.json, ranks=arguments.ranks)
-
-    def hear(record: dict[str, Any]) -> None:
-        kept.add(record)
-        print(json.dumps(record), flush=True)
-
-    hosts, ranks = (None, arguments.ranks) if inter == UNSHAPED else (arguments.ranks, 1)
-    run([file, *sys.argv[1:]], hear, hosts=hosts, ranks_per_host=ranks)
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=MODELS, default="small")
@@ -179,7 +161,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--inter", default=UNSHAPED, help="the links' bandwidth, such as 20mbit, with a host a rank")
     arguments = parser.parse_args()
-    train_on_ranks(__file__, arguments, on_rank, arguments.inter)
+    if is_rank():
+        on_rank(arguments)
+        return
+    kept = Records(arguments.json, ranks=arguments.ranks)
+
+    def hear(record: dict[str, Any]) -> None:
+        kept.add(record)
+        print(json.dumps(record), flush=True)
+
+    hosts, ranks = (None, arguments.ranks) if arguments.inter == UNSHAPED else (arguments.ranks, 1)
+    run([__file__, *sys.argv[1:]], hear, hosts=hosts, ranks_per_host=ranks)
 
 
 if __name__ == "__main__":
