@@ -12,7 +12,7 @@ Values are Gaussian, the residual too, and it is put back before each turn, so t
 `ours_ms` is encoding; `torch_ms` is what torch's own means take to encode as much: `topk` of the magnitudes and the
 gathered values, a cast, the maths of DDP's per-tensor quantisation hook and of its PowerSGD hook, on one tensor.
 
-Every compressor at nine sizes with one thread and with all takes some ten minutes.
+Every compressor at nine sizes with one thread and with all takes some ten minutes. `gpu_all.py` times kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxcomp.compressors.examples import examples
 from fxcomp.testing.rounds import replicas_of
 
 SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
-JUDGED_SIZE = {"cpu": 2**24, "cuda": 2**26}
+JUDGED_SIZE = 2**24
 WARM_UPS = 3
 MOST_TURNS, FEWEST_TURNS, LEAST_TURNS = 50, 7, 3
 SECONDS = 0.35  # for the turns of one compressor, size and number of threads; the fewest turns come first
@@ -64,14 +64,14 @@ class Record:
 
 
 class Bench:
-    """The tensors for one size on one device, and what torch took there."""
+    """The tensors for one size, and what torch took there."""
 
-    def __init__(self, n: int, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, n: int, clock: Callable[[], float] = time.perf_counter) -> None:
         random = torch.Generator().manual_seed(0)
         self.clock = clock
-        self.n, self.device = n, torch.device(device)
-        self.bucket = (0.8 * torch.randn(n, generator=random)).to(self.device)
-        self.kept = (0.6 * torch.randn(n, generator=random)).to(self.device)  # together of unit variance
+        self.n = n
+        self.bucket = 0.8 * torch.randn(n, generator=random)
+        self.kept = 0.6 * torch.randn(n, generator=random)  # together of unit variance
         self.residual = self.kept.clone()
         self.out = torch.empty_like(self.bucket)
         self.torch_ms: dict[str, float] = {}
@@ -83,15 +83,9 @@ class Bench:
         return (rows, self.n // rows) if self.n % rows == 0 else (1, self.n)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        self.wait()
         start = self.clock()
         work()
-        self.wait()
         return self.clock() - start
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record, float]:
@@ -99,12 +93,11 @@ def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record,
     bound, segments = compressor.bound_to([bench.shape], 1), (bench.n,)
     residual = bench.residual if compressor.needs_error_feedback else None
     [replica] = replicas_of(bound, segments, feedback=False)
-    state = None if replica.state is None else replica.state.to(bench.device)
-    payload = torch.zeros(bound.payload_elements(segments), dtype=bound.payload_dtype, device=bench.device)
+    state = replica.state
+    payload = torch.zeros(bound.payload_elements(segments), dtype=bound.payload_dtype)
     agreed = None
     if bound.facts.agreement is not None:
-        dtype = bound.facts.proposal_dtype
-        agreed = torch.zeros(bound.proposal_elements(segments), dtype=dtype, device=bench.device)
+        agreed = torch.zeros(bound.proposal_elements(segments), dtype=bound.facts.proposal_dtype)
 
     def encode() -> None:
         if agreed is not None:
@@ -144,7 +137,7 @@ def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record,
     encode_rate, decode_rate = encode_bytes / encode_s, (4 * bench.n + payload_bytes) / decode_s
     return Record(
         str(compressor),
-        bench.device.type,
+        "cpu",
         threads,
         bench.n,
         encode_rate / 1e9,
@@ -182,7 +175,7 @@ def torch_alternative(compressor: Compressor, bench: Bench) -> tuple[str, Callab
     if compressor.name == "powersgd":
         rank = int(getattr(compressor, "rank", 1))
         random = torch.Generator().manual_seed(0)
-        start = torch.randn(bench.shape[1], rank, generator=random).to(values.device)
+        start = torch.randn(bench.shape[1], rank, generator=random)
         return f"powersgd {rank}", partial(powersgd_as_the_hook, values.view(bench.shape), start)
     if ratio is not None:
         return f"topk {ratio}", partial(select, values, max(1, round(ratio * bench.n)))
@@ -235,7 +228,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     """A line for each compressor with a target, at the size that is judged."""
     lines: list[str] = []
     for record in records:
-        if record.n != JUDGED_SIZE[record.device] or (record.device == "cpu" and record.threads != 1):
+        if record.n != JUDGED_SIZE or record.threads != 1:
             continue
         compressor = parse_compressor(record.compressor)
         target = target_of(compressor)
@@ -259,13 +252,12 @@ def report(records: Sequence[Record]) -> str:
     lines = ["# Compressors against a copy", "", INTRODUCTION]
     judged = verdicts(records)
     if judged:
-        size = " and ".join(_size(JUDGED_SIZE[device]) for device in dict.fromkeys(record.device for record in records))
-        lines += [f"## Targets, at {size} values", "", *(f"- {line}" for line in judged), ""]
-    for device, threads in dict.fromkeys((record.device, record.threads) for record in records):
-        found = [record for record in records if (record.device, record.threads) == (device, threads)]
+        lines += [f"## Targets, at {_size(JUDGED_SIZE)} values", "", *(f"- {line}" for line in judged), ""]
+    for threads in dict.fromkeys(record.threads for record in records):
+        found = [record for record in records if record.threads == threads]
         sizes = sorted({record.n for record in found})
         copies = {n: statistics.median(record.copy_gbps for record in found if record.n == n) for n in sizes}
-        where = "GPU" if device == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}"
+        where = f"{threads} thread{'s' if threads > 1 else ''}"
         lines += [f"## {where}", "", "Shares of a copy's rate, encoding / decoding.", ""]
         rows: list[Sequence[str]] = [("copy, GB/s", *(f"{copies[n]:.1f}" for n in sizes), "")]
         for name in dict.fromkeys(record.compressor for record in found):
@@ -302,11 +294,10 @@ def main() -> None:
     if arguments.render:
         found = [Record(**entry) for entry in read(arguments.render)]
     else:
-        if arguments.device == "cpu":
-            print(kernels.describe())
+        print(kernels.describe())
         found, kept = [], Records(arguments.json)
         clock = time.thread_time if arguments.thread_time else time.perf_counter
-        for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, arguments.device, clock):
+        for record in measurements(arguments.compressors, arguments.sizes, arguments.threads, clock):
             found.append(record)
             kept.add(record)
     text = report(found)
@@ -319,7 +310,6 @@ def measurements(
     compressors: Sequence[Compressor],
     sizes: Sequence[int],
     threads: Sequence[int],
-    device: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Record]:
     """Each compressor at each size, from small to large; one that takes too long is left out of larger ones."""
@@ -327,7 +317,7 @@ def measurements(
         with threads_of_torch(count):
             left_out: set[Compressor] = set()
             for n in sorted(sizes):
-                bench = Bench(n, device, clock)
+                bench = Bench(n, clock)
                 for compressor in compressors:
                     if compressor in left_out:
                         continue
@@ -354,7 +344,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compressors", metavar="TEXT", help="only these, separated by semicolons: 'int8;topk(0.01)'")
     parser.add_argument("--sizes", help="values, as 2^24 or 1000000, separated by commas (default 2^10 to 2^26)")
     parser.add_argument("--threads", help="numbers of threads, separated by commas (default 1 and all)")
-    parser.add_argument("--device", choices=JUDGED_SIZE, default="cpu")
     parser.add_argument("--thread-time", action="store_true", help="processor time of one thread: others may be busy")
     parser.add_argument("--quick", action="store_true", help="the judged size on one thread alone")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write verdicts and tables here, as Markdown")
@@ -362,13 +351,13 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     given, every = arguments.compressors, torch.get_num_threads()
     arguments.compressors = [parse_compressor(text) for text in given.split(";")] if given else examples()
-    default_sizes = (JUDGED_SIZE[arguments.device],) if arguments.quick else SIZES
+    default_sizes = (JUDGED_SIZE,) if arguments.quick else SIZES
     arguments.sizes = [read_size(text) for text in arguments.sizes.split(",")] if arguments.sizes else default_sizes
-    alone = arguments.quick or arguments.thread_time or arguments.device == "cuda"
+    alone = arguments.quick or arguments.thread_time
     default_threads = [1] if alone else sorted({1, every})
     arguments.threads = list(map(int, arguments.threads.split(","))) if arguments.threads else default_threads
-    if arguments.thread_time and (arguments.device == "cuda" or arguments.threads != [1]):
-        parser.error("--thread-time counts one thread on the processor: leave --threads and --device out")
+    if arguments.thread_time and arguments.threads != [1]:
+        parser.error("--thread-time counts one thread on the processor: leave --threads out")
     return arguments
 
 

@@ -41,10 +41,6 @@ class Task:
     loss: Callable[[Tensor], float]
     """Of all that there is to learn, at these parameters."""
     workers: int = WORKERS
-    objective: Callable[[Sequence[Tensor], Tensor, Tensor], Tensor] | None = None
-    """The loss of a batch, at parameters of these shapes; None where a task has no batches."""
-    batch_at: Callable[[int, int], Batch] | None = None
-    """The inputs and targets of a step and a worker."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -71,14 +67,6 @@ def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> 
         noise = 2 * torch.randn(rows, generator=random)
         shards.append((x, (x @ truth + noise > 0).float()))
     picks = torch.randint(rows, (steps, workers, batch), generator=random)
-    return regression_on(shards, picks, decay, ((64, 64),))
-
-
-def regression_on(
-    shards: Sequence[tuple[Tensor, Tensor]], picks: Tensor, decay: float, shapes: tuple[tuple[int, ...], ...]
-) -> Task:
-    """Make a logistic regression on each worker's rows and labels; `picks` has the rows of a step, worker and batch."""
-    steps, workers, batch = picks.shape
 
     def gradients(weights: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
@@ -92,16 +80,8 @@ def regression_on(
         parts = [functional.binary_cross_entropy_with_logits(x @ weights, y) for x, y in shards]
         return (torch.stack(parts).mean() + decay * weights.square().sum()).item()
 
-    def objective(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
-        weights = torch.cat([part.flatten() for part in parameters])
-        return functional.binary_cross_entropy_with_logits(x @ weights, y) + decay * weights.square().sum()
-
-    def batch_at(step: int, worker: int) -> Batch:
-        (x, y), pick = shards[worker], picks[step, worker]
-        return x[pick], y[pick]
-
-    start, rates = torch.zeros(sum(map(math.prod, shapes))), {"sgd": 0.3, "adamw": 0.02}
-    return Task("logreg", shapes, start, steps, rates, gradients, loss, workers, objective, batch_at)
+    rates = {"sgd": 0.3, "adamw": 0.02}
+    return Task("logreg", ((64, 64),), torch.zeros(features), steps, rates, gradients, loss, workers)
 
 
 def character_model(seed: int, workers: int = WORKERS) -> Task:
@@ -219,21 +199,21 @@ def _classifier(
     def parts(flat: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
-    def objective(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs(parameters, x), y)
+    def objective(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs(parts(flat), x), y)
 
     def gradients(flat: Tensor, step: int) -> list[Tensor]:
         found: list[Tensor] = []
         for worker in range(workers):
             leaf = flat.detach().requires_grad_()
-            found += torch.autograd.grad(objective(parts(leaf), *batch_at(step, worker)), leaf)
+            found += torch.autograd.grad(objective(leaf, *batch_at(step, worker)), leaf)
         return found
 
     @torch.no_grad()
     def loss(flat: Tensor) -> float:
-        return objective(parts(flat), *judged).item()
+        return objective(flat, *judged).item()
 
-    return Task(name, shapes, start, steps, rates, gradients, loss, workers, objective, batch_at)
+    return Task(name, shapes, start, steps, rates, gradients, loss, workers)
 
 
 def _first_values(shapes: Sequence[tuple[int, ...]], random: torch.Generator) -> Tensor:

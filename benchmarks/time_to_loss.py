@@ -4,7 +4,7 @@
         --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_lossy,dense,int4,momentum_sign,momentum_cmax8,free \\
         --json times.json
     python benchmarks/time_to_loss.py --model small --times times.json --json losses.json
-    python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md --svg curves.svg
+    python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md
 
 The first command takes the time of steps, the second trains every contestant at full speed and writes its loss down as
 it falls, the third joins both. Warm-up steps and those after it are timed apart. All have dense training's best rate,
@@ -32,7 +32,7 @@ from baselines import FXCOMP, make_contestant
 from fixed_plans import at_momentum
 from records import Record, Records, options, read
 from shaped import Teller, ends_well, is_rank, join, run
-from time_to_loss_page import CONTENDERS, DILOCO_STEPS, ONE_BIT_WARMUP, WARMUP, draw, joined, page
+from time_to_loss_page import CONTENDERS, DILOCO_STEPS, ONE_BIT_WARMUP, WARMUP, joined, page
 
 import fxcomp
 from fxcomp.commands.demo.gpt import GPT, GPTConfig, draw_batch, loss_fn, training_text
@@ -133,7 +133,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def join_files(arguments: argparse.Namespace) -> None:
-    """Join step times and losses; write the page, the picture and the records."""
+    """Join step times and losses; write the page and the records."""
     losses = [record for path in arguments.losses for record in read(path)]
     runs = joined(read(arguments.times), losses)
     Records(arguments.json, hosts=4).add(*runs)
@@ -141,8 +141,6 @@ def join_files(arguments: argparse.Namespace) -> None:
     print(text)
     if arguments.report:
         arguments.report.write_text(text)
-    if arguments.svg:
-        arguments.svg.write_text(draw(runs))
 
 
 def main() -> None:
@@ -157,7 +155,6 @@ def main() -> None:
     parser.add_argument("--times", type=Path, required=True, metavar="FILE", help="what step_time.py wrote")
     parser.add_argument("--losses", type=Path, nargs="+", metavar="FILE", help="train nothing, join these with --times")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table here, as Markdown")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves here")
     arguments = parser.parse_args()
     if is_rank():
         on_rank(arguments)

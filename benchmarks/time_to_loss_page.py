@@ -1,4 +1,4 @@
-"""Join the time of steps with losses by step: curves over seconds, the time to a loss, a table and a picture."""
+"""Join the time of steps with losses by step: curves over seconds, the time to a loss, and a table."""
 
 from __future__ import annotations
 
@@ -176,82 +176,3 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
         "–" if is_bound else percent(each["recovered"]),
         percent(each["compute"]),
     )
-
-
-# The picture
-
-COLORS = ("#444444", "#aaaaaa", "#1f77b4", "#17becf", "#9467bd", "#8c564b", "#2ca02c", "#ff7f0e", "#d62728")
-"""By contender."""
-PANEL, LEFT, TOP, HEIGHT = 420, 52, 44, 300
-TICKS = (1, 2, 5)
-HIGHEST = 1.8
-"""The loss at the top, over DDP's final one."""
-
-
-def draw(runs: Sequence[Run]) -> str:
-    """Draw loss against seconds, a panel for each model and link, as SVG. Time is logarithmic."""
-    groups = list(dict.fromkeys((run.model, run.inter) for run in runs))
-    width, height = len(groups) * (PANEL + LEFT) + 20, TOP + HEIGHT + 110
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for place, group in enumerate(groups):
-        chosen = [run for run in runs if (run.model, run.inter) == group]
-        parts += _panel(LEFT + place * (PANEL + LEFT), f"{group[0]} GPT, {group[1]}", chosen)
-    labels = {contender.label: color for contender, color in zip(CONTENDERS, COLORS, strict=True)}
-    present = [label for label in labels if any(run.label == label for run in runs)]
-    for place, label in enumerate(present):
-        x, y = LEFT + place % 4 * 225, TOP + HEIGHT + 52 + place // 4 * 18
-        parts.append(f'<line x1="{x}" x2="{x + 22}" y1="{y}" y2="{y}" stroke="{labels[label]}" stroke-width="2.5"/>')
-        parts.append(_text(x + 28, y + 4, label))
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _panel(left: float, title: str, runs: Sequence[Run]) -> list[str]:
-    base = next(run for run in runs if run.label == BASE)
-    first = min(_first_time(run) for run in runs)
-    last = max(run.job_s for run in runs)
-    low, high = 0.95 * min(run.loss for run in runs), HIGHEST * base.loss
-
-    def x_of(seconds: float) -> float:
-        return left + PANEL * math.log(max(seconds, first) / first) / math.log(last / first)
-
-    def y_of(loss: float) -> float:
-        return TOP + HEIGHT * (high - min(max(loss, low), high)) / (high - low)
-
-    aim = y_of(AIM * base.loss)
-    parts = [
-        _text(left, TOP - 16, title, 14),
-        f'<rect x="{left}" y="{TOP}" width="{PANEL}" height="{HEIGHT}" fill="none" stroke="#bbb"/>',
-        f'<line x1="{left}" x2="{left + PANEL}" y1="{aim:.1f}" y2="{aim:.1f}" stroke="#444" stroke-dasharray="4 4"/>',
-        _text(left + 6, aim + 14, "DDP's final loss + 0.5 %", 11),
-        _text(left + PANEL - 52, TOP + HEIGHT + 32, "seconds", 11),
-    ]
-    for tick in _ticks(first, last):
-        x = x_of(tick)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT + 4}" stroke="#888"/>')
-        parts.append(_text(x - 8, TOP + HEIGHT + 17, f"{tick:g}", 11))
-    for part in range(5):
-        loss = low + (high - low) * part / 4
-        parts.append(_text(left - 32, y_of(loss) + 4, f"{loss:.2f}", 11))
-    colors = {contender.label: color for contender, color in zip(CONTENDERS, COLORS, strict=True)}
-    for run in runs:
-        points = [(x_of(s), y_of(loss)) for s, loss in run.curve if loss <= high]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colors[run.label]}" stroke-width="2"/>')
-    return parts
-
-
-def _first_time(run: Run) -> float:
-    return next(seconds for seconds, _ in run.curve)
-
-
-def _ticks(first: float, last: float) -> list[float]:
-    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    return [tick * 10.0**decade for decade in decades for tick in TICKS if first <= tick * 10.0**decade <= last]
-
-
-def _text(x: float, y: float, text: str, size: int = 12) -> str:
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="#333">{escaped}</text>'

@@ -13,6 +13,7 @@ from helpers.plans import plan_in_turns
 from helpers.ranks import run_ranks
 from helpers.replicas import replica_fingerprint
 from helpers.strategy_meaning import meaning
+from helpers.strategy_space import Phase, Space, published_space, strategies_in, ways_through
 from torch import Tensor, nn
 
 import fxcomp
@@ -20,7 +21,6 @@ from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import parse_compressor
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.kinds import CollectiveKind
-from fxcomp.plan.space import Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Device, Strategy
 
 COMPRESSORS = ("bf16", "int8(block=16)", "topk(0.1)")

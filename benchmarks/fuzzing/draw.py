@@ -1,17 +1,16 @@
 """Draw a training program from a seed.
 
-seed 7: input=tokens block.0=lstm block.1=noise loss=cross_entropy optimizer=adamw change.0=eval_part@2
+seed 7: input=tokens block.0=linear block.1=noise optimizer=adamw change.0=eval_part@2
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES
 from fuzzing.changes import HOW_OFTEN
-from fuzzing.losses import AUXILIARY, LOSSES, TERMS, WEIGHTS
-from fuzzing.models import INPUTS, TRAITS
+from fuzzing.losses import WEIGHTS
+from fuzzing.models import BLOCKS, INPUTS, TRAITS
 from fuzzing.program import Add, Feature, Program
 from fuzzing.themes import THEMES, themes_of
 from fuzzing.training import OPTIMIZERS, OPTIONS, SCHEDULES
@@ -42,14 +41,13 @@ def draw(seed: int, ranks: int = 1) -> Program:
         steps = _draw_small(r, theme, add, ranks)
         return Program(seed, ranks, steps, tuple(found), theme)
     add("input", tuple(INPUTS))
-    _draw_blocks(r, INPUTS[found[0].name], add)
+    layers = BLOCKS[INPUTS[found[0].name]]
+    for number in range(r.choice((1, 2, 2, 3, 4))):
+        add(f"block.{number}", tuple(layers))
     for trait in TRAITS:
         add(f"trait.{trait}", (trait,), 0.08)
-    add("loss", tuple(LOSSES))
-    for number in range(r.choice((0, 0, 1, 2))):
-        add(f"term.{number}", tuple(TERMS))
-    add("weight", tuple(WEIGHTS), 0.4)
-    add("aux", tuple(AUXILIARY), 0.4)
+    add("weight", WEIGHTS, 0.4)
+    add("accumulate", ("2",), 0.15)
     add("optimizer", OPTIMIZERS)
     optimizer = found[-1].name
     for option, takers in OPTIONS.items():
@@ -78,25 +76,9 @@ def theme_of(seed: int, ranks: int) -> str:
 def _draw_small(r: random.Random, theme: str, add: Add, ranks: int) -> int:
     """A theme's own choices, and a few that go with every theme."""
     steps = THEMES[theme].draw(r, add, ranks)
-    if theme not in ("alone", "decisions"):
+    if theme != "alone":
         add("optimizer", ("sgd", "sgd", "adamw"))
         add("option.momentum", ("momentum",), 0.2)
         add("change.0", BETWEEN, 0.25, step=r.randrange(1, steps))
         add("plan", PLANS, 0.2 if ranks > 1 else 0.0)
     return steps
-
-
-def _draw_blocks(r: random.Random, kind: str, add: Callable[..., None]) -> None:
-    """Draw one to four blocks that fit one after the other."""
-    for number in range(r.choice((1, 2, 2, 3, 4))):
-        slot, sort = f"block.{number}", r.random()
-        if sort < 0.3:
-            add(slot, tuple(ANYWHERE))
-        elif sort < 0.4 and (passages := PASSAGES.get(kind)):
-            name = r.choice(list(passages))
-            kind = passages[name][0]
-            add(slot, (name,))
-        else:
-            add(slot, tuple(BLOCKS[kind]))
-        if r.random() < 0.2:
-            add(f"wrap.{number}", ("residual", "checkpoint", "autocast"))

@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from fuzzing.blocks import ANYWHERE, BLOCKS, PASSAGES, WIDTH
+from fuzzing.odd_layers import ODD, Applied
 
 if TYPE_CHECKING:
     from fuzzing.program import Program
 
+WIDTH = 8
 WORDS = 11
 CLASSES = 5
 
 INPUTS = {"rows": "rows", "bytes": "rows", "tokens": "series", "series": "series", "images": "images"}
 """Contents of batches, and the shapes that their stems make of them."""
 
-TRAITS = (
-    "tied",
-    "frozen",
-    "frozen_block",
-    "unused",
-)
+TRAITS = ("tied", "frozen", "frozen_block", "unused")
+
+Make = Callable[[random.Random], nn.Module]
+
+
+def _linear(r: random.Random) -> nn.Module:
+    after = r.choice((nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU))()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.8), after)
+
+
+def _conv(r: random.Random) -> nn.Module:
+    return nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=r.choice((1, 2, WIDTH)), bias=r.random() < 0.5)
+
+
+def _dropout(r: random.Random) -> nn.Module:
+    return nn.Dropout(r.choice((0.1, 0.5, 0.0)), inplace=r.random() < 0.3)
+
+
+def _batch_norm(make: Callable[..., nn.Module]) -> Make:
+    return lambda r: make(WIDTH, momentum=r.choice((0.1, 0.5)), affine=r.random() < 0.8)
+
+
+_ANYWHERE: dict[str, Make] = {**ODD, "dropout": _dropout}
+BLOCKS: dict[str, dict[str, Make]] = {
+    "rows": {**_ANYWHERE, "linear": _linear, "batch_norm": _batch_norm(nn.BatchNorm1d)},
+    "series": {**_ANYWHERE, "linear": _linear},
+    "images": {
+        **_ANYWHERE,
+        "conv": _conv,
+        "batch_norm": _batch_norm(nn.BatchNorm2d),
+        "channels_last": lambda _: Applied(lambda x: x.contiguous(memory_format=torch.channels_last)),
+    },
+}
+"""Layers by the shape of what runs through: rows (B, D), series (B, T, D), images (B, C, H, W)."""
 
 
 class Stem(nn.Module):
@@ -47,24 +76,6 @@ class Stem(nn.Module):
         return self.layer(x.float() / 16 if self.kind == "bytes" else x)
 
 
-class Wrapped(nn.Module):
-    """A block inside of a residual, a checkpoint or autocast."""
-
-    def __init__(self, inner: nn.Module, way: str):
-        super().__init__()
-        self.inner, self.way = inner, way
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.way:
-            case "residual":
-                return x + self.inner(x)
-            case "checkpoint":
-                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            case _:
-                with torch.autocast("cpu", torch.bfloat16):
-                    return self.inner(x).float()
-
-
 class Net(nn.Module):
     """Stem, blocks, head."""
 
@@ -72,16 +83,8 @@ class Net(nn.Module):
         super().__init__()
         kind = program.get("input", "rows")
         self.stem = Stem(kind, program.random("input"))
-        blocks: list[nn.Module] = []
-        self.kind = INPUTS[kind]
-        for feature in program.all("block"):
-            found, self.kind = _block(feature.name, self.kind, program.random(feature.slot))
-            if found is None:
-                continue
-            is_passage = any(feature.name in passages for passages in PASSAGES.values())
-            way = "" if is_passage else program.get(f"wrap.{feature.slot.split('.')[1]}")
-            blocks.append(Wrapped(found, way) if way else found)
-        self.blocks = nn.Sequential(*blocks)
+        layers = BLOCKS[INPUTS[kind]]
+        self.blocks = nn.Sequential(*(layers[f.name](program.random(f.slot)) for f in program.all("block")))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS if kind == "tokens" else CLASSES)
         self._apply_traits(program)
@@ -103,17 +106,6 @@ class Net(nn.Module):
         if x.dim() == 4:
             x = x.mean((2, 3))
         return self.head(self.norm(x))
-
-
-def _block(name: str, kind: str, r: random.Random) -> tuple[nn.Module | None, str]:
-    """A block of this name, if there is one for what comes in, and the kind of what comes out."""
-    for layers in (BLOCKS[kind], ANYWHERE):
-        if name in layers:
-            return layers[name](r), kind
-    if name in PASSAGES.get(kind, {}):
-        after, make = PASSAGES[kind][name]
-        return make(r), after
-    return None, kind
 
 
 # Batches

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fuzzing.alone import Alone, draw_alone
-from fuzzing.decisions import Decisions, draw_decisions
 from fuzzing.program import Add, Program
 from fuzzing.shapes import Shapes, draw_shapes
 from fuzzing.surroundings import Around, draw_around
@@ -28,7 +27,6 @@ THEMES = {
     "shapes": Theme(draw_shapes, Shapes),
     "kinds": Theme(draw_kinds, Kinds),
     "around": Theme(draw_around, Around),
-    "decisions": Theme(draw_decisions, Decisions),
     "alone": Theme(draw_alone, Alone),
     "watched": Theme(draw_watched, Watched),
 }
@@ -37,8 +35,8 @@ THEMES = {
 def themes_of(ranks: int) -> tuple[str, ...]:
     """The themes of programs on so many ranks, as often as they are drawn."""
     if ranks == 1:
-        return ("shapes", "shapes", "kinds", "kinds", "around", "decisions", "watched", "watched")
-    return ("alone", "alone", "alone", "shapes", "decisions", "kinds", "watched")
+        return ("shapes", "shapes", "kinds", "kinds", "around", "watched", "watched")
+    return ("alone", "alone", "alone", "shapes", "kinds", "watched")
 
 
 def make_world(program: Program, rank: int) -> World:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -103,12 +103,9 @@ class World:
         """Return loss_fn's result; gradients are in `.grad`."""
         if self.micro == 0:
             self.optimizer.zero_grad()
-        is_recurrent = any(isinstance(module, nn.LSTM) for module in self.model.modules())
-        # The captured LSTM is made of plain operators; oneDNN's rounds otherwise, in bf16 by much.
-        with torch.backends.mkldnn.flags(enabled=False) if is_recurrent else nullcontext():
-            with self.forward_around():
-                result = self.loss_fn(self.model, batch)
-            (result[0] if isinstance(result, tuple) else result).backward()
+        with self.forward_around():
+            result = self.loss_fn(self.model, batch)
+        (result[0] if isinstance(result, tuple) else result).backward()
         return result
 
     @property

@@ -12,13 +12,13 @@ from collections import Counter
 from textwrap import fill
 
 from draw_strategies import ELEMENTS, cluster_of, names_of, picture, traffic_of
+from helpers.strategy_space import Space, published_space, strategies_in, ways_through
 from strategy_shapes import CHAPTERS
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.compressors import BF16, TopK
 from fxcomp.errors import BadStrategy
 from fxcomp.plan.modes import AT_MOMENTA, ENTRIES, Entry, Mode
-from fxcomp.plan.space import Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import DENSE, Device, Strategy
 
 WIDTH = 120
@@ -149,10 +149,10 @@ Numbers are for a bucket of {elements:,} values.
 COUNTS = """
 ## Number of strategies
 
-`fxcomp.plan.space` lists every strategy of a space. A space has levels, collectives, compressors, devices, and a limit
-on the number of compressions. The decision tree of Espresso (Wang et al., EuroSys 2023) is such a space: strategies go
-to all ranks at once or host by host, the network never adds payloads, and inside hosts no collective gives every rank
-the whole sum.
+A space of strategies has levels, collectives, compressors, devices, and a limit on the number of compressions;
+`tests/helpers/strategy_space.py` lists every strategy of one. The decision tree of Espresso (Wang et al., EuroSys 2023)
+is such a space: strategies go to all ranks at once or host by host, the network never adds payloads, and inside hosts
+no collective gives every rank the whole sum.
 
 | space | strategies | compressed 0, 1, 2, ... times |
 |---|---|---|

@@ -122,8 +122,8 @@ class Merged:
 def merge(first: CostTable, second: CostTable) -> Merged:
     """Put two tables of one machine together.
 
-    Where both have an entry, a measured one wins over one from a trace, that one over an assumed one; then the newer
-    table's wins, and the second's if they are of one day. Of single numbers one that is not the default wins first.
+    Where both have an entry, a measured one wins over an assumed one; then the newer table's wins, and the second's if
+    they are of one day. Of single numbers one that is not the default wins first.
     A roofline is taken whole. What collectives take of the processors, how many of these there are, and the contention
     that a job showed with both were measured together, and come from one table: the winning one, if it has any of it.
     Raises BadOption for tables of different machines.
@@ -136,14 +136,14 @@ def merge(first: CostTable, second: CostTable) -> Merged:
             "  Calibrate each kind of machine for itself."
         )
     older, newer = (first, second) if first.date <= second.date else (second, first)
-    main, other = (newer, older) if _trust(newer.source) >= _trust(older.source) else (older, newer)
+    main, other = (newer, older) if _is_measured(newer.source) >= _is_measured(older.source) else (older, newer)
     chosen: dict[str, Any] = {
         "hardware": known[0] if known else default.hardware,
         "versions": main.versions or other.versions,
         "date": newer.date,
         "source": main.source,
         "compute": _union(older.compute, newer.compute, lambda entry: entry.source),
-        "roofline": max((newer.roofline, older.roofline), key=lambda roofline: _trust(roofline.source)),
+        "roofline": max((newer.roofline, older.roofline), key=lambda roofline: _is_measured(roofline.source)),
         "collectives": _union(older.collectives, newer.collectives, lambda entry: entry.source),
         "compressors": {**other.compressors, **main.compressors},
     }
@@ -172,11 +172,10 @@ def _filled(one: CostTable, other: CostTable) -> CostTable:
 def _union(older: Mapping[Key, Entry], newer: Mapping[Key, Entry], source: Callable[[Entry], str]) -> dict[Key, Entry]:
     both = {**older, **newer}
     for key in older:
-        if key in newer and _trust(source(older[key])) > _trust(source(newer[key])):
+        if key in newer and _is_measured(source(older[key])) > _is_measured(source(newer[key])):
             both[key] = older[key]
     return both
 
 
-def _trust(source: str) -> int:
-    """Rank a source: measured on purpose, seen in a trace, or assumed."""
-    return 2 if source.startswith("measured") else 1 if source.startswith("a trace") else 0
+def _is_measured(source: str) -> bool:
+    return source.startswith("measured")

@@ -27,7 +27,7 @@ RECORD = Record("topk(0.01)", "cpu", 1, 2**24, 8.0, 9.0, 10.0, 0.8, 0.3, torch_m
 
 @pytest.mark.parametrize("compressor", examples(), ids=str)
 def test_every_compressor_can_be_measured(compressor: Compressor) -> None:
-    record, _ = measure(compressor, Bench(4096, "cpu"), threads=1)
+    record, _ = measure(compressor, Bench(4096), threads=1)
     assert (record.compressor, record.device, record.threads, record.n) == (str(compressor), "cpu", 1, 4096)
     encoded = (12 if compressor.needs_error_feedback else 4) * 4096 + compressor.bound_to([(64, 64)], 1).payload_bytes(
         (4096,)
@@ -42,7 +42,7 @@ def test_a_compressor_that_takes_too_long_is_left_out_of_larger_sizes(
 ) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setattr("compressors.TOO_SLOW_S", 0.0)
-    found = list(measurements([BF16()], [1024, 2048], [1], "cpu"))
+    found = list(measurements([BF16()], [1024, 2048], [1]))
     assert [record.n for record in found] == [1024]
     assert "larger sizes are left out" in capsys.readouterr().out
     assert torch.get_num_threads() == threads
@@ -63,7 +63,7 @@ def test_what_torch_does_instead_is_the_same_work() -> None:
 
 
 def test_a_compressor_is_compared_with_what_torch_has_for_it() -> None:
-    bench = Bench(1024, "cpu")
+    bench = Bench(1024)
     names = {c.name: (torch_alternative(c, bench) or ("none",))[0] for c in (BF16(), Int8(), Sign(), TopK(0.01))}
     assert names == {"bf16": "bf16", "int8": "quantise", "sign": "none", "topk": "topk 0.01"}
 

@@ -8,11 +8,11 @@ from fuzzing.follow import follow
 from fuzzing.themes import make_world, themes_of
 from fuzzing.world import World
 
-SEEDS = (100000, 100001, 100002, 100003)
+SEEDS = (100002, 100008, 100011, 100022)
 """Programs that together have most of what a program may have."""
 
 
-SMALL = (1000001, 1000002, 1000004, 1000005, 1000006)
+SMALL = (1000000, 1000001, 1000003, 1000004)
 """Small programs, of each theme at least one."""
 
 
@@ -36,7 +36,7 @@ def test_a_program_on_several_ranks_has_a_theme_of_its_own():
 
 
 def test_sizes_come_from_few_that_tracing_may_specialise():
-    world = make_world(draw(1_000_129), 0)
+    world = make_world(draw(1_000_139), 0)
     assert {world.batch(step)[0].shape[0] for step in range(5)} >= {0, 1, 2, 4}
 
 

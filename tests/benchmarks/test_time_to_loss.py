@@ -1,6 +1,5 @@
 """Losses by step and times of steps are joined into loss against seconds."""
 
-import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from time_to_loss_page import (
     FLOOR,
     Contender,
     Run,
-    draw,
     joined,
     page,
     recovered,
@@ -107,14 +105,6 @@ def test_the_first_to_reach_the_loss_stands_first_and_who_never_does_last():
     labels = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:]
     assert labels == [FLOOR, "fxcomp momenta, cmax(8)", BASE, "DiLoCo, H 25"]
     assert "| never |" in lines[-1]
-
-
-def test_the_picture_has_a_line_for_each_run_and_names_it():
-    picture = ET.fromstring(draw(list(runs().values())))
-    space = "{http://www.w3.org/2000/svg}"
-    assert len(picture.findall(f"{space}polyline")) == 4
-    texts = {text.text for text in picture.findall(f"{space}text")}
-    assert {*runs(), "small GPT, 1gbit"} <= texts
 
 
 def test_every_contestant_has_a_label_of_its_own_and_phases_that_fill_the_job():

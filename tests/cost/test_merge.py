@@ -104,14 +104,14 @@ def test_the_newer_table_wins_and_assumptions_lose(turned: bool):
     assert conflict.startswith("all_reduce@2x1")
 
 
-def test_what_was_measured_on_purpose_wins_over_a_newer_trace():
-    trace = CostTable(
-        source="a trace of 2 ranks",
+def test_a_measured_value_wins_over_a_newer_assumed_one():
+    assumed = CostTable(
+        source="assumed",
         date="2026-12-01",
-        collectives={(KIND, "2x1"): collective(3.0, "a trace of 2 ranks, 9 samples")},
-        compute={"aten.mm f32[2,2] f32[2,2]": Measured(9.0, 0.1, "a trace"), "aten.relu f32[2]": Measured(1.0)},
+        collectives={(KIND, "2x1"): collective(3.0, "assumed")},
+        compute={"aten.mm f32[2,2] f32[2,2]": Measured(9.0, 0.1, "assumed"), "aten.relu f32[2]": Measured(1.0)},
     )
-    for merged in (merge(OLD, trace), merge(trace, OLD)):
+    for merged in (merge(OLD, assumed), merge(assumed, OLD)):
         assert merged.table.collectives[KIND, "2x1"].gb_per_s(KIND) == pytest.approx(1.0)
         assert merged.table.compute["aten.mm f32[2,2] f32[2,2]"].us == 4.0
         assert "aten.relu f32[2]" in merged.table.compute

@@ -26,7 +26,7 @@ from helpers.graphs import TWO, linear_step, one_bucket
 from helpers.workloads import COSTS
 from fxcomp.graph.edit import is_collective
 from fxcomp.pipeline import Compiler, predicted
-from fxcomp.plan.space import SHARDED
+from helpers.strategy_space import SHARDED
 from fxcomp.report.wire_arithmetic import sent_by
 
 plan = one_bucket("compress(int8)@gpu > relay@world > decompress@gpu > all_gather@world")

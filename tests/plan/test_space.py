@@ -4,10 +4,10 @@ import hashlib
 from collections import Counter
 
 import pytest
+from helpers.strategy_space import INDIVISIBLE, Phase, Space, published_space, strategies_in, ways_through
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import BF16, Int4, Int8, PowerSGD, TopK
-from fxcomp.plan.space import INDIVISIBLE, Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, Compress, Device, Strategy
 
 AT_ONCE = ((Phase(Level.WORLD),),)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fxcomp_more  # noqa: F401  registers its compressors
 import pytest
+from helpers.strategy_space import Phase, Space, strategies_in
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
@@ -16,7 +17,6 @@ from fxcomp.plan.interpret import without_gpu
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.route import route_of
-from fxcomp.plan.space import Phase, Space, strategies_in
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, Device, Strategy
 
 UNEVEN = replace(HOSTS, rooted=True)

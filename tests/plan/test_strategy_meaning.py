@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.legs import Walker, walk
 from helpers.strategy_meaning import meaning
+from helpers.strategy_space import ROOTED, Phase, Space, published_space, strategies_in, ways_through
 from torch import Tensor
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -21,7 +22,6 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.legs import Route
 from fxcomp.plan.route import route_of
-from fxcomp.plan.space import ROOTED, Phase, Space, published_space, strategies_in, ways_through
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 from fxcomp.testing.rounds import Replica
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import Any, TextIO
 
 from fxcomp.cluster.link import parse_gb_per_s
@@ -41,7 +39,6 @@ BUDGET_S = 110  # after which no round begins, unless the steps are given: the w
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # begins the lines that ranks print for this process
 _TIMEOUT_S = 3600.0  # unless the steps are given
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LINES_EVERY_S, _OVERWRITTEN_EVERY_S = 4.0, 0.5
 
 
@@ -90,8 +87,6 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
     command = of_module(
         "fxcomp.commands.demo.contest", str(steps or STEPS), str(BUDGET_S if steps is None else math.inf)
     )
-    for sign in _SIGNALS:
-        signal.signal(sign, _leave)
     found = Findings(f"two ranks start, over {place}")
     with ExitStack() as stack:
         in_place = takes_status_lines(sys.stderr) and sys.stdout.isatty()
@@ -146,11 +141,3 @@ def progress(found: Findings, out: TextIO, *, in_place: bool) -> Generator[None]
         thread.join()
         if in_place:
             print(written_over(""), end="", file=out, flush=True)
-
-
-def _leave(sign: int, _frame: FrameType | None) -> None:
-    """Unwind, so that ranks end on the way out. From now on nothing interrupts that."""
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    print("\nfxcomp: stopping; the ranks are ended", file=sys.stderr, flush=True)
-    sys.exit(128 + sign)

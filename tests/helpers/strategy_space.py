@@ -10,7 +10,8 @@
     compress(int8)@gpu > all_gather@world > decompress@gpu
     ...
 
-`interpret.py` says which steps fit; a space says which of them are wanted. The order is the same on every rank.
+`fxcomp/plan/interpret.py` says which steps fit; a space says which of them are wanted. The order is the same on every
+rank.
 """
 
 from __future__ import annotations
