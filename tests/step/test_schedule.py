@@ -1,4 +1,4 @@
-"""The schedule of a job, on virtual ranks and in virtual time: races, drift and looks, without a step that trains."""
+"""The schedule of a job on virtual ranks and in virtual time: races, drift and looks, without a step that trains."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def decided(name: str, costs: CostTable, *runners: Runner) -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank saw: the plan and the use of each step, and the notes."""
+    """Hold one rank's view: the plan and the use of each step, and the notes."""
 
     plans: list[str]
     uses: list[Use | None]
