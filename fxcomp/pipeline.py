@@ -53,6 +53,9 @@ from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks, read_momenta, read_workload
 from fxcomp.search.workload import Workload
 
+_AS_THEY_RUN = (partial(clip_in_lists), partial(fuse_updates))
+"""Passes that give nodes the form in which they run on the graph's device, and in which they are priced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
@@ -89,7 +92,7 @@ class Compiler:
                 partial(remove_dead_nodes),
                 partial(commit_if_finite, skip_nonfinite=self.skip_nonfinite),
             ),
-            *self._annotating(costs),
+            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
             (partial(assign_streams, cluster=self.cluster), partial(order_for_overlap, plan=plan)),
         )
 
@@ -102,12 +105,6 @@ class Compiler:
                 partial(scale_gradients, micro_batches=self.micro_batches),
                 partial(move_exchange, plan=plan),
             ),
-        )
-
-    def _annotating(self, costs: CostTable) -> Passes:
-        """Price nodes, in the form in which they run on the graph's device."""
-        return (
-            (partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)),
         )
 
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
@@ -126,7 +123,7 @@ class Compiler:
         """Make a final graph follow another plan of the same lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
-            *self._annotating(costs),
+            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
         )
 
     @gc_paused()
@@ -136,11 +133,12 @@ class Compiler:
         Raises Unsupported where the exchange of one of these cannot move.
         """
         note_work(graph)
-        gm = run(graph, (*self.labelling(), *self._annotating(costs)))
+        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
+        gm = run(graph, (*self.labelling(), annotating))
         workload = replace(read_workload(gm, costs.feed_us), host_us=self.micro_batches * costs.host_us)
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
-            after = run(graph, (*self.labelling(), *bucketing, *self._annotating(costs)))
+            after = run(graph, (*self.labelling(), *bucketing, annotating))
             workload = read_momenta(workload, gm, after)
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
@@ -196,9 +194,9 @@ class Compiler:
         others = self.micro_batches - 1
         if not others:
             return predicted(gm, costs)
-        costs = replace(costs, host_us=self.micro_batches * costs.host_us)
-        one = run(captured, (*self.labelling(), *self._annotating(costs))) if plan.moves_exchange else gm
-        return predicted(gm, costs, others * read_workload(one, costs.feed_us).backward_us)
+        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
+        one = run(captured, (*self.labelling(), annotating)) if plan.moves_exchange else gm
+        return predicted(gm, costs, others, read_workload(one, costs.feed_us).backward_us)
 
 
 def pass_names() -> list[str]:
@@ -224,11 +222,11 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
     return history
 
 
-def predicted(gm: GraphModule, costs: CostTable, ahead_us: float = 0.0) -> Timeline:
-    """Simulate a final graph, after compute that takes so long."""
-    before = [(AHEAD, ahead_us), (FEED, costs.feed_us)]
+def predicted(gm: GraphModule, costs: CostTable, others: int = 0, backward_us: float = 0.0) -> Timeline:
+    """Simulate a final graph, after the backward passes of other micro-batches, each of which the host hands out."""
+    before = [(AHEAD, others * backward_us), (FEED, costs.feed_us)]
     tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
-    return simulate([*handing_out(costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
+    return simulate([*handing_out((1 + others) * costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
 
 
 AHEAD = "backward of the other micro-batches"

@@ -192,7 +192,7 @@ def _costs() -> str:
     for name in ("dense", *UNIFORM):
         bucket = Bucket((largest.name,), (largest.elements,), strategy_named(name))
         (sent,) = sent_by(bucket, CLUSTER, WORKLOAD.shapes)
-        wire_us = COSTS.collective_us(sent.send.kind, sent.send.level, sent.size, CLUSTER)
+        wire_us = COSTS.collective(sent.send.kind, sent.send.level, sent.size, CLUSTER).us
         compress_us, decompress_us = _compressing_us(bucket)
         latencies = round((wire_us - sent.size / (LINK.gb_per_s * 1e3)) / LINK.alpha_us)
         rows.append(

@@ -32,6 +32,7 @@ from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.prices import CollectivePrice
 
 VERSION = 4
 
@@ -75,8 +76,7 @@ class CostTable(MemoryPrices):
     compute_error: float = 0.0
     estimate: str = ""
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
+    __post_init__ = check_numbers
 
     def shown(self, text: str) -> str:
         """Write a strategy or a key of compressors with the devices of this machine."""
@@ -88,17 +88,29 @@ class CostTable(MemoryPrices):
         """Time one operation: as measured, or by the roofline."""
         return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
-    def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """Time one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
-        group, measured = cluster.topology_at(level), self.measured(kind, level, cluster)
-        if measured is None:
-            us = formulas.collective_us(kind, size, group, library=self.library)
-            return us + self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
-        known, found = measured
-        if known is kind:
-            return found.us(size)
-        us = found.us_of_another(size, formulas.likeness(known, kind, group, self.library))
-        return us + self.pack_us(formulas.added_bytes(kind, size, group.ranks, self.library))
+    def collective(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> CollectivePrice:
+        """Price one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
+        group, measured, library = cluster.topology_at(level), self.measured(kind, level, cluster), self.library
+        if measured is not None and measured[0] is kind:
+            us = measured[1].us(size)
+        else:
+            if measured is None:
+                us = formulas.collective_us(kind, size, group, library=library)
+            else:
+                known, found = measured
+                us = found.us_of_another(size, formulas.likeness(known, kind, group, library))
+            us += self.pack_us(formulas.added_bytes(kind, size, group.ranks, library))
+        taken = self.transport.get(kind)
+        if taken is None and kind is not CollectiveKind.ALL_REDUCE:  # what is sent straight takes as much as a gather
+            taken = self.transport.get(CollectiveKind.ALL_GATHER)
+        taken = taken or self.transport.get(CollectiveKind.ALL_REDUCE)
+        if taken is None:
+            return CollectivePrice(us)
+        load, speed = 0.0, min(1.0, taken.overlap_speed(us))
+        if us >= NO_TIME_US:
+            sent = formulas.wire_bytes(kind, group.ranks, size, formulas.large_algorithm(kind, group, library))
+            load = self.contention * (taken.us + taken.us_per_mb * sent / 1e6) / us
+        return CollectivePrice(us, load, speed)
 
     @property
     def library(self) -> Library:
@@ -115,31 +127,6 @@ class CostTable(MemoryPrices):
         share = 1.0 if known is kind else like.bytes_per_byte
         return [size / share for size in found.fit.breaks] if share else []
 
-    def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """Return the share of compute's processors that a collective takes while it runs."""
-        taken = self._transport(kind)
-        takes_us = self.collective_us(kind, level, size, cluster) if taken is not None else 0.0
-        if taken is None or takes_us < NO_TIME_US:
-            return 0.0
-        algorithm = formulas.large_algorithm(kind, cluster.topology_at(level), self.library)
-        sent = formulas.wire_bytes(kind, cluster.ranks_at(level), size, algorithm)
-        return self.contention * (taken.us + taken.us_per_mb * sent / 1e6) / takes_us
-
-    def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:
-        """Return a collective's relative speed while compute runs and leaves no processor to it."""
-        taken = self._transport(kind)
-        if taken is None:
-            return 1.0
-        return min(1.0, taken.overlap_speed(self.collective_us(kind, level, size, cluster)))
-
-    def _transport(self, kind: CollectiveKind) -> TransportCost | None:
-        """Find the processor time of a collective; one that is sent straight takes that of a gather."""
-        gather, all_reduce = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE
-        found = self.transport.get(kind)
-        if found is None and kind is not all_reduce:
-            found = self.transport.get(gather)
-        return found or self.transport.get(all_reduce)
-
     @property
     def offloads(self) -> bool:
         """The pool may compress: it finds a processor, and its times are known."""
@@ -153,7 +140,7 @@ class CostTable(MemoryPrices):
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         """Time a rank's compression of its own gradient."""
-        known = self._compressor(compressor, device)
+        _, known = self._compressor(compressor, device)
         if known:
             return known.encode_us(elements)
         # g in, residual in, residual out: what error feedback must touch at least.
@@ -163,7 +150,7 @@ class CostTable(MemoryPrices):
         """Time a rank's proposal for what the ranks agree on before they compress."""
         if compressor.facts.agreement is None:
             return 0.0
-        known = self._compressor(compressor, device)
+        _, known = self._compressor(compressor, device)
         if known:
             return known.propose_us(elements)
         # g in, residual in.
@@ -171,7 +158,7 @@ class CostTable(MemoryPrices):
 
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
         """Time a rank's turning all ranks' payloads into their mean."""
-        known = self._compressor(compressor, device)
+        _, known = self._compressor(compressor, device)
         if known:
             return known.decode_us(elements, ranks)
         # Every payload in, a byte a value (assumed), the mean out.
@@ -179,7 +166,7 @@ class CostTable(MemoryPrices):
 
     def compressor_breaks(self, compressor: Compressor, device: Device, payloads: int) -> list[float]:
         """List the numbers of elements between which its times are lines."""
-        known = self._compressor(compressor, device)
+        _, known = self._compressor(compressor, device)
         if known:
             return known.breaks
         at_launch = self.roofline.launch_us * self.roofline.gb_per_s * 1e3  # the bytes that take as long
@@ -193,7 +180,7 @@ class CostTable(MemoryPrices):
         """Write `measured` if this very compressor was timed, or what its cost was taken from."""
         if self.has_measured(compressor, device):
             return f"estimated: {self.estimate}" if self.estimate else "measured"
-        key = self._key(compressor, device)
+        key, _ = self._compressor(compressor, device)
         return f"{ASSUMED}, as {self.shown(key)}" if key else f"{ASSUMED}, by memory bandwidth"
 
     def error_of(self, free_us: float, step_us: float) -> float:
@@ -278,14 +265,11 @@ class CostTable(MemoryPrices):
                 return known, found
         return None
 
-    def _key(self, compressor: Compressor, device: Device) -> str | None:
-        """Find this compressor here, else elsewhere if device and host are one, else one of its name."""
+    def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
+        """Find this compressor here, else elsewhere if device and host are one, else one of its name; with its key."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
-        return nearest_key(self.compressors, compressor, places, self.threads)
-
-    def _compressor(self, compressor: Compressor, device: Device) -> CompressorCost | None:
-        key = self._key(compressor, device)
-        return self.compressors[key] if key else None
+        key = nearest_key(self.compressors, compressor, places, self.threads)
+        return (key, self.compressors[key]) if key else ("", None)
 
 
 # Words
@@ -301,11 +285,11 @@ def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, clus
 
 
 def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
-    """Write how `collective_us` gets its number: the formula, and the numbers put in."""
+    """Write how `collective` gets its time: the formula, and the numbers put in."""
     group, measured = cluster.topology_at(level), costs.measured(kind, level, cluster)
     if measured is not None:
         known, found = measured
-        us = costs.collective_us(kind, level, size, cluster)
+        us = costs.collective(kind, level, size, cluster).us
         name = kind.value if kind is known else f"{kind.value}, priced as {known.value},"
         took = f"{size / 1e6:.3g} MB take {us / 1e3:.4g} ms ({found.source})"
         return f"{name} as measured among {found.ranks} ranks: {took}"

@@ -122,10 +122,6 @@ def _payload(node: Node) -> Node | None:
 # Prices
 
 
-def _free(_: Prices, __: Node, ___: Device) -> float:
-    return 0.0
-
-
 def _as_measured(_: Prices, node: Node, __: Device) -> float:
     return float(cast("Any", node.args[1]))
 
@@ -180,8 +176,8 @@ class Line:
     method: str
     """The runtime's method that runs it."""
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
-    price: Callable[[Prices, Node, Device], float] = _free
-    """The predicted time, in us. Collectives are priced by their links instead."""
+    price: Callable[[Prices, Node, Device], float] | None = None
+    """The predicted time, in us; None if it takes none. Collectives are priced by their links instead."""
     stream: Stream = Stream.COMPUTE
     """The stream that it runs on: the pool only if its input lies there; `intra` for a collective inside one host."""
     result: Callable[[Node], Node | None] = _itself
@@ -236,7 +232,7 @@ COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 
-_DECOMPRESS_OWN = replace(DECOMPRESS, price=_free, stream=Stream.COMPUTE, is_undoing=True)
+_DECOMPRESS_OWN = replace(DECOMPRESS, price=None, stream=Stream.COMPUTE, is_undoing=True)
 
 UNDOING: dict[Any, Line] = {
     ROLL_BACK: Line("roll_back", _residual_own_bucket, result=_nothing, has_buffer=False, is_undoing=True),

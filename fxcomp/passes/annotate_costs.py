@@ -46,11 +46,11 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
     for node in gm.graph.nodes:
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
-            what = collective_kind(node), level_of(node), sent_bytes(node), cluster
+            price = costs.collective(collective_kind(node), level_of(node), sent_bytes(node), cluster)
             # The thread that has just made buffers starts their broadcast; that start is not counted.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
-            update_info(node, cost_us=costs.collective_us(*what), starting_us=launch_us, launcher_load=pool_load)
-            update_info(node, load=costs.load_of(*what), overlap_speed=costs.overlap_speed(*what))
+            update_info(node, cost_us=price.us, starting_us=launch_us, launcher_load=pool_load)
+            update_info(node, load=price.load, overlap_speed=price.overlap_speed)
             continue
         place = Device.CPU if node in on_host else Device.GPU
         cost_us = listed[node] if node in listed else _cost_us(node, costs, cluster, place)
@@ -81,9 +81,9 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
     line = line_of(node)
     if line is EXCHANGE:
         kind = _exchange_kind(node)
-        return costs.collective_us(kind, Level.WORLD, _sent_bytes(node), cluster) if kind is not None else 0.0
+        return costs.collective(kind, Level.WORLD, _sent_bytes(node), cluster).us if kind is not None else 0.0
     if line is not None:
-        return line.price(costs, node, device)
+        return line.price(costs, node, device) if line.price is not None else 0.0
     if _joins_parts(node):
         return costs.pack_us(value_bytes(node))
     known = _work_of(node)

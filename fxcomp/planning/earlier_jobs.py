@@ -53,7 +53,7 @@ class EarlierJobs:
         if known is None:
             return None
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster
-        before_us, now_us = known.collective_us(*what), costs.collective_us(*what)
+        before_us, now_us = known.collective(*what).us, costs.collective(*what).us
         is_like = abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
         if not is_like:
             return None

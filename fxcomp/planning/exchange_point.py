@@ -25,7 +25,7 @@ from fxcomp.search.descent.plan_search import searches_of
 from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, stretches
 from fxcomp.search.question import Terms
-from fxcomp.search.runners import BF16, PREDICTED_BEST, Runner, in_draws, made_runner
+from fxcomp.search.runners import BF16, PREDICTED_BEST, Runner, made_runner
 from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.search.workload import Workload
 
@@ -65,7 +65,7 @@ class PointChooser:
         exact = ExactPlans(known, self.costs, self.cluster)
         step_us = exact.step_us(plan)
         taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us, alternatives=())
-        dense_us = in_draws(choice.dense, ExactPlans(workload, self.costs, self.cluster))
+        dense_us = ExactPlans(workload, self.costs, self.cluster).in_draws(choice.dense)
         return replace(taken, runners=runners_at_momenta(plan, exact, dense_us)), known, ()
 
     def _movable(self, workload: Workload) -> list[str]:

@@ -109,17 +109,15 @@ def contention_of(
     """
     alone, *seen = measured
     tasks, summed = (*handing_out(costs.host_us), *graph_tasks(graph)), summed_bytes(graph)
-    gathers = tuple(
-        _as_gather(task, summed[task.name], costs, cluster) if task.name in summed else task for task in tasks
-    )
+    gathers: list[Task] = []
+    for task in tasks:
+        if task.name in summed:
+            size = summed[task.name] / GATHERED
+            price = costs.collective(CollectiveKind.ALL_GATHER, Level.WORLD, size, cluster)
+            task = replace(task, duration_us=price.us, load=price.load, overlap_speed=price.overlap_speed)
+        gathers.append(task)
     steps = [
         SeenStep(run, on.step_us, max(0.0, on.compute_us - alone.compute_us))
-        for run, on in zip((tasks, gathers), seen, strict=False)  # gathers may have been left out
+        for run, on in zip((tasks, tuple(gathers)), seen, strict=False)  # gathers may have been left out
     ]
     return fit_contention(steps, costs.processors)
-
-
-def _as_gather(task: Task, summed: int, costs: CostTable, cluster: Cluster) -> Task:
-    what = CollectiveKind.ALL_GATHER, Level.WORLD, summed / GATHERED, cluster
-    us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-    return replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)

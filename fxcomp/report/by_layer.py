@@ -110,4 +110,4 @@ def _parts(explanation: Explanation) -> list[Row]:
 def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
     costs, cluster = explanation.costs, explanation.cluster
     sent = sent_by(bucket, cluster, explanation.workload.shapes)
-    return sum(costs.collective_us(part.send.kind, part.send.level, part.size, cluster) for part in sent)
+    return sum(costs.collective(part.send.kind, part.send.level, part.size, cluster).us for part in sent)

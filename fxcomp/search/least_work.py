@@ -167,7 +167,7 @@ class _LeastWorkWriter:
         breaks = self.costs.collective_breaks(*what, self.cluster)
         itemsize = max(4, self.work.itemsize)
         largest = float(itemsize * self.work.elements * max(1, self.cluster.world_size))
-        price = self.work.line(what, lambda x: self.costs.collective_us(*what, x, self.cluster), breaks, largest)
+        price = self.work.line(what, lambda x: self.costs.collective(*what, x, self.cluster).us, breaks, largest)
         wire = STREAMS.index(wire_of(leg.level, self.cluster.hosts))
         self._add(wire, price, size, 0 if leg.is_priced_by_largest else itemsize * self.short)
         if leg.kind.splits:

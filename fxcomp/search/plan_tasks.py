@@ -78,8 +78,8 @@ def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Ta
     if not workload.broadcast_bytes or cluster.world_size == 1:
         return None
     what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
-    us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-    return Task(BROADCAST, wire_of(Level.WORLD, cluster.hosts), us, load=load, overlap_speed=overlap_speed)
+    price, wire = costs.collective(*what), wire_of(Level.WORLD, cluster.hosts)
+    return Task(BROADCAST, wire, price.us, load=price.load, overlap_speed=price.overlap_speed)
 
 
 def assemble(
@@ -272,8 +272,8 @@ class _PlanTaskWriter:
             return []
         what, name = (leg.kind, leg.level, self._size(line), self.cluster), _name_of(line)
         start = self._task(f"start {name}", line.stream, self.costs.launch_us)
-        us, load, beside = self.costs.collective_us(*what), self.costs.load_of(*what), self.costs.overlap_speed(*what)
-        sent = Task(self._named(name), wire_of(leg.level, self.cluster.hosts), us, (self.previous,), load, beside)
+        price, wire = self.costs.collective(*what), wire_of(leg.level, self.cluster.hosts)
+        sent = Task(self._named(name), wire, price.us, (self.previous,), price.load, price.overlap_speed)
         self.previous = sent.name
         return [start, sent]
 

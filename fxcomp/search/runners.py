@@ -24,7 +24,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.shared_draws import ExactPlans, share_won, steps_in_draws
+from fxcomp.search.shared_draws import ExactPlans, share_won
 
 WORTH_TRYING = 0.1
 """The share of draws in which a plan must beat dense to race. Dense and bf16 race always."""
@@ -88,7 +88,7 @@ def pick_runners(
     steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
     precise.
     """
-    dense_us = in_draws(always[DENSE], exact)
+    dense_us = exact.in_draws(always[DENSE])
 
     def runner(name: str, plan: Plan) -> Runner:
         return made_runner(name, plan, exact, dense_us, table)
@@ -110,16 +110,11 @@ def pick_runners(
     return tuple(sorted(picked, key=lambda each: each.step_us))
 
 
-def in_draws(plan: Plan, exact: ExactPlans) -> list[float]:
-    """Simulate a plan once in each draw of the costs, in µs."""
-    return steps_in_draws(plan, exact.tasks(plan), exact.costs)
-
-
 def made_runner(
     name: str, plan: Plan, exact: ExactPlans, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
     """Predict a plan that may race; `dense_us` is the dense plan in the same draws."""
-    wins = share_won(in_draws(plan, exact), dense_us)
+    wins = share_won(exact.in_draws(plan), dense_us)
     return Runner(name, plan, exact.step_us(plan), wins, plan_error(plan, exact.cluster, table))
 
 

@@ -46,6 +46,16 @@ class ExactPlans:
         """Predict the step, as `plan_tasks` and the simulator do."""
         return step_time_us(self.tasks(plan), self.costs.processors)
 
+    def in_draws(self, plan: Plan) -> list[float]:
+        """Predict the step once in each draw of the costs' errors, in µs."""
+        tasks = self.tasks(plan)
+        errors, kinds = DrawnErrors.of(self.costs), _kinds_of(tasks, plan)
+        number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
+        factors = np.stack([np.exp(errors.of_kind(kind) * _normals(kind)) for kind in number], axis=1)
+        durations = np.array([task.duration_us for task in tasks])
+        varied = durations * factors[:, [number[kind] for kind in kinds]]
+        return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], self.costs.processors)
+
     def tasks(self, plan: Plan) -> list[Task]:
         """Write down the emitted step, as `plan_tasks` does."""
         workload = self.workload.moved(plan.moved)
@@ -101,16 +111,6 @@ class DrawnErrors:
         if kind == _COMPUTE:
             return self.compute
         return self.links if kind in _MOVING.values() else self.compressors
-
-
-def steps_in_draws(plan: Plan, tasks: Sequence[Task], costs: CostTable) -> list[float]:
-    """Simulate a plan's tasks once in each draw, in µs."""
-    errors, kinds = DrawnErrors.of(costs), _kinds_of(tasks, plan)
-    number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
-    factors = np.stack([np.exp(errors.of_kind(kind) * _normals(kind)) for kind in number], axis=1)
-    durations = np.array([task.duration_us for task in tasks])
-    varied = durations * factors[:, [number[kind] for kind in kinds]]
-    return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], costs.processors)
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:

@@ -287,7 +287,7 @@ class StepSchedule(Schedule):
         timeline = self._force.standing.timeline  # a rank's own: shards may differ
         predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
         sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
-        dense_us = [costs.collective_us(*sum_of_all) for costs in (old, decision.costs)]
+        dense_us = [costs.collective(*sum_of_all).us for costs in (old, decision.costs)]
         self._note(_said_of(decision, step, predicted_us, dense_us, changed=decision.plan != before))
         self._race_again(step, f"{topic}: the race", before)
         return decision.plan != before

@@ -52,9 +52,9 @@ def test_a_measured_collective_prints():
 
 
 def test_what_was_measured_live_wins_over_the_clusters_link():
-    live = TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
+    live = TABLE.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER).us
     assert live == pytest.approx(6 * 20.0 + 1.5 * 1000 / 500)
-    by_link = replace(TABLE, collectives={}).collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER)
+    by_link = replace(TABLE, collectives={}).collective(CollectiveKind.ALL_REDUCE, Level.WORLD, 1000, CLUSTER).us
     assert by_link == pytest.approx(6 * 10.0 + 1.5 * 1000 / 1000)
     assert collective_source(TABLE, CollectiveKind.ALL_REDUCE, Level.WORLD, CLUSTER) == "measured, 9 samples"
     scatter = collective_source(TABLE, CollectiveKind.REDUCE_SCATTER, Level.WORLD, CLUSTER)
@@ -63,18 +63,18 @@ def test_what_was_measured_live_wins_over_the_clusters_link():
 
 def test_a_collective_that_was_not_measured_takes_the_link_of_one_that_was():
     gpu = replace(TABLE, copy_gb_per_s=10.0)
-    scatter = gpu.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, FLAT)
+    scatter = gpu.collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, FLAT).us
     assert scatter == pytest.approx(3 * 20.0 + 0.75 * 1000 / 500)
     # Sent straight: 4/3 of a byte crosses a host's uplink for each that one of its two ranks sends; then the sum.
-    direct = TABLE.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, CLUSTER)
+    direct = TABLE.collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 1000, CLUSTER).us
     assert direct == pytest.approx(20.0 + 0.75 * 4 / 3 * 1000 / 500 + 1000 / 5000)
-    assert TABLE.collective_us(CollectiveKind.ALL_REDUCE, Level.INTRA, 0, CLUSTER) == pytest.approx(2 * 1.0)
+    assert TABLE.collective(CollectiveKind.ALL_REDUCE, Level.INTRA, 0, CLUSTER).us == pytest.approx(2 * 1.0)
 
 
 def test_a_level_that_joins_the_same_ranks_shares_their_measurement():
     flat = Cluster(4, 1, intra=Link(1, 10), inter=Link(10, 1))
     for level in (Level.INTER, Level.WORLD):
-        assert TABLE.collective_us(CollectiveKind.ALL_REDUCE, level, 0, flat) == pytest.approx(6 * 20.0)
+        assert TABLE.collective(CollectiveKind.ALL_REDUCE, level, 0, flat).us == pytest.approx(6 * 20.0)
 
 
 def test_compressor_costs_lie_on_lines_between_points_and_grow_beyond():
@@ -127,13 +127,13 @@ def test_the_pool_is_the_device_where_there_is_no_other_and_shares_its_processor
 
 def test_a_collectives_load_is_its_processor_time_over_its_time():
     kind, level = CollectiveKind.ALL_REDUCE, Level.WORLD
-    assert CostTable().load_of(kind, level, 10**6, CLUSTER) == 0.0
+    assert CostTable().collective(kind, level, 10**6, CLUSTER).load == 0.0
     table = replace(TABLE, transport={kind: TransportCost(us=30.0, us_per_mb=1000.0)})
-    assert table.load_of(kind, level, 10**6, CLUSTER) == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
+    assert table.collective(kind, level, 10**6, CLUSTER).load == pytest.approx((30 + 1500) / (6 * 20 + 1.5e6 / 500))
     # What was not measured is as an all_reduce of as many bytes sent.
-    scatter = table.load_of(CollectiveKind.REDUCE_SCATTER, level, 10**6, FLAT)
+    scatter = table.collective(CollectiveKind.REDUCE_SCATTER, level, 10**6, FLAT).load
     assert scatter == pytest.approx((30 + 750) / (20 + 0.75e6 / 500 + 200))
-    assert table.load_of(kind, Level.INTRA, 0, Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))) == 0.0
+    assert table.collective(kind, Level.INTRA, 0, Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))).load == 0.0
 
 
 def test_a_table_survives_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -208,7 +208,7 @@ def test_groups_that_sit_differently_have_their_own_prices():
         }
     )
     spread, together = (Cluster(h, r, intra=Link(1, 10), inter=Link(10, 1)) for h, r in ((4, 1), (1, 4)))
-    times = [table.collective_us(kind, Level.WORLD, 10**6, where) for where in (spread, together)]
+    times = [table.collective(kind, Level.WORLD, 10**6, where).us for where in (spread, together)]
     assert times == pytest.approx([300.0 + 15_000.0, 12.0 + 150.0])
 
 
@@ -216,11 +216,11 @@ def test_a_collective_priced_as_another_pays_for_its_own_steps_on_every_piece():
     kind = CollectiveKind.ALL_REDUCE
     bent = Fit((Piece(0.0, 60.0, 0.001), Piece(1e6, -940.0, 0.002)), 1e3, 1e7, 20)
     table = CostTable(collectives={(kind, "4x1"): MeasuredCollective(4, bent)}, copy_gb_per_s=10.0)
-    half = table.collective_us(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 4e6, FLAT)
+    half = table.collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD, 4e6, FLAT).us
     assert half == pytest.approx(bent.at(2e6) - 30.0)
     sizes = [10.0**k for k in range(9)]
     for other in CollectiveKind:
-        times = [table.collective_us(other, Level.WORLD, size, FLAT) for size in sizes]
+        times = [table.collective(other, Level.WORLD, size, FLAT).us for size in sizes]
         assert times == sorted(times)
 
 
@@ -233,7 +233,7 @@ def test_what_is_sent_straight_is_priced_by_a_gather_of_the_parts_that_was_sent_
     table = CostTable(collectives=known)
     for size in (0.0, 4e3, 4e6):
         summed_us = table.pack_us(size) if kind is CollectiveKind.REDUCE_SCATTER else 0.0
-        us = table.collective_us(kind, Level.WORLD, size, FLAT)
+        us = table.collective(kind, Level.WORLD, size, FLAT).us
         assert us == pytest.approx(gathered.at(size / 4) + summed_us)
     assert collective_source(table, kind, Level.WORLD, FLAT) == "assumed, as all_gather: measured"
 

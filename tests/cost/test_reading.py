@@ -61,8 +61,8 @@ def prices(table: CostTable) -> Iterator[float]:
         for cluster in CLUSTERS:
             for kind in CollectiveKind:
                 for level in Level:
-                    yield table.collective_us(kind, level, size, cluster)
-                    yield table.load_of(kind, level, size, cluster)
+                    price = table.collective(kind, level, size, cluster)
+                    yield from (price.us, price.load)
         yield from (table.pack_us(size), table.copy_us(size))
         yield table.compute_us("aten.mm f32[2,2] f32[2,2]", size, size, "bf16").us
         yield table.compute_us("aten.mm f32[9,9] f32[9,9]", size, size, "bf16").us
@@ -75,8 +75,9 @@ def prices(table: CostTable) -> Iterator[float]:
         link = link_of(table, between_hosts=between)
         if link is not None:
             yield from (link.alpha_us, link.gb_per_s)
-    speed, load = (of(_K.ALL_REDUCE, Level.WORLD, 1000, CLUSTERS[0]) for of in (table.overlap_speed, table.load_of))
-    step = [Task("a", Stream.COMPUTE, 100.0), Task("b", Stream.INTER, 50.0, load=load, overlap_speed=speed)]
+    price = table.collective(_K.ALL_REDUCE, Level.WORLD, 1000, CLUSTERS[0])
+    sent = Task("b", Stream.INTER, 50.0, load=price.load, overlap_speed=price.overlap_speed)
+    step = [Task("a", Stream.COMPUTE, 100.0), sent]
     yield simulate(step, table.processors).step_time_us
     yield table.error_of(1.0, 2.0)
 

@@ -40,7 +40,7 @@ def test_collectives_of_uneven_parts_cost_by_what_the_largest_owner_has():
     for strategy, sizes in expected.items():
         gm = annotate_costs(lowered(one_bucket(strategy), TWO_BY_TWO), COSTS, TWO_BY_TWO)
         costs = [info(n).cost_us for n in gm.graph.nodes if is_collective(n)]
-        assert costs == [COSTS.collective_us(*size, TWO_BY_TWO) for size in sizes], strategy
+        assert costs == [COSTS.collective(*size, TWO_BY_TWO).us for size in sizes], strategy
 
 
 def test_what_was_measured_wins():

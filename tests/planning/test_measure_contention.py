@@ -79,8 +79,8 @@ def as_gathers(graph: GraphModule, costs: CostTable) -> list[Task]:
     for task in graph_tasks(graph):
         if task.name in summed:
             what = CollectiveKind.ALL_GATHER, Level.WORLD, summed[task.name] / GATHERED, CLUSTER
-            us, load, overlap_speed = costs.collective_us(*what), costs.load_of(*what), costs.overlap_speed(*what)
-            task = replace(task, duration_us=us, load=load, overlap_speed=overlap_speed)
+            price = costs.collective(*what)
+            task = replace(task, duration_us=price.us, load=price.load, overlap_speed=price.overlap_speed)
         tasks.append(task)
     return tasks
 

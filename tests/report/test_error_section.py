@@ -175,7 +175,7 @@ def by_hand(table: ErrorTable, **changes: object) -> Explanation:
 def wire_us(plan: Plan) -> list[float]:
     """Time of each bucket's collectives."""
     sent = [sent_by(bucket, WHERE, WORKLOAD.shapes) for bucket in plan.buckets]
-    return [sum(COSTS.collective_us(p.send.kind, p.send.level, p.size, WHERE) for p in parts) for parts in sent]
+    return [sum(COSTS.collective(p.send.kind, p.send.level, p.size, WHERE).us for p in parts) for parts in sent]
 
 
 def test_layers_stand_in_one_table(golden: Callable[[str, str], None]):

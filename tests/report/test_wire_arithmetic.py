@@ -83,7 +83,7 @@ def test_an_agreement_is_a_collective_of_its_own():
 def stands_alone_us(strategy: Strategy, where: Cluster) -> float:
     """One bucket whose wire nothing hides, from the costs themselves."""
     (bucket,) = plan(strategy).buckets
-    us = sum(COSTS.collective_us(s.send.kind, s.send.level, s.size, where) for s in sent_by(bucket, where, SHAPES))
+    us = sum(COSTS.collective(s.send.kind, s.send.level, s.size, where).us for s in sent_by(bucket, where, SHAPES))
     for leg in route_of(strategy, [SHAPES["a"]], where).legs:
         if isinstance(leg, Encode):
             us += COSTS.encode_us(leg.compressor, leg.elements)

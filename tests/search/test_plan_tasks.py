@@ -158,7 +158,7 @@ def test_a_compressor_that_knows_shapes_is_priced_by_them():
     sent = [{t.name: t.duration_us for t in plan_tasks(w, plan, COSTS, PAIR)} for w in (square, tall)]
     us = [[tasks["agree 0"], tasks["all_reduce 0"]] for tasks in sent]
     by_bytes = [
-        [COSTS.collective_us(CollectiveKind.ALL_REDUCE, Level.WORLD, 4 * side, PAIR) for side in sides]
+        [COSTS.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, 4 * side, PAIR).us for side in sides]
         for sides in ((100, 100), (1000, 10))
     ]
     assert us == by_bytes
@@ -202,9 +202,9 @@ def test_a_gathered_payload_is_decoded_once_a_rank_and_a_shard_is_as_long_as_it_
     assert us["compress 0"] == COSTS.encode_us(int8, shards[0])
     assert us["decompress 0"] == COSTS.decode_us(int8, shards[0], ranks=3)
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-    assert us["reduce_scatter 0"] == COSTS.collective_us(scatter, Level.INTRA, 4 * 1002, where)
-    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.INTER, int8.payload_bytes(shards[:1]), where)
-    assert us["all_gather (2) 0"] == COSTS.collective_us(gather, Level.INTRA, 4 * max(shards), where)
+    assert us["reduce_scatter 0"] == COSTS.collective(scatter, Level.INTRA, 4 * 1002, where).us
+    assert us["all_gather 0"] == COSTS.collective(gather, Level.INTER, int8.payload_bytes(shards[:1]), where).us
+    assert us["all_gather (2) 0"] == COSTS.collective(gather, Level.INTRA, 4 * max(shards), where).us
 
 
 def test_two_shots_compress_a_bucket_and_then_a_share_of_it():
@@ -216,8 +216,8 @@ def test_two_shots_compress_a_bucket_and_then_a_share_of_it():
     assert us["compress (2) 0"] == COSTS.encode_us(INT8, 1024)
     assert us["decompress (2) 0"] == COSTS.decode_us(INT8, 4096, ranks=1)
     deal, gather = CollectiveKind.ALL_TO_ALL, CollectiveKind.ALL_GATHER
-    assert us["all_to_all 0"] == COSTS.collective_us(deal, Level.WORLD, 4 * INT8.payload_bytes((1024,)), where)
-    assert us["all_gather 0"] == COSTS.collective_us(gather, Level.WORLD, INT8.payload_bytes((1024,)), where)
+    assert us["all_to_all 0"] == COSTS.collective(deal, Level.WORLD, 4 * INT8.payload_bytes((1024,)), where).us
+    assert us["all_gather 0"] == COSTS.collective(gather, Level.WORLD, INT8.payload_bytes((1024,)), where).us
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,15 +6,14 @@ from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import predict_us, uniform
-from fxcomp.search.plan_tasks import plan_tasks
-from fxcomp.search.shared_draws import DRAWS, share_won, steps_in_draws
+from fxcomp.search.shared_draws import DRAWS, ExactPlans, share_won
 
 WORKLOAD, WHERE = layers(10), cluster(2, 1, "1gbit")
 
 
 def drawn(plan: Plan, costs: object = COSTS) -> list[float]:
     assert isinstance(costs, type(COSTS))
-    return steps_in_draws(plan, plan_tasks(WORKLOAD, plan, costs, WHERE), costs)
+    return ExactPlans(WORKLOAD, costs, WHERE).in_draws(plan)
 
 
 def test_equal_plans_have_equal_draws_and_neither_wins():

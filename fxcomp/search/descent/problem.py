@@ -309,13 +309,12 @@ class TracedPrices:
         return known
 
     def _processor_us(self, question: PriceQuestion, size: float) -> float:
-        kind, level = question.before
-        return question.us(self.costs, self.cluster, size) * self.costs.load_of(kind, level, size, self.cluster)
+        price = question.collective(self.costs, self.cluster, size)
+        return price.us * price.load
 
     def _beside_us(self, question: PriceQuestion, size: float) -> float:
-        kind, level = question.before
-        us = question.us(self.costs, self.cluster, size)
-        return us / self.costs.overlap_speed(kind, level, size, self.cluster)
+        price = question.collective(self.costs, self.cluster, size)
+        return price.us / price.overlap_speed
 
 
 class _Curves:

@@ -5,7 +5,7 @@
     pack         compute   pack_us of 4 x the elements
     compress     compute   encode_us(int8) of the elements
     start        compute   launch_us
-    all_gather   inter     collective_us(all_gather, world) of the int8 payload
+    all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 `price_bucket` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
@@ -28,7 +28,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
-from fxcomp.plan.prices import Prices
+from fxcomp.plan.prices import CollectivePrice, Prices
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
 from fxcomp.search.prices import Measure, Size
@@ -54,12 +54,17 @@ class PriceQuestion(NamedTuple):
     def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
         if self.method == "launch_us":
             return prices.launch_us
-        last = (cluster,) if self.is_collective else self.after
-        return getattr(prices, self.method)(*self.before, size, *last)
+        if self.is_collective:
+            return self.collective(prices, cluster, size).us
+        return getattr(prices, self.method)(*self.before, size, *self.after)
+
+    def collective(self, prices: Prices, cluster: Cluster, size: float) -> CollectivePrice:
+        kind, level = self.before
+        return prices.collective(kind, level, size, cluster)
 
     @property
     def is_collective(self) -> bool:
-        return self.method == "collective_us"
+        return self.method == "collective"
 
 
 class Feature(NamedTuple):
@@ -230,14 +235,9 @@ class _Recorder:
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
         return _price("decode_us", elements, (compressor,), (ranks, device))
 
-    def collective_us(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
-        return _price("collective_us", size, (kind, level))
-
-    def load_of(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
-        return 0.0
-
-    def overlap_speed(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> float:  # noqa: ARG002
-        return 1.0
+    def collective(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> CollectivePrice:
+        del cluster
+        return CollectivePrice(_price("collective", size, (kind, level)))
 
 
 def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[Any, ...] = ()) -> _Price:
