@@ -62,10 +62,11 @@ class PointChooser:
         choice = replace(choice, exchanged=found)
         if not found.pays:
             return choice, workload, (_note(found.reason),)
-        exact = ExactPlans(known, self.costs, self.cluster)
+        traced = TracedPrices(self.costs, self.cluster)
+        exact = ExactPlans(known, traced)
         step_us = exact.step_us(plan)
         taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us, alternatives=())
-        dense_us = ExactPlans(workload, self.costs, self.cluster).in_draws(choice.dense)
+        dense_us = ExactPlans(workload, traced).in_draws(choice.dense)
         return replace(taken, runners=runners_at_momenta(plan, exact, dense_us)), known, ()
 
     def _movable(self, workload: Workload) -> list[str]:
@@ -101,7 +102,7 @@ class PointChooser:
 
     def _compare(self, gradients: Plan, momenta: Plan, workload: Workload) -> Exchanged:
         """Predict the job by both. Raises BadOption where the warm-up cannot be made."""
-        compress, exact = self.options.compress, ExactPlans(workload, self.costs, self.cluster)
+        compress, exact = self.options.compress, ExactPlans(workload, TracedPrices(self.costs, self.cluster))
         assert compress.steps is not None, "where the point is chosen, the job has a length"
         prices: dict[str, float] = {}
 
@@ -136,8 +137,8 @@ def fastest_at_momenta(
 ) -> Plan:
     """Find the fastest plan that exchanges momenta where it compresses."""
     there, at_momenta = workload.moved(moved), replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
-    searches = searches_of(there, TracedPrices(costs, cluster), at_momenta)
-    found = fastest_of(searches, ExactPlans(there, costs, cluster), dense_only=False)
+    traced = TracedPrices(costs, cluster)
+    found = fastest_of(searches_of(there, traced, at_momenta), ExactPlans(there, traced), dense_only=False)
     return found.plan.at_momenta(staying=[name for name in workload.sizes if name not in moved])
 
 

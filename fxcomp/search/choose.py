@@ -155,11 +155,12 @@ def choose(
     What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
     """
     terms = terms if isinstance(terms, Terms) else Terms(terms)
-    traced, exact = TracedPrices(costs, cluster), ExactPlans(workload, costs, cluster)
+    traced = TracedPrices(costs, cluster)
+    exact = ExactPlans(workload, traced)
     searches = searches_of(workload, traced, terms)
     dense = fastest_of(searches, exact, dense_only=True)
     least = min(dense, fastest_of(searches, exact, dense_only=False), key=lambda best: best.step_us)
-    bf16 = bf16_everywhere(workload, costs, cluster, terms.pins)
+    bf16 = bf16_everywhere(workload, traced, terms.pins)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
         is_allowed = plan_error(bf16, cluster, terms.table) <= terms.limit(workload, cluster)
@@ -265,12 +266,12 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     return search.plan(search.starts([0], 1)[0])
 
 
-def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster, pins: Pins = NO_PINS) -> Plan:
+def bf16_everywhere(workload: Workload, traced: TracedPrices, pins: Pins = NO_PINS) -> Plan:
     """Make the fastest plan of bf16 everywhere but for pins, over all ranks at once or level by level."""
-    bf16 = _bf16_strategies(costs, cluster) or strategies(Mode.LOSSLESS, cluster)
+    cluster, offload = traced.cluster, traced.costs.offloads
+    bf16 = _bf16_strategies(cluster, offload=offload) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
-    traced = TracedPrices(costs, cluster)
-    pinned = Pinned.of(pins, workload, cluster, Losses(workload.gradients, cluster), offload=costs.offloads)
+    pinned = Pinned.of(pins, workload, cluster, Losses(workload.gradients, cluster), offload=offload)
     has_both = len({gradient.is_vector for gradient in workload.gradients}) == 2
     asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + has_both]]
     searches = [PlanSearch(question, traced) for question in asked]
@@ -280,14 +281,14 @@ def bf16_everywhere(workload: Workload, costs: CostTable, cluster: Cluster, pins
     return search.plan(start)
 
 
-def _bf16_strategies(costs: CostTable, cluster: Cluster) -> tuple[Strategy, ...]:
-    offered = strategies(Mode.BALANCED, cluster, Content.VECTORS, offload=costs.offloads)
+def _bf16_strategies(cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]:
+    offered = strategies(Mode.BALANCED, cluster, Content.VECTORS, offload=offload)
     return tuple(each for each in offered if not each.is_dense)
 
 
 def _bf16_numbers(search: PlanSearch) -> list[int]:
     """Number the bf16 strategies that a search may give to every bucket."""
-    bf16 = _bf16_strategies(search.traced.costs, search.traced.cluster)
+    bf16 = _bf16_strategies(search.traced.cluster, offload=search.traced.costs.offloads)
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
 
@@ -321,7 +322,7 @@ def flip_gbit(
             return True
         plans = [search.plan(found) for found, search in (dense, fastest)]
         always = {DENSE: plans[0], PREDICTED_BEST: plans[1]}
-        runners = pick_runners(always, (), ExactPlans(workload, costs, cluster.with_inter(gbit / 8)))
+        runners = pick_runners(always, (), ExactPlans(workload, traced))
         return not is_worth_following(plans[1], runners)
 
     low, high = 1e-3, 1e3

@@ -150,7 +150,7 @@ class _Buckets:
 
     def __init__(self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._traced, cluster = plan, traced, traced.cluster
-        self._exact = ExactPlans(workload, traced.costs, cluster)
+        self._exact = ExactPlans(workload, traced)
         limit = terms.limit(workload, cluster)
         lossable = limit * elements_of(workload)
         offload = traced.costs.offloads

@@ -17,11 +17,11 @@ from functools import cache
 
 import numpy as np
 
-from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us, step_times_us
 from fxcomp.plan.kinds import WIRES, Stream
 from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.plan_tasks import (
     BucketTasks,
     assemble,
@@ -37,9 +37,9 @@ from fxcomp.search.workload import Gradient, Workload
 class ExactPlans:
     """The plans of one workload, priced as their tasks are, and not as a search follows prices by lines."""
 
-    def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
-        self.workload, self.costs, self.cluster = workload, costs, cluster
-        self._broadcast = broadcast_task(workload, costs, cluster)
+    def __init__(self, workload: Workload, traced: TracedPrices) -> None:
+        self.workload, self.costs, self.cluster = workload, traced.costs, traced.cluster
+        self._broadcast = broadcast_task(workload, self.costs, self.cluster)
         self._priced: dict[tuple[int, Bucket, float], BucketTasks] = {}
 
     def step_us(self, plan: Plan) -> float:

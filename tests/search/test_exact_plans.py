@@ -14,7 +14,7 @@ from fxcomp.search.shared_draws import ExactPlans
 
 def test_exact_plans_price_as_the_tasks_do():
     workload, where = layers(8), cluster(2, 2, "1gbit")
-    exact = ExactPlans(workload, COSTS, where)
+    exact = ExactPlans(workload, TracedPrices(COSTS, where))
     for search in searches_of(workload, TracedPrices(COSTS, where), Terms(Mode.BALANCED)):
         for found in search.starts(range(len(search.options[0]))):
             plan = search.plan(found)

@@ -48,7 +48,7 @@ def test_every_plan_of_a_choice_has_what_is_pinned(mode: Mode, ranks_per_host: i
 def test_the_dense_plan_and_bf16_are_so_wherever_nothing_is_pinned():
     pins = Pins.read({"layer4.*": "int8"})
     choice = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.BALANCED, pins=pins))
-    bf16 = bf16_everywhere(WORKLOAD, COSTS, SLOW, pins)
+    bf16 = bf16_everywhere(WORKLOAD, TracedPrices(COSTS, SLOW), pins)
     for name in WORKLOAD.sizes:
         pinned = name.startswith("layer4.")
         assert pinned_to(choice.dense, name) == ({"int8"} if pinned else {"dense"})

@@ -6,6 +6,7 @@ from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import predict_us, uniform
+from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.shared_draws import DRAWS, ExactPlans, share_won
 
 WORKLOAD, WHERE = layers(10), cluster(2, 1, "1gbit")
@@ -13,7 +14,7 @@ WORKLOAD, WHERE = layers(10), cluster(2, 1, "1gbit")
 
 def drawn(plan: Plan, costs: object = COSTS) -> list[float]:
     assert isinstance(costs, type(COSTS))
-    return ExactPlans(WORKLOAD, costs, WHERE).in_draws(plan)
+    return ExactPlans(WORKLOAD, TracedPrices(costs, WHERE)).in_draws(plan)
 
 
 def test_equal_plans_have_equal_draws_and_neither_wins():

@@ -295,7 +295,7 @@ class PlanSearch:
         return tuple(strand.whole() for strand in self.strands)
 
     def _engine(self, problem: Problem, strands: Sequence[Strand]) -> Engine:
-        exact = ExactPlans(self.question.workload, self.traced.costs, self.traced.cluster)
+        exact = ExactPlans(self.question.workload, self.traced)
         return engine_of(problem, partial(self._plan, strands), exact)
 
     def _engine_in_full(self) -> Engine:

@@ -309,11 +309,13 @@ class TracedPrices:
         return known
 
     def _processor_us(self, question: PriceQuestion, size: float) -> float:
-        price = question.collective(self.costs, self.cluster, size)
+        kind, level = question.before
+        price = self.costs.collective(kind, level, size, self.cluster)
         return price.us * price.load
 
     def _beside_us(self, question: PriceQuestion, size: float) -> float:
-        price = question.collective(self.costs, self.cluster, size)
+        kind, level = question.before
+        price = self.costs.collective(kind, level, size, self.cluster)
         return price.us / price.overlap_speed
 
 

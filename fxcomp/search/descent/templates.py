@@ -55,12 +55,9 @@ class PriceQuestion(NamedTuple):
         if self.method == "launch_us":
             return prices.launch_us
         if self.is_collective:
-            return self.collective(prices, cluster, size).us
+            kind, level = self.before
+            return prices.collective(kind, level, size, cluster).us
         return getattr(prices, self.method)(*self.before, size, *self.after)
-
-    def collective(self, prices: Prices, cluster: Cluster, size: float) -> CollectivePrice:
-        kind, level = self.before
-        return prices.collective(kind, level, size, cluster)
 
     @property
     def is_collective(self) -> bool:
