@@ -32,6 +32,7 @@ from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.prices import CollectivePrice
 
 VERSION = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from fxcomp.cluster.cluster import Cluster, Level
@@ -9,6 +10,17 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.contention import CollectivePrice
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePrice:
+    """Time of a collective alone, in us, and its effect on compute that it overlaps."""
+
+    us: float
+    load: float = 0.0
+    """The share of compute's processors that it takes while it runs."""
+    overlap_speed: float = 1.0
+    """Its relative speed while compute runs and leaves no processor to it."""
 
 
 class Prices(Protocol):

@@ -29,7 +29,7 @@ from fxcomp.cost.contention import CollectivePrice
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
-from fxcomp.plan.prices import Prices
+from fxcomp.plan.prices import CollectivePrice, Prices
 from fxcomp.plan.strategy import Device, Strategy
 from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
 from fxcomp.search.prices import Measure, Size
