@@ -33,17 +33,6 @@ class TransportCost:
         return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class CollectivePrice:
-    """Time of a collective alone, in us, and its effect on compute that it overlaps."""
-
-    us: float
-    load: float = 0.0
-    """The share of compute's processors that it takes while it runs."""
-    overlap_speed: float = 1.0
-    """Its relative speed while compute runs and leaves no processor to it."""
-
-
 NO_TIME_US = 1e-9
 """A shorter time counts as none: nothing is divided by it."""
 

@@ -18,7 +18,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
 from fxcomp.cost.checks import check_numbers
 from fxcomp.cost.collectives import Library
-from fxcomp.cost.contention import NO_TIME_US, CollectivePrice, TransportCost
+from fxcomp.cost.contention import NO_TIME_US, TransportCost
 from fxcomp.cost.measured import (
     CompressorCost,
     MeasuredCollective,

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.cost.contention import CollectivePrice
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Device
 

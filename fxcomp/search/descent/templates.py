@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, Self
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.compressors import Compressor
-from fxcomp.cost.contention import CollectivePrice
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
