@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from contextlib import redirect_stdout
 from io import StringIO
@@ -31,6 +32,16 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path):
     code, printed = run_alone(run_tests, bug, [all_bugs()[bug].caught_by], tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED, printed
     assert "1 failed" in printed
+
+
+@pytest.mark.parametrize("bug", all_bugs())
+def test_what_catches_a_bug_is_a_fast_test(bug: str):
+    file, _, name = all_bugs()[bug].caught_by.partition("::")
+    functions = {
+        node.name: node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    marks = list(map(ast.unparse, functions[name.partition("[")[0]].decorator_list))
+    assert "pytest.mark.slow" not in marks
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def caught_by(test: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 def all_bugs() -> dict[str, Bug]:
     """Return the bugs of all modules, which enter them when they are imported."""
-    for module in ("planted", "planted_on_devices"):
+    for module in ("planted", "planted_in_steps", "planted_on_devices"):
         importlib.import_module(f"helpers.{module}")
     return BUGS
 
