@@ -1,4 +1,4 @@
-"""The compiled step: runs a program for each batch, and acts on what its judges say."""
+"""The compiled step as a user has it: a call runs a batch; it reports, is saved and loaded, and closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The plan in force: what a step follows, its warm-up, and the programs that are made for it."""
+"""Keep what a compiled step follows now: the plan of the warm-up's stage or of the turn, its runtime and its programs.
+
+Follower        plans and the state of gradients under each; knows nothing of programs
+PlanInForce     programs of these plans: made, found for a batch, taken in turns, exchanged; saved and loaded
+"""
 
 from __future__ import annotations
 

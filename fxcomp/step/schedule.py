@@ -6,8 +6,9 @@
     drift                                                a window is judged: measure links, plan again, race
     errors          a look                               the plan is solved for by the errors of now
 
-`Calendar` is its data. Race, drift, looks and the freeze of second moments only judge; the schedule agrees with the
-other ranks, enters the result in the calendar, and has another plan followed.
+`Calendar` is its data. Race, drift and looks only judge; the schedule agrees with the other ranks, enters the result in
+the calendar, and has another plan followed. The freeze of second moments (`freeze.py`) and following errors
+(`errors/adaptation.py`) change plans themselves, when the schedule calls them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fxcomp.step.calendar import WINDOW, Calendar
 from fxcomp.step.drift import Drift, judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
-from fxcomp.step.guard import Guard
+from fxcomp.step.freeze import Freeze
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
@@ -129,7 +130,7 @@ class StepSchedule(Schedule):
         super().__init__(force.calendar, times, site, force.take_turn, self._settle_on)
         self.calendar.verified = options.checks.verified
         self._force, self._planner, self._options, self._note = force, planner, options, note
-        self._guard = Guard(force, site.ranks, self.follow, note)
+        self._freeze = Freeze(force, site.ranks, self._follow, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled_ms: float | None = None
         """The median of the first window under the plan; None until that is over."""
@@ -149,7 +150,7 @@ class StepSchedule(Schedule):
 
     def before_step(self, step: int) -> None:
         """Follow the plan of a step's number; momenta are exchanged once all parameters have been updated enough."""
-        freezes_at = self._guard.before_step(step)
+        freezes_at = self._freeze.before_step(step)
         if freezes_at is not None:
             self._freeze_at(freezes_at)
             self.wait(step)
@@ -176,13 +177,13 @@ class StepSchedule(Schedule):
         """Do what is due after so many steps."""
         if self._errors is not None:
             self.calendar.look_from = self._errors.between(steps)
-        self._guard.between(steps)
+        self._freeze.between(steps)
         is_free = not self.is_racing and not self._acts_on_drift(steps)
         if is_free and self._adaptation is not None and self.calendar.is_quiet_at(steps - 1):
             self._adaptation.act(steps)
         super().between(steps)
 
-    def follow(self, step: int) -> None:
+    def _follow(self, step: int) -> None:
         """Follow another plan from a step on; a race that was on is over."""
         self.call_off()
         self._settle_anew(step)
@@ -196,12 +197,12 @@ class StepSchedule(Schedule):
 
     def go_on(self, saved: SavedMomenta) -> None:
         """Let ranks exchange what they did when a state was saved; every rank calls it."""
-        self._guard.go_on(saved)
+        self._freeze.go_on(saved)
         self._freeze_at(self._force.momenta.freezes_at)
 
     def resume(self, steps: int) -> None:
         """Go on at another step of the job; a race that was not over begins again."""
-        self._guard.resume(steps)
+        self._freeze.resume(steps)
         self._settle_anew(steps)
         if not self._force.is_racing:
             self.call_off()

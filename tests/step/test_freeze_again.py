@@ -20,7 +20,7 @@ import fxcomp
 from fxcomp.plan.compress import LEAST_WARM
 from fxcomp.plan.strategy import Strategy
 from fxcomp.state.momenta import Momenta, steps_to_forget
-from fxcomp.step.guard import LOOK_EVERY
+from fxcomp.step.freeze import LOOK_EVERY
 
 JOB = JOBS["mlp"]
 WARM = 5

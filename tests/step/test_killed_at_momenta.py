@@ -16,7 +16,7 @@ from helpers.ranks import try_ranks
 
 from fxcomp.runtime.transport import Launch
 from fxcomp.state.momenta import Momenta
-from fxcomp.step.guard import LOOK_EVERY
+from fxcomp.step.freeze import LOOK_EVERY
 
 RANKS = 3
 THAWS = -(-(JUMP + 1) // LOOK_EVERY) * LOOK_EVERY

@@ -19,7 +19,7 @@ import fxcomp
 from fxcomp.plan.strategy import Strategy
 from fxcomp.state.momenta import Momenta
 from fxcomp.step.compiled_step import CompiledStep
-from fxcomp.step.guard import LOOK_EVERY
+from fxcomp.step.freeze import LOOK_EVERY
 
 
 def notes(step: CompiledStep) -> list[str]:
@@ -94,7 +94,7 @@ def owed_before_and_after(optimizer: str, strategy: str) -> list[tuple[float, fl
             d = (kept["exp_avg_sq"] / (1 - options["betas"][1] ** float(kept["step"]))).sqrt() + options["eps"]
         taken = 1 - options["betas"][0] if "betas" in options else 1.0
         before[name] = whole * (d.flatten() if isinstance(d, Tensor) else d) / taken
-    step._schedule._guard.thaw(WARM + 3, "a test")
+    step._schedule._freeze.thaw(WARM + 3, "a test")
     found: list[tuple[float, float]] = []
     for name, mine in before.items():
         after = force.state.owed[name] / dist.get_world_size()

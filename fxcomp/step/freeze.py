@@ -29,7 +29,7 @@ LIMIT = 10.0
 at dense training's loss reached 2.5 (docs/where_the_mean_stands.md)."""
 
 
-class Guard:
+class Freeze:
     """Lets ranks exchange gradients again when a frozen second moment does not fit any more."""
 
     def __init__(
