@@ -178,7 +178,9 @@ class Training:
         materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)
         clipped = max_grad_norm, max_grad_value
-        return cls(model, loss_fn, Watch(model, loss_fn), optimizers, owned, *clipped, habits, finds_unused, scale)
+        # Inductor, which compiles the step's regions on an accelerator, takes no float symbols.
+        watch = Watch(model, loss_fn, makes_live=owned[0].parameter.device.type == "cpu")
+        return cls(model, loss_fn, watch, optimizers, owned, *clipped, habits, finds_unused, scale)
 
     @property
     def owners(self) -> dict[str, Owned]:

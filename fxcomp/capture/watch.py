@@ -217,8 +217,8 @@ class Watched:
         """Walk once. `names` are the attributes of plain objects that code is known to read, `live` the live floats."""
         self.floats: dict[str, Place] = {}
         """Where floats lie that may become live, or are."""
-        self._live = live
-        self._live_places: list[Place] = []
+        self._may_be_live = live
+        self.live: list[str] = []
         self.facts: dict[str, Hashable] = {}
         self.generators: dict[str, Any] = {}
         self.holders: list[Holder] = []
@@ -254,10 +254,10 @@ class Watched:
     def _note_place(self, owner: Any, key: str, value: Any, name: str, depth: _Depth) -> None:
         """Watch what a place holds; of a live float only that it is one."""
         if type(value) is float:
-            place = self.floats[name] = Place(owner, key)
-            if name in self._live:
+            self.floats[name] = Place(owner, key)
+            if name in self._may_be_live:
                 self.facts[name] = Plain.of(value, "a number of each step")
-                self._live_places.append(place)
+                self.live.append(name)
                 return
         self._slot(owner, key)
         self._note(name, value, depth)
@@ -490,7 +490,7 @@ class Watched:
             and list(map(len, self._counted)) == self._sizes
             and (all(map(is_, self._items(), self._seen)) or self._is_equal())
             and self._read_data() == self._data
-            and all(type(place.value) is float for place in self._live_places)
+            and all(type(self.floats[name].value) is float for name in self.live)
         )
 
     def _is_equal(self) -> bool:
@@ -548,9 +548,9 @@ def _is_users_class(kind: type) -> bool:
 class Watch:
     """Numbers the states of watched values: a state that comes again has the number that it had."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]):
-        """Nothing is looked at before the first question."""
-        self._model, self._loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
+        """Nothing is looked at before the first question. `makes_live` lets floats become inputs."""
+        self._model, self._loss_fn, self._makes_live = model, loss_fn, makes_live
         self._recent: OrderedDict[int, Watched] = OrderedDict()
         self._number_of: dict[Hashable, int] = {}
         self._facts: OrderedDict[int, dict[str, Hashable]] = OrderedDict()
@@ -558,8 +558,7 @@ class Watch:
         self._is_capturing = False
         self._changes = Counter[str]()
         """Changes of floats, by name."""
-        self.live: dict[str, Place] = {}
-        """Live floats: inputs of the captured step."""
+        self._live = set[str]()
         self._constants = set[str]()
         """Floats on which Python decides, or which it writes as text: they are never live."""
 
@@ -570,6 +569,12 @@ class Watch:
     def watched(self) -> Watched:
         """Return the watched values as they are now."""
         return self._recent[self.number()]
+
+    @property
+    def live(self) -> dict[str, Place]:
+        """Live floats by name, inputs of the captured step, where they lie in the state that was numbered last."""
+        latest = next(reversed(self._recent.values()), None)
+        return {} if latest is None else {name: latest.floats[name] for name in latest.live}
 
     def number(self, before_look: Callable[[], None] = lambda: None) -> int:
         """Number the present state. `before_look` is called where more may have changed than was seen before."""
@@ -593,18 +598,18 @@ class Watch:
 
     def keep_constant(self, names: Iterable[str]) -> None:
         """Let live floats be constants of each capture again."""
-        for name in tuple(names):
-            del self.live[name]
-            self._constants.add(name)
-        self._recent.clear()  # where it counted as live
+        self._constants.update(names)
+        self._live -= self._constants
+        self._recent.clear()  # where they count as live
 
     def _make_live(self, found: Watched) -> bool:
         """Make the floats live that have changed often enough. Returns whether there are any."""
         before = next(reversed(self._recent.values())).facts if self._recent else found.facts
         changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
         self._changes.update(changed)
-        made = [n for n in changed if self._changes[n] >= LIVE_AFTER and n not in self._constants]
-        self.live |= {name: found.floats[name] for name in made}
+        often = [name for name in changed if self._changes[name] >= LIVE_AFTER] if self._makes_live else []
+        made = [name for name in often if name not in self._constants]
+        self._live.update(made)
         return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
@@ -620,11 +625,11 @@ class Watch:
     def _look(self) -> Watched:
         latest = next(reversed(self._recent.values()), None)
         names = latest.names if latest is not None else frozenset[str]()
-        found = Watched(self._model, self._roots, names, self.live)
+        found = Watched(self._model, self._roots, names, self._live)
         for _ in range(ROUNDS):
             if found.names == names:
                 break
-            names, found = found.names, Watched(self._model, self._roots, found.names, self.live)
+            names, found = found.names, Watched(self._model, self._roots, found.names, self._live)
         return found
 
     def _enter(self, found: Watched) -> int:

@@ -118,7 +118,7 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
         densified=outputs.densified,
         unused=unused,
         prelude=outputs.prelude,
-        live=dict(inputs.live),
+        live=tuple(inputs.live),
     )
 
 
@@ -288,14 +288,15 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
     CaptureFailed where sizes cannot vary.
     """
     with _ONE_AT_A_TIME:
-        live = dict(training.watch.live)
+        live = training.watch.live
         try:
             return _capture(training, batch, varying, live)
         except Exception:  # Python may raise for a symbol what it does not for a number
             if not live:
                 raise
+            captured = _capture(training, batch, varying, {})  # raises where floats are not the cause
             training.watch.keep_constant(live)
-            return _capture(training, batch, varying, {})
+            return captured
 
 
 def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str, Place]) -> Captured:
@@ -307,7 +308,7 @@ def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str
     if varying or live:
         if names := inputs.decided:
             training.watch.keep_constant(names)
-            return _capture(training, batch, varying, dict(training.watch.live))
+            return _capture(training, batch, varying, {n: place for n, place in live.items() if n not in names})
         if varying and not inputs.symbols:
             raise CaptureFailed("the step makes a number of every size that varies; it is captured for each size alone")
         _check_symbols(body, outputs, *trace_forward_backward(training, StepInputs(training, batch, FIXED_SIZES)))

@@ -93,8 +93,10 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
         # Called by a rank that is about to raise: its own error must not give way to that of a store whose host has
-        # died. One that cannot compare keeps the last value.
+        # died. One that cannot compare keeps the last value of ranks that write at once.
         with suppress(RuntimeError, NotImplementedError):
+            if store.check([key]):
+                return store.get(key).decode()
             store.set(key, value)
         return value
 

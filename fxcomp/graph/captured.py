@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -108,13 +108,6 @@ class Constant:
     value: Any
 
 
-class LiveFloat(Protocol):
-    """A place that holds a float."""
-
-    @property
-    def value(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """The captured step and what must be known to feed it; it equals itself alone."""
@@ -140,8 +133,8 @@ class Captured:
 
     prelude: Prelude | None = None
     """The traced Python's questions about values; another answer needs another capture."""
-    live: Mapping[str, LiveFloat] = field(default_factory=dict[str, LiveFloat])
-    """The places of floats outside of the batch that are inputs, by name."""
+    live: tuple[str, ...] = ()
+    """Watched floats that are inputs, by their names."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         """The leaves of the auxiliary result, with what the graph has returned of them."""

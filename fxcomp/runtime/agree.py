@@ -269,7 +269,7 @@ class Conversation:
         for rank in missing[:WATCHED]:
             why = self._absence(rank, topic, presence)
             if why is not None and not self.store.check([keys[rank]]):  # it may have answered, and ended since
-                raise self._fail(why, missing=missing)
+                raise self._fail(why, missing=[rank])
 
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
         """Say why a rank will not come: its process has ended, or waits for this one inside a later step."""

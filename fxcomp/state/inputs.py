@@ -121,6 +121,7 @@ class Inputs:
         buffers = dict(self.training.model.named_buffers())
         numbers = self.numbers = self._numbers_of(self._renewed(program))
         parameters, kept = self.parameters, self._kept_by_optimizer
+        live = self.training.watch.live if program.captured.live else {}
         for source in program.inputs:
             match source.kind:
                 case InputKind.STATE:
@@ -128,8 +129,7 @@ class Inputs:
                 case InputKind.PARAMETER:
                     value = parameters[source.name]
                 case InputKind.BATCH:
-                    live = program.captured.live.get(source.key)
-                    value = leaves[source.index] if live is None else live.value
+                    value = live[source.key].value if source.key else leaves[source.index]
                 case InputKind.HYPER:
                     value = numbers[source.index][source.key]
                 case InputKind.BUFFER:

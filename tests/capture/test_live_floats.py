@@ -114,6 +114,44 @@ def test_a_float_that_becomes_something_else_is_captured_again():
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:fxcomp.* changed")
+@pytest.mark.parametrize("how", ["replaced", "in turns"])
+def test_a_float_is_read_in_the_object_that_holds_it_now(how: str):
+    """Another object of settings has the place of the first one."""
+    found: list[nn.Module] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        both = SimpleNamespace(w=0.1), SimpleNamespace(w=0.5)
+        holder, optimizer = SimpleNamespace(settings=both[0]), torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def loss_fn(model: nn.Module, batch: Tensor, holder: SimpleNamespace = holder) -> Tensor:
+            return model(batch).sum() * holder.settings.w
+
+        step = fxcomp.compile_step(model, loss_fn, optimizer, x, checks=fxcomp.Checks(verify="never"))
+        for number in range(14):
+            holder.settings = both[number // 7 if how == "replaced" else number % 2]
+            holder.settings.w = 0.1 * (number + 1)
+            if compiled:
+                step(x)
+            else:
+                optimizer.zero_grad()
+                loss_fn(model, x).backward()
+                optimizer.step()
+        found.append(model)
+    assert all(map(torch.equal, found[0].parameters(), found[1].parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:fxcomp.* changed")
+def test_one_float_that_decides_and_one_of_an_exact_type_stay_constants():
+    def loss(y: Tensor, c: Any) -> Tensor:
+        return y.sum() * (2.0 if c.w > 0.3 else 1.0) * (c.w if type(c.w) is float else 3.0)
+
+    expected, _, _ = trained(loss, compiled=False)
+    model, _, _ = trained(loss, compiled=True)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
 class Annealed(nn.Module):
     """A model with a weight of a penalty, as variational models have one."""
 
