@@ -53,9 +53,6 @@ from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks, read_momenta, read_workload
 from fxcomp.search.workload import Workload
 
-_AS_THEY_RUN = (partial(clip_in_lists), partial(fuse_updates))
-"""Passes that give nodes the form in which they run on the graph's device, and in which they are priced."""
-
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
@@ -92,7 +89,7 @@ class Compiler:
                 partial(remove_dead_nodes),
                 partial(commit_if_finite, skip_nonfinite=self.skip_nonfinite),
             ),
-            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
+            self._pricing(costs),
             (partial(assign_streams, cluster=self.cluster), partial(order_for_overlap, plan=plan)),
         )
 
@@ -119,11 +116,15 @@ class Compiler:
             (partial(assign_streams, cluster=self.cluster),),
         )
 
+    def _pricing(self, costs: CostTable) -> tuple[partial[GraphModule], ...]:
+        """Give nodes the form in which they run on the graph's device, and price them."""
+        return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
+
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
         """Make a final graph follow another plan of the same lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
-            (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster)),
+            self._pricing(costs),
         )
 
     @gc_paused()
@@ -133,8 +134,7 @@ class Compiler:
         Raises Unsupported where the exchange of one of these cannot move.
         """
         note_work(graph)
-        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
-        gm = run(graph, (*self.labelling(), annotating))
+        gm = run(graph, (*self.labelling(), self._pricing(costs)))
         workload = replace(read_workload(gm, costs.feed_us), host_us=self.micro_batches * costs.host_us)
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
@@ -194,8 +194,7 @@ class Compiler:
         others = self.micro_batches - 1
         if not others:
             return predicted(gm, costs)
-        annotating = (*_AS_THEY_RUN, partial(annotate_costs, costs=costs, cluster=self.cluster))
-        one = run(captured, (*self.labelling(), annotating)) if plan.moves_exchange else gm
+        one = run(captured, (*self.labelling(), self._pricing(costs))) if plan.moves_exchange else gm
         return predicted(gm, costs, others, read_workload(one, costs.feed_us).backward_us)
 
 

@@ -36,6 +36,7 @@ LIVE: dict[str, Loss] = {
     "a slope": lambda y, c: F.leaky_relu(y, c.w).sum(),
     "a threshold": lambda y, c: torch.where(y > c.w, y, y * c.w).sum(),
     "in half precision": lambda y, c: (y.half() * c.w).float().sum(),
+    "rounded": lambda y, c: y.sum() * round(c.w, 1),
     "returned": lambda y, c: (y.sum() * c.w, {"w": c.w, "twice": 2 * c.w}),
     "asked for its class": lambda y, c: y.sum() * (c.w if isinstance(c.w, float) else 7.0),
 }
@@ -47,7 +48,6 @@ CONSTANT: dict[str, Loss] = {
     "a key": lambda y, c: y.sum() * {value: 1.0 + value for value in VALUES}[c.w],
     "a function of math": lambda y, c: y.sum() * math.exp(c.w),
     "a whole number": lambda y, c: y.sum() * int(10 * c.w),
-    "a rounded number": lambda y, c: y.sum() * round(c.w, 1),
     "the larger one": lambda y, c: y.sum() * max(c.w, 0.3),
     "a new tensor": lambda y, c: (y * torch.tensor(c.w)).sum(),
     "dropout": lambda y, c: F.dropout(y, c.w / 4).sum(),

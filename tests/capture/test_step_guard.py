@@ -14,6 +14,7 @@ from helpers.jobs import cross_entropy, mlp
 from torch import Tensor, nn
 
 from fxcomp import errors
+from fxcomp.capture import watch
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Training
 
@@ -136,7 +137,8 @@ class Fixed(nn.Module):
         return self.fc(x) * factor
 
 
-def test_values_that_only_compare_as_equal_are_told_apart():
+def test_values_that_only_compare_as_equal_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch, "LIVE_AFTER", 100)
     values = (1, 1.0, 0.0, -0.0, float("nan"))
     with pytest.warns(UserWarning, match=r"model\.value changed: True, 1, 1\.0, 0\.0"):
         assert_followed(Fixed(True), cross_entropy, *(set_on("value", value) for value in values))

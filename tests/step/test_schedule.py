@@ -145,8 +145,8 @@ class Job:
 
 
 class Costs:
-    def collective_us(self, *_: Any) -> float:
-        return 500.0
+    def collective(self, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(us=500.0)
 
 
 def follow(
