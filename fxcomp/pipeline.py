@@ -138,7 +138,7 @@ class Compiler:
         workload = replace(read_workload(gm, costs.feed_us), host_us=self.micro_batches * costs.host_us)
         if moved:
             bucketing = self._bucketing(_one_by_one(workload, moved))
-            after = run(graph, (*self.labelling(), *bucketing, annotating))
+            after = run(graph, (*self.labelling(), *bucketing, self._pricing(costs)))
             workload = read_momenta(workload, gm, after)
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
