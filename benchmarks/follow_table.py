@@ -3,8 +3,8 @@
     python benchmarks/follow_table.py                  the walk of today, one line a function
     python benchmarks/follow_table.py --json FILE      and as data
 
-Two ranks compile a small model; rank 0 is traced. A function is passed through when it is called with the table, or
-with one that was made from it, among its arguments. Each function counts once, where it is entered first. A return is a
+Two ranks compile a small model; rank 0 is traced. The table passes through a function that has it, or a table made from
+it, among its arguments. Each function counts once, where it is entered first. A return is a
 step of that walk into a file that was left before.
 """
 

@@ -78,7 +78,7 @@ class Ranks:
         self._cluster: Cluster | None = None
         self._groups = Groups({})
         self._stops: Conversation | None = None
-        """Where ranks say where they have stopped."""
+        """The conversation in which ranks tell the step at which each has stopped."""
         weakref.finalize(self, self._groups.give_back).atexit = False
 
     @classmethod

@@ -216,7 +216,7 @@ class Watched:
     ):
         """Walk once. `names` are the attributes of plain objects that code is known to read, `live` the live floats."""
         self.floats: dict[str, Place] = {}
-        """Where floats lie that may become live, or are."""
+        """The places of floats, by name: live ones, and others that may become live."""
         self._may_be_live = live
         self.live: list[str] = []
         self.facts: dict[str, Hashable] = {}

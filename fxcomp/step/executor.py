@@ -1,7 +1,7 @@
 """Run emitted steps, at the same step on all ranks: an error inside a step on one rank ends that step on all of them.
 
     enter           the ranks are at the same step
-    run             the whole step in one go; or, where somebody else's backward pass makes the gradients,
+    run             the whole step in one go; or, where a backward pass of autograd makes the gradients,
     begin, arrive   line by line, as gradients come; the last ones bring the results
     end             all that was launched is over; what compressors left out counts, unless the step was left out
     leave           an error ends the step

@@ -59,7 +59,7 @@ def explanation_of(
     steps: int,
     notes: Sequence[str],
 ) -> Explanation:
-    """Explain a decision that has been followed for so many steps, or backward passes."""
+    """Explain a decision that has been followed for a number of steps, or of backward passes."""
     return Explanation(
         plan=decision.plan,
         timeline=timeline,
