@@ -123,7 +123,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
     """Put two tables of one machine together.
 
     Where both have an entry, a measured one wins over an assumed one; then the newer table's wins, and the second's if
-    they are of one day. Of single numbers one that is not the default wins first.
+    they are of one day. A single number that differs from the default wins over the default.
     A roofline is taken whole. What collectives take of the processors, how many of these there are, and the contention
     that a job showed with both were measured together, and come from one table: the winning one, if it has any of it.
     Raises BadOption for tables of different machines.

@@ -84,7 +84,7 @@ def explanation_of_step(
     """Add to an explanation of the decision in force what only a compiled step knows.
 
     `errors` are those measured so far, and `moves` the changes of the plan that they led to. The budget is counted in
-    the errors measured last; before any, in those that chose the plan.
+    the latest measured errors, or before the first measurement in the errors by which the plan was chosen.
     """
     told, budget = set(map(str, moves)), found.budget
     if budget is not None and errors.is_measured:

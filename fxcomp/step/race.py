@@ -107,7 +107,7 @@ class Race:
     """A race of a few plans: whose turn it is, until which step, and who has won. The same on every rank."""
 
     def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
-        """Begin after so many steps; the first runner is followed now. `free_steps` is the calendar's."""
+        """Begin after `step` steps with the first runner, which is followed now; the calendar gives `free_steps`."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._free_steps = free_steps

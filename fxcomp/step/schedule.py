@@ -76,7 +76,7 @@ class Schedule:
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
-        """Return whether a race is on after so many steps."""
+        """Return whether a race is on at a step."""
         return self._race is not None and step >= self._race.begins
 
     def note_on_race(self, step: int) -> str:
@@ -174,7 +174,7 @@ class StepSchedule(Schedule):
         programs.is_new = False
 
     def between(self, steps: int) -> None:
-        """Do what is due after so many steps."""
+        """Do the work that is due between two steps; `steps` is the number of steps taken."""
         if self._errors is not None:
             self.calendar.look_from = self._errors.between(steps)
         self._freeze.between(steps)

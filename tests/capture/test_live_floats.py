@@ -1,4 +1,4 @@
-"""A float that has changed twice is an input of the captured step; one that Python decides by stays a constant."""
+"""Floats that have changed twice become inputs of the captured step, unless Python branches on their value."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import refused_optimizers
 from helpers.eager import assert_same_state, trains_as_eager
 from helpers.followed import compile_alone
 from helpers.ranks import run_ranks
@@ -43,21 +44,11 @@ def compiled(model: nn.Module, optimizer: Any, **options: Any) -> fxcomp.Compile
     return compile_alone(model, square, optimizer, BATCHES[0], **options)
 
 
-class Rule(torch.optim.Optimizer):
-    """An optimizer that a user has written."""
+class Rule(refused_optimizers.Rule):
+    """One of a user's own with two decay rates."""
 
     def __init__(self, parameters: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), **more: Any):
-        super().__init__(parameters, {"lr": lr, "betas": betas, **more})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, self.state[parameter], group)
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        super().__init__(parameters, lr, betas=betas, **more)
 
 
 class Lion(Rule):
