@@ -49,14 +49,16 @@ def untouched(watched: Watched) -> Generator[None]:
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
-    misses = {id(cache): cache.cache_info().misses for cache in _caches()}
+    caches = _caches(gc.get_referrers(_CACHED))
+    misses = [cache.cache_info().misses for cache in caches]
     kept: list[tuple[str, str]] = []
     moved: list[str] = []
     try:
         yield
     finally:
-        for cache in _caches():
-            if cache.cache_info().misses != misses.get(id(cache), 0) and _holds_fake(cache):
+        new = _caches(gc.get_objects(generation=0))  # no garbage is collected meanwhile
+        for cache, missed in zip([*caches, *new], [*misses, *[0] * len(new)], strict=True):
+            if cache.cache_info().misses != missed and _holds_fake(cache):
                 cache.cache_clear()
         for holder, before in held:
             kept += _take_out(holder, before)
@@ -111,9 +113,9 @@ def _put_back(holder: Holder, before: Any) -> None:
 _CACHED = type(lru_cache(lambda: None))
 
 
-def _caches() -> list[Any]:
-    """Find the caches of functools in this process, without those of torch and SymPy."""
-    found = cast("list[Any]", [each for each in gc.get_objects() if type(each) is _CACHED])
+def _caches(among: list[Any]) -> list[Any]:
+    """Select the caches of functools, without those of torch and SymPy."""
+    found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
 
 
