@@ -96,6 +96,7 @@ def plain(results: list[Any]) -> list[Any]:
     [*((loss, LIVE_CAPTURES) for loss in LIVE.values()), *((loss, EACH) for loss in CONSTANT.values())],
     ids=[*LIVE, *CONSTANT],
 )
+@pytest.mark.one_in(3)
 def test_a_float_that_changes_in_every_step_trains_as_in_eager(loss: Loss, captures: int):
     expected, wanted, _ = trained(loss, compiled=False)
     model, results, found = trained(loss, compiled=True)

@@ -172,7 +172,8 @@ class Trained:
     [
         pytest.param(name, is_used, id=f"{name}-{'used' if is_used else 'unused'}", marks=marks)
         for number, name in enumerate(CASES)
-        for is_used, marks in ((True, ()), (False, [pytest.mark.slow] if number % 3 else ()))
+        for is_used in (True, False)
+        for marks in [() if number % 6 == (0 if is_used else 3) or (is_used and number % 2) else [pytest.mark.slow]]
     ],
 )
 def test_a_step_raises_where_eager_does_and_goes_on(name: str, is_used: bool) -> None:

@@ -148,6 +148,7 @@ SET_UP: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", SET_UP)
+@pytest.mark.one_in(3)
 def test_a_model_that_sets_itself_up_is_refused_by_name_and_trains_after_one_forward_pass(name: str):
     build, text = SET_UP[name]
     torch.manual_seed(7)

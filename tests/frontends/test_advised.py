@@ -444,6 +444,7 @@ def packed_inside(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.one_in(3)
 def test_packed_sequences_are_refused_and_padded_ones_train_alike(kind: type[nn.RNNBase]):
     packed: PackedSequence = pack_sequence(SEQUENCES)
     padded = pad_sequence(SEQUENCES)

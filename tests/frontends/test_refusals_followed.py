@@ -30,6 +30,7 @@ ROWS: dict[str, Row] = {name: row for table in TABLES for name, row in table.ite
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.one_in(3)
 def test_a_refusal_says_what_to_do_and_that_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     row = ROWS[name]

@@ -1,7 +1,5 @@
 """An operator's work follows from formulas and bytes, or is unknown where there are none."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.graphs import TWO
+from helpers.ranks import run_alone
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxcomp import compat
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.info import NodeInfo, Role, info, set_info
@@ -209,14 +209,14 @@ TF32 = {
 """Lines of a script, and if products and convolutions of float32 are in TF32 after them."""
 
 
+def multiplies_after(line: str) -> tuple[bool, bool]:
+    exec(line, {"torch": torch})
+    return compat.multiplies_in_tf32(is_convolution=False), compat.multiplies_in_tf32(is_convolution=True)
+
+
 @pytest.mark.parametrize("line", TF32)
 def test_float32_is_multiplied_in_tf32_where_the_script_allows_it(line: str):
-    code = (
-        f"import torch; {line}\nfrom fxcomp import compat\n"
-        "print([compat.multiplies_in_tf32(is_convolution=each) for each in (False, True)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(list(TF32[line]))
+    assert run_alone(multiplies_after, line) == TF32[line]
 
 
 def test_attention_in_float32_is_not_in_tf32(monkeypatch: pytest.MonkeyPatch):

@@ -106,13 +106,13 @@ def in_buckets(job: Job, buckets: int) -> tuple[StepLaunches, int]:
 
 
 @pytest.fixture(scope="module")
-def of_75_layers() -> tuple[StepLaunches, int]:
-    return in_buckets(layers(75, fused=True), 6)
+def of_25_layers() -> tuple[StepLaunches, int]:
+    return in_buckets(layers(25, fused=True), 6)
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "counters of the host"])
-def test_150_parameters_in_6_buckets_take_few_launches(is_fused: bool, of_75_layers: tuple[StepLaunches, int]):
-    found, collectives = of_75_layers if is_fused else in_buckets(layers(75), 6)
+def test_50_parameters_in_6_buckets_take_few_launches(is_fused: bool, of_25_layers: tuple[StepLaunches, int]):
+    found, collectives = of_25_layers if is_fused else in_buckets(layers(25), 6)
     assert collectives == 6
     assert found.of("pack").launches <= 6
     assert found.of("clip").launches <= 12
@@ -122,13 +122,13 @@ def test_150_parameters_in_6_buckets_take_few_launches(is_fused: bool, of_75_lay
 
 
 def test_bucket_by_bucket_an_update_takes_two_launches():
-    found, _ = in_buckets(replace(layers(75, fused=True), max_grad_norm=None), 6)
+    found, _ = in_buckets(replace(layers(25, fused=True), max_grad_norm=None), 6)
     assert found.of("update").launches == 12
     assert found.of("clip").launches == 0
 
 
-def test_adamw_passes_over_memory_once(of_75_layers: tuple[StepLaunches, int]):
-    job, found = layers(75, fused=True), of_75_layers[0]
+def test_adamw_passes_over_memory_once(of_25_layers: tuple[StepLaunches, int]):
+    job, found = layers(25, fused=True), of_25_layers[0]
     size = sum(4 * parameter.numel() for parameter in job.model.parameters())
     assert found.of("update").touched_bytes == pytest.approx(7 * size, rel=0.01)  # four read, three written
     assert found.of("clip").touched_bytes == pytest.approx(3 * size, rel=0.01)
@@ -142,8 +142,8 @@ def test_without_lists_and_fused_updates_the_limits_are_passed(monkeypatch: pyte
     for module in (clip_in_lists, fuse_updates):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(f"fxcomp.pipeline.{name}", lambda gm: gm)
-    found, _ = in_buckets(layers(75, fused=True), 6)
-    assert found.of("clip").launches >= 300
+    found, _ = in_buckets(layers(25, fused=True), 6)
+    assert found.of("clip").launches >= 100
     assert found.of("update").launches > 12
 
 

@@ -74,6 +74,7 @@ def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int,
     [(False, {}), (True, {}), (False, {"layer[0-3].*": "int8", "*.bias": "dense"})],
     ids=["apart", "mixed", "pinned"],
 )
+@pytest.mark.one_in(5)
 def test_an_improved_plan_is_legal_no_slower_and_priced_as_its_tasks_are(table: str, mixed: bool, pins: dict[str, str]):
     costs, where = TABLES[table], cluster(2, 2, "1gbit")
     workload = replace(layers(9), broadcast_bytes=10_000, broadcast_ready_us=30_000, finish_us=0, commits=mixed)
