@@ -98,12 +98,8 @@ class Adaptation:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Forget what is under way: another plan is followed, chosen by the errors of now."""
+        """Forget what is under way: another plan is followed, chosen by the errors of now, or other steps follow."""
         self._work, self._solved_by, self._solved_at = None, self._errors.table, step
-
-    def forget(self, step: int) -> None:
-        """Forget what is under way: the job goes on after other steps."""
-        self._work, self._solved_by, self._solved_at = None, ASSUMED, step
 
     def _why(self, step: int) -> str:
         """Say why the plan should be solved for again; empty if it should not."""
