@@ -118,7 +118,9 @@ class Adaptation:
         answer = yield from self._answer()
         self._solved_at = step
         if "failed" in answer:
-            self._note_failure(step, answer["failed"])
+            if answer["failed"] != self._last_failure:  # once for one that comes again
+                self._last_failure = answer["failed"]
+                self._note(f"step {step}: the plan stays; choosing it again raised {self._last_failure}")
             return
         move = PlanMove.from_json({"step": step, "why": why, **answer["move"]})
         if not move.changes:
@@ -136,28 +138,18 @@ class Adaptation:
         self.moves.append(move)
         self._note(str(move))
 
-    def _note_failure(self, step: int, failure: str) -> None:
-        """Say that the plan stays because of an error, once for one that comes again."""
-        if failure != self._last_failure:
-            self._last_failure = failure
-            self._note(f"step {step}: the plan stays; choosing it again raised {failure}")
-
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
         """Let rank 0 solve, and meet it until it has an answer."""
         ranks = self._site.ranks
         turns = self._solve() if ranks.rank == 0 else None
-        answer: dict[str, Any] | None = None
-
-        def known() -> dict[str, Any] | None:
-            return answer
-
+        answers: list[dict[str, Any] | None] = [None]
         while True:
             for _ in range(MEETING):
-                if turns is not None and answer is None:
-                    answer = _next_answer(turns)
+                if turns is not None and answers[-1] is None:
+                    answers.append(_next_answer(turns))
                 yield
             with ranks.together(_TOPIC):
-                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", known)
+                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", lambda: answers[-1])
             if shared is not None:
                 return shared
 
