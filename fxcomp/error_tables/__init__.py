@@ -1,28 +1,10 @@
 """Measure what compressors lose of each gradient; where nothing was measured, assume Gaussian values.
 
-- table: the numbers, and `error_of`, which says whether they are measured.
-- columns: which entries there are, and which serves a compressor.
-- measure: one look at gradients and residuals; codecs: what quantisers lose.
-- families: the mean over looks, and of families that are measured at different steps.
+- table: the columns and the numbers, the mean over looks, and the file.
+- measure: one look at one family of compressors; codecs: what quantisers and selections lose.
 """
 
-from fxcomp.error_tables.columns import STANDARD, Columns
-from fxcomp.error_tables.families import families, joined, scaled, smoothed
 from fxcomp.error_tables.measure import measure
-from fxcomp.error_tables.table import ASSUMED, Error, ErrorRow, ErrorSource, ErrorTable, legal
+from fxcomp.error_tables.table import ASSUMED, FAMILIES, ErrorRow, ErrorTable, Rows, averaged, joined
 
-__all__ = [
-    "ASSUMED",
-    "STANDARD",
-    "Columns",
-    "Error",
-    "ErrorRow",
-    "ErrorSource",
-    "ErrorTable",
-    "families",
-    "joined",
-    "legal",
-    "measure",
-    "scaled",
-    "smoothed",
-]
+__all__ = ["ASSUMED", "FAMILIES", "ErrorRow", "ErrorTable", "Rows", "averaged", "joined", "measure"]

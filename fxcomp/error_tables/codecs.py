@@ -6,9 +6,8 @@ at squares of 1e38; rows beyond it, or too small for it, are summed in fp64, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch import Tensor
 from fxcomp.compressors import Compressor, TopK
 
 _linalg: Any = torch.linalg
+
+RUN = 512
+"""Values in a run."""
 
 _SMALLEST, _LARGEST = 1e-15, 1e15  # of a norm whose square, and those of its parts, fp32 holds
 
@@ -32,10 +34,10 @@ def row_squares(rows: Tensor) -> Tensor:
     return norms.double().square()
 
 
-def squares(flat: Tensor, run: int = 512) -> float:
+def squares(flat: Tensor) -> float:
     """Return |flat|²; not finite where a value is not."""
-    whole = len(flat) // run * run
-    parts = [row_squares(flat[:whole].view(-1, run)), row_squares(flat[whole:].view(1, -1))]
+    whole = len(flat) // RUN * RUN
+    parts = [row_squares(flat[:whole].view(-1, RUN)), row_squares(flat[whole:].view(1, -1))]
     return float(torch.cat(parts).sum())
 
 
@@ -82,7 +84,6 @@ def _largest_of(value: Tensor, count: int) -> tuple[Tensor, float]:
     return payload[: 4 * count].clone().view(torch.float32), squares(others)
 
 
-RUN = 512
 RUNS = 64
 MOST = 1e3
 """The error of values that overflow: no budget pays it."""
@@ -92,7 +93,7 @@ MOST = 1e3
 class Drawn:
     """The values of a gradient that codecs are tried on: runs that are drawn in proportion to their squares.
 
-        run      = 512 neighbouring values, or a whole number of the codec's blocks
+        run      = 512 neighbouring values, a whole number of each codec's blocks
         drawn    = 64 runs, each with the probability |run|² / |v|²
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
@@ -105,60 +106,43 @@ class Drawn:
 
     values: Tensor
     """Flat: drawn runs, or all values."""
-    run: int
-    """The length of a run; 0 if these are all values."""
     whole: float
     """|v|² of the gradient."""
+    is_sample: bool
 
     def lost(self, left: Tensor) -> float:
         """Estimate |v - decoded|² of the gradient, from what a codec has left out of these values."""
-        if not self.run:
+        if not self.is_sample:
             return min(squares(left), MOST * self.whole)
-        of_runs = row_squares(left.view(-1, self.run)) / row_squares(self.values.view(-1, self.run))
+        of_runs = row_squares(left.view(-1, RUN)) / row_squares(self.values.view(-1, RUN))
         return min(float(of_runs.mean()), MOST) * self.whole
 
 
-def runs_of(codecs: Iterable[Compressor]) -> dict[int, list[Compressor]]:
-    """Sort codecs by the length of runs that their blocks fill."""
-    found: dict[int, list[Compressor]] = {}
-    for codec in codecs:
-        run = RUN if RUN % codec.grain == 0 else -(-RUN // codec.grain) * codec.grain
-        found.setdefault(run, []).append(codec)
-    return found
-
-
-def draw_runs(value: Tensor, run: int, whole: float, start: float) -> Drawn:
+def draw_runs(value: Tensor, whole: float, start: float) -> Drawn:
     """Draw runs of a finite vector, given |v|² > 0, at equal steps of their added squares from `start` in [0, 1) on."""
-    if len(value) <= RUNS * run:
-        return Drawn(value, 0, whole)
-    rows = value[: len(value) // run * run].view(-1, run)
+    everything = Drawn(value, whole, is_sample=False)
+    if len(value) <= RUNS * RUN:
+        return everything
+    rows = value[: len(value) // RUN * RUN].view(-1, RUN)
     of_rows = row_squares(rows)
     if not float(of_rows.sum()) > 0:
-        return Drawn(value, 0, whole)  # all is in the values after the last run
+        return everything  # all is in the values after the last run
     order = row_crests(rows, of_rows).argsort()
     added = of_rows[order].cumsum(0)
     steps = (torch.arange(RUNS, device=value.device, dtype=torch.float64) + start) / RUNS
     places = torch.searchsorted(added, steps * added[-1], right=True).clamp_max(len(rows) - 1)
-    return Drawn(rows[order[places]].flatten(), run, whole)
+    return Drawn(rows[order[places]].flatten(), whole, is_sample=True)
 
 
-def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn], key: int) -> list[float]:
-    """Run a codec on all gradients' drawn values, a segment each, and return what it loses of each gradient.
-
-    One draw stands for the expectation of codecs that round at random: it averages over thousands of values.
-    """
+def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn]) -> list[float]:
+    """Run a codec on all gradients' drawn values, a segment each, and return what it loses of each gradient."""
     if not drawn:
         return []
     segments = tuple(len(each.values) for each in drawn)
     values = torch.cat([each.values for each in drawn])
     left = torch.zeros_like(values)
     payload = torch.empty(codec.payload_elements(segments), dtype=codec.payload_dtype, device=values.device)
-    state = None
-    if codec.has_state:
-        states = [codec.of_segment(index).fresh_state(size, key + index, 0) for index, size in enumerate(segments)]
-        state = torch.cat(states).to(values.device)
-    codec.encode(values, left, payload, segments, state)
+    codec.encode(values, left, payload, segments)
     if payload.is_floating_point():  # what rounds to infinity is in no residual
         left.masked_fill_(~payload.isfinite(), inf)
-    ends = list(accumulate(segments))
-    return [each.lost(left[end - len(each.values) : end]) for each, end in zip(drawn, ends, strict=True)]
+    return [each.lost(part) for each, part in zip(drawn, torch.split_with_sizes(left, list(segments)), strict=True)]

@@ -5,51 +5,51 @@
 
     a plan's error = sum of squares * error / sum of squares
 
-Both are means over the ranks and over samples in time. Of a gradient with no `samples` nothing has been measured:
-errors of Gaussian values stand for its own, as they do for a compressor that no column serves. `error_of` says which it
-was. So the empty table, `ASSUMED`, is the one without data.
+    family      a column for                   serves
+    LARGEST     shares of values kept          topk; sidco, which sends about as many
+    LOW_RANK    ranks of the best matrix       powersgd
+    CODECS      compressors that round         the same compressor
+
+A look measures one family (`measure.py`). `averaged` is the mean of a family's looks, `joined` makes a table of all
+families. Of a gradient without a row, or with no `samples`, errors of Gaussian values stand for its own, as they do for
+a compressor that no column serves. So the empty table, `ASSUMED`, is the one without data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fxcomp.compressors import Compressor, PowerSGD, parse_compressor
+import numpy as np
+
+from fxcomp.compressors import Compressor, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
-from fxcomp.error_tables.columns import STANDARD, Columns, sends_whole
-from fxcomp.errors import BadOption, FxcompError
+from fxcomp.compressors.topk import counts
+from fxcomp.errors import BadOption
 
-VERSION = 1
+LARGEST = tuple(map(TopK, (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.25)))
+LOW_RANK = tuple(map(PowerSGD, (1, 2, 4, 8, 16)))
+CODECS = tuple(map(parse_compressor, ("bf16", "fp16", "int8", "int4", "int2", "sign")))
+FAMILIES: tuple[Sequence[Compressor], ...] = (LARGEST, LOW_RANK, CODECS)
+COLUMNS: tuple[Compressor, ...] = (*LARGEST, *LOW_RANK, *CODECS)
+"""The compressors that a row has errors of, in its order."""
 
-_MOST = 1e150
+_COLUMN_OF = {compressor: number for number, compressor in enumerate(COLUMNS)}
+_RANKS_FROM, _CODECS_FROM = len(LARGEST), len(LARGEST) + len(LOW_RANK)
 
-LAG = 0.8
-"""powersgd takes one step of subspace iteration a step, which follows changing gradients late: it loses the error of
-the best matrix of its rank to this power. Fitted to small tasks with four workers, which are within 6 % of that
-(docs/benchmarks/error_tables.md)."""
+WEIGHT = 0.25
+"""Of the newest look. The mean is that of about 7 looks (2 / WEIGHT - 1): the deviation of one falls to 0.38 of it, and
+a spectrum that changes at once is followed to 90 % after 8 (0.75^8 = 0.1). The first looks weigh alike."""
 
+VERSION = 2
 
-class ErrorSource(Enum):
-    """The source of an error: a measurement or an assumption."""
-
-    MEASURED = "measured"
-    """In the running job."""
-    ASSUMED = "assumed"
-    """Of Gaussian values."""
-
-
-class Error(NamedTuple):
-    """A relative squared error."""
-
-    value: float
-    source: ErrorSource
+_MOST = 1e150  # sums of such numbers, and shares of their inverse, are finite; fp32 values have no larger squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,66 +59,48 @@ class ErrorRow:
     shape: tuple[int, ...]
     squares: float
     errors: tuple[float, ...]
-    """By column; of no meaning without samples."""
+    """By column, or by a family's columns; empty without samples."""
     samples: int
-    """The number of looks in time that the smoothed errors are of."""
+    """The number of looks in time that the errors are the mean of."""
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
 
+Rows = Mapping[str, ErrorRow]
+"""By gradient."""
+
+
 @dataclass(frozen=True)
 class ErrorTable:
-    """Errors by gradient and compressor. Make one by `legal` or `from_json`, which put right what cannot be."""
+    """Errors by gradient and compressor."""
 
-    columns: Columns = STANDARD
-    rows: Mapping[str, ErrorRow] = field(default_factory=dict[str, ErrorRow])
-    notes: tuple[str, ...] = ()
-    """Corrections that were made, and cautions."""
+    rows: Rows = field(default_factory=dict[str, ErrorRow])
 
-    def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> Error:
-        """Look up what a compressor loses of a gradient, and whether that is measured."""
-        row = self.rows.get(gradient)
-        if row is not None and row.samples:
-            found = self.columns.find(row.errors, compressor, row.shape)
-            if found is not None:
-                return Error(found, ErrorSource.MEASURED)
-        return Error(gaussian_error(compressor, ranks), ErrorSource.ASSUMED)
+    def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
+        """Return what a compressor loses of each gradient: measured, or else of Gaussian values.
 
-    def errors_of(self, gradient: str) -> Callable[[Compressor, int], float]:
-        """Return the lookup of one gradient's errors, which takes a compressor and the number of ranks."""
-        return lambda compressor, ranks: self.error_of(gradient, compressor, ranks).value
-
-    def errors_by_gradient(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
-        """Look up what a compressor loses of each of many gradients."""
-        if not self.rows:
-            return [gaussian_error(compressor, ranks)] * len(gradients)
-        entry = self.columns.entry_of(compressor)
-        if entry is None:
-            return [self.error_of(gradient, compressor, ranks).value for gradient in gradients]
+        Of sorted values and of singular values each one more is worth less than the one before it. So what is lost is
+        convex in the number that is kept, and a straight line between two columns never understates it.
+        """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
+        column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
         for row in map(self.rows.get, gradients):
             if row is None or not row.samples:
                 found.append(assumed)
+            elif is_low_rank and sends_whole(compressor, row.shape):
+                found.append(0.0)
             else:
-                is_whole = isinstance(compressor, PowerSGD) and sends_whole(compressor, row.shape)
-                found.append(0.0 if is_whole else row.errors[entry])
+                found.append(_between(row, compressor, assumed) if column is None else row.errors[column])
         return found
 
-    def lagging(self) -> ErrorTable:
-        """Return the errors of powersgd as it runs, of a table that has those of the best matrices."""
-        first, end = len(self.columns.densities), self.columns.contractions()
-        rows = {
-            name: replace(
-                row, errors=(*row.errors[:first], *(each**LAG for each in row.errors[first:end]), *row.errors[end:])
-            )
-            for name, row in self.rows.items()
-        }
-        return replace(self, rows=rows)
+    def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> float:
+        """Return what a compressor loses of one gradient."""
+        return self.errors_of([gradient], compressor, ranks)[0]
 
     def squares_of(self, gradient: str, elements: int) -> float:
-        """Return |g|² of a gradient; for one that is not in the table, of so many elements of the mean square."""
+        """Return |g|² of a gradient; for one that is not in the table, of its elements times the mean square."""
         row = self.rows.get(gradient)
         return row.squares if row is not None else elements * self.mean_square
 
@@ -131,136 +113,126 @@ class ErrorTable:
 
     @property
     def is_measured(self) -> bool:
-        return any(row.samples for row in self.rows.values())
+        return self.looks > 0
 
     @property
     def looks(self) -> int:
         """The largest number of looks that any row averages."""
         return max((row.samples for row in self.rows.values()), default=0)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "densities": list(self.columns.densities),
-            "ranks": list(self.columns.ranks),
-            "codecs": list(map(str, self.columns.codecs)),
-            "rows": {name: asdict(row) for name, row in self.rows.items()},
-            "notes": list(self.notes),
-        }
-
     def save(self, path: str | Path) -> None:
         """Write it for the option `--errors` of `fxcomp explain`."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        data = {"version": VERSION, "rows": {name: asdict(row) for name, row in self.rows.items()}}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:
-        """Read a saved table. Raises BadOption naming the file."""
+        """Read a saved table; `_legal` puts right numbers that cannot be. Raises BadOption naming the file."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise BadOption(f"cannot read the error table {path}: {error.strerror}") from None
-        except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no table
-            raise BadOption(f"cannot read the error table {path}: {error}") from None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ErrorTable:
-        """Build a table from `to_json`'s data; numbers that cannot be are put right. Raises BadOption."""
-        try:
+            data = json.loads(Path(path).read_text())
             if data["version"] != VERSION:
-                raise BadOption(
-                    f"this error table has version {data['version']!r}; this fxcomp reads version {VERSION}"
-                )
-            columns = Columns(
-                tuple(map(float, data["densities"])),
-                tuple(map(int, data["ranks"])),
-                tuple(map(parse_compressor, data["codecs"])),
-            )
-            rows = {str(name): _row_of(row) for name, row in data["rows"].items()}
-            return legal(columns, rows, tuple(map(str, data["notes"])))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise BadOption(f"this is not an error table: {type(error).__name__}: {error}") from None
+                raise ValueError(f"it has version {data['version']!r}, and this fxcomp reads version {VERSION}")
+            return cls(_legal({str(name): _row_of(name, row) for name, row in data["rows"].items()}))
+        except OSError as error:
+            why = error.strerror
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            why = f"{error}" if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise BadOption(
+            f"cannot read the error table {path}: {why}.\n"
+            "  Write it again with step.error_table.save(...), by the fxcomp that reads it."
+        )
 
 
 ASSUMED = ErrorTable()
 """Nothing is measured."""
 
 
-def legal(columns: Columns, rows: Mapping[str, ErrorRow], notes: Sequence[str] = ()) -> ErrorTable:
-    """Make a table of numbers that may be anything: put right what cannot be, and note it.
+@lru_cache(maxsize=4096)
+def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
+    """Return whether a vector, or a matrix too small for two factors to pay, travels as it is."""
+    return compressor.bound_to([shape], 1).columns == (0,)
 
-    A gradient with an error that is no number, or below zero, counts as not measured. Where keeping more would lose
-    more, the smaller entry is raised to the larger one: nothing is understated. Squares that are no number become
-    those of as many elements of the others.
+
+def _column_of(compressor: Compressor) -> int | None:
+    """Number the column that is measured for this compressor; None if there is none."""
+    if isinstance(compressor, Sidco):
+        compressor = TopK(compressor.ratio)
+    return _COLUMN_OF.get(PowerSGD(compressor.rank) if isinstance(compressor, PowerSGD) else compressor)
+
+
+def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
+    """Read an error off on the line between two columns. After the last rank nothing more is gained."""
+    if isinstance(compressor, PowerSGD):
+        kept, at = [0, *(each.rank for each in LOW_RANK)], compressor.rank
+        errors = [1.0, *row.errors[_RANKS_FROM:_CODECS_FROM]]
+    elif isinstance(compressor, TopK | Sidco):
+        kept = [0, *(counts((row.size,), each.ratio)[0] for each in LARGEST), row.size]
+        at, errors = counts((row.size,), compressor.ratio)[0], [1.0, *row.errors[:_RANKS_FROM], 0.0]
+    else:
+        return assumed
+    return float(np.interp(at, kept, errors))
+
+
+def averaged(before: Rows, look: Rows) -> Rows:
+    """Let a look at a family join the mean of those before it.
+
+        new = old + a (look - old)        a = max(1 / looks, WEIGHT)
+
+    of each error, and of each gradient's share of the squares of all. Shares, not squares: one step with a gradient a
+    thousand times as long would otherwise be the only one that counts, for dozens of looks.
     """
-    made = {name: _repaired(columns, row) for name, row in rows.items()}
-    found = [f"{name}: {problem}" for name, (_, problems) in made.items() for problem in problems]
-    repaired = {name: replace(row, squares=_without_traces(row.squares)) for name, (row, _) in made.items()}
-    known = [row for row in repaired.values() if _is_size(row.squares)]
-    elements, largest = sum(row.size for row in known), max((row.squares for row in known), default=0.0)
-    # Divided by the largest, so that no sum overflows.
-    mean = sum(row.squares / largest for row in known) / elements * largest if elements and largest else 1.0
-    for name, row in repaired.items():
-        if not _is_size(row.squares):
-            found.append(f"{name}: |g|² is {row.squares}, so that of as many elements of the others stands for it")
-            repaired[name] = replace(row, squares=min(row.size * mean, _MOST))
-    found += [*_rising_with_bits(columns, repaired), *_alone(repaired)]
-    return ErrorTable(columns, repaired, tuple(dict.fromkeys((*notes, *found))))
+    looks = max((row.samples for row in before.values()), default=0)
+    total = sum(row.squares for row in look.values()) or 1.0
+    rows = dict(before)
+    for name, row in look.items():
+        new = replace(row, squares=row.squares / total)
+        old = before.get(name, new)
+        errors, samples = (new.errors, new.samples) if new.samples else (old.errors, old.samples)
+        if name in before and old.samples and new.samples:
+            errors = tuple(_mean(one, other, old.samples) for one, other in zip(old.errors, new.errors, strict=True))
+            samples = old.samples + 1
+        rows[name] = ErrorRow(row.shape, _mean(old.squares, new.squares, looks), errors, samples)
+    return rows
 
 
-def _alone(rows: Mapping[str, ErrorRow]) -> list[str]:
-    """Note a gradient that outweighs all others."""
-    name = max(rows, key=lambda each: rows[each].squares, default=None)
-    if name is None or len(rows) == 1 or rows[name].squares == 0:
-        return []
-    others = sum(row.squares / rows[name].squares for each, row in rows.items() if each != name)
-    if others > 0.01:
-        return []
-    return [f"{name}: it has more than 99 % of the squares of all gradients, so the others' errors hardly count"]
+def _mean(old: float, new: float, looks: int) -> float:
+    return old + max(1 / (looks + 1), WEIGHT) * (new - old)
 
 
-def _rising_with_bits(columns: Columns, rows: Mapping[str, ErrorRow]) -> Iterator[str]:
-    """Note gradients of which more bits lose more: in larger blocks, small values are lost beside a large one."""
-    for finer, coarser in pairwise(columns.by_bits()):
-        names = [name for name, row in rows.items() if row.samples and row.errors[finer] > row.errors[coarser]]
-        if names:
-            which = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
-            yield f"{which}: {columns.names[finer]} lost more than {columns.names[coarser]}, as larger blocks may"
+def joined(families: Sequence[Rows]) -> ErrorTable:
+    """Join the rows of FAMILIES, in their order, into one table.
+
+    A gradient counts as measured if every family was: a row is measured as a whole. Its squares are the mean.
+    """
+    rows: dict[str, ErrorRow] = {}
+    for name, row in families[0].items():
+        parts = [each[name] for each in families if name in each]
+        if len(parts) == len(families):
+            samples = min(part.samples for part in parts)
+            errors = tuple(error for part in parts for error in part.errors) if samples else ()
+            rows[name] = ErrorRow(row.shape, sum(part.squares for part in parts) / len(parts), errors, samples)
+    return ErrorTable(rows)
 
 
-def _repaired(columns: Columns, row: ErrorRow) -> tuple[ErrorRow, list[str]]:
-    if row.size == 0:
-        return ErrorRow(row.shape, 0.0, (0.0,) * columns.count, 0), []
-    if not row.samples:
-        return ErrorRow(row.shape, row.squares, (0.0,) * columns.count, 0), []
-    if len(row.errors) != columns.count or not all(_is_size(error) for error in row.errors):
-        problem = "it has errors that are no numbers of 0 or more, so errors of Gaussian values are assumed"
-        return ErrorRow(row.shape, row.squares, (0.0,) * columns.count, 0), [problem]
-    errors, problems = list(row.errors), list[str]()
-    for number in range(columns.contractions()):
-        if errors[number] > 1:
-            problems.append(f"{columns.names[number]} cannot lose more than all, but lost {errors[number]:.3g} of it")
-            errors[number] = 1.0
-    for chain in columns.chains():
-        for finer, coarser in zip(chain[:0:-1], chain[-2::-1], strict=True):
-            if errors[coarser] < errors[finer]:
-                names = columns.names
-                problems.append(f"{names[coarser]} lost less than {names[finer]}, so it is taken to lose as much")
-                errors[coarser] = errors[finer]
-    return replace(row, errors=tuple(errors)), problems
+def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
+    errors, samples = tuple(map(float, data["errors"])), int(data["samples"])
+    if samples and len(errors) != len(COLUMNS):
+        raise ValueError(f"the row of {name!r} has {len(errors)} errors, not one for each of {len(COLUMNS)} columns")
+    return ErrorRow(tuple(map(int, data["shape"])), float(data["squares"]), errors, samples)
+
+
+def _legal(rows: Rows) -> Rows:
+    """Take numbers that cannot be for not measured; raise an error that is smaller where less is kept."""
+    return {name: _repaired(row) for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
+
+
+def _repaired(row: ErrorRow) -> ErrorRow:
+    if not row.samples or not all(error == 0 or _is_size(error) for error in row.errors):
+        return replace(row, errors=(), samples=0)
+    parts = row.errors[:_RANKS_FROM], row.errors[_RANKS_FROM:_CODECS_FROM]
+    fall = [error for part in parts for error in reversed([*accumulate(reversed(part), max)])]
+    return replace(row, errors=(*fall, *row.errors[_CODECS_FROM:]))
 
 
 def _is_size(value: float) -> bool:
-    """Sums of such are finite; fp32 values have no larger squares."""
-    return 0 <= value <= _MOST
-
-
-def _without_traces(squares: float) -> float:
-    """Return 0 for squares that are smaller than of any fp32 value, 2e-90: a share of them would overflow."""
-    return 0.0 if 0 < squares < 1 / _MOST else squares
-
-
-def _row_of(data: Mapping[str, Any]) -> ErrorRow:
-    shape, samples = tuple(map(int, data["shape"])), int(data["samples"])
-    if min(samples, *shape) < 0:
-        raise ValueError(f"a shape {shape} and {samples} samples cannot be")
-    return ErrorRow(shape, float(data["squares"]), tuple(map(float, data["errors"])), samples)
+    return 1 / _MOST <= value <= _MOST

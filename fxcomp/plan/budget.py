@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,8 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
     Gradients are taken to be orthogonal from rank to rank. One compression loses e of what it is given, and averaging
     loses none of that: sum and errors shrink alike. The next compression is given the sum with the error in it.
     Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves values out keeps 1 - e1 of it, of which the next loses
-    its share: 1 - (1 - e1) (1 - e2). `ErrorTable.errors_of` has measured errors of one gradient; the next compression
-    is taken to lose as much of the sum as it would of that gradient.
+    its share: 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` has measured errors of one gradient; the next compression is
+    taken to lose as much of the sum as it would of that gradient.
     """
     kept, grown, beyond = _kept_and_grown(strategy, cluster, error_of, max)
     return beyond + (1.0 - kept * (2.0 - grown) if kept < 1.0 else grown - 1.0)
@@ -102,7 +103,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
         for name, size in zip(bucket.names, bucket.sizes, strict=True):
             part = table.squares_of(name, sizes[name]) * (size / sizes[name]) if size else 0.0
             squares += part
-            lost += part * strategy_error(bucket.strategy, cluster, table.errors_of(name))
+            lost += part * strategy_error(bucket.strategy, cluster, partial(table.error_of, name))
     return lost / squares if squares else 0.0
 
 
@@ -176,7 +177,7 @@ class ErrorBudget:
         for name, shape in shapes.items():
             weight = table.squares_of(name, math.prod(shape))
             squares += weight
-            lost += weight * strategy_error(reference[len(shape) < 2], cluster, table.errors_of(name))
+            lost += weight * strategy_error(reference[len(shape) < 2], cluster, partial(table.error_of, name))
         return lost / squares if squares > 0 else 0.0
 
     def __str__(self) -> str:

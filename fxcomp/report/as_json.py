@@ -126,7 +126,6 @@ def _budget(explanation: Explanation) -> dict[str, Any] | None:
         "spent": explanation.spent,
         "measured": errors.is_measured,
         "looks": errors.looks,
-        "notes": list(errors.notes),
         "layers": [_layer(layer) for layer in layers_of(explanation)],
         "gradients": [
             {"name": each.name, **_shares(each), "strategies": list(map(str, each.strategies))}

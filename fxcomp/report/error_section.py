@@ -18,10 +18,9 @@ _SHARES = "Shares of the gradient's squares and of the budget, and ms on the wir
 def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
     """Compare what is lost with the budget, and list by layer the error and the time saved."""
     blocks: list[Block] = [_spent(explanation, budget), _source(explanation)]
-    notes = [note for note in budget.table.notes if note not in explanation.notes]
     shown, rest = _split(layers_of(explanation), explanation)
     return [
-        Section("Error", [*blocks, *notes]),
+        Section("Error", blocks),
         Section("By layer", [_SHARES, _by_layer(shown, rest, explanation)]),
     ]
 
@@ -38,10 +37,11 @@ def _source(explanation: Explanation) -> str:
     if not errors.is_measured:
         return "Errors are assumed to be those of Gaussian values: nothing is measured."
     names = explanation.workload.sizes
-    known = sum(1 for name in names if name in errors.rows and errors.rows[name].samples)
-    of_all = f"of {known} of {count(len(names), 'gradient')}" if known < len(names) else "of every gradient"
-    rest = "; the others' are those of Gaussian values" if known < len(names) else ""
-    return f"Errors {of_all} were measured in training, in {count(errors.looks, 'look')}{rest}."
+    assumed = [name for name in names if name not in errors.rows or not errors.rows[name].samples]
+    known = f"{len(names) - len(assumed)} of {count(len(names), 'gradient')}" if assumed else "every gradient"
+    some = ", ".join(assumed[:_FEW]) + (", ..." if len(assumed) > _FEW else "")
+    rest = f"; the others' are those of Gaussian values ({some})" if assumed else ""
+    return f"Errors of {known} were measured in training, in {count(errors.looks, 'look')}{rest}."
 
 
 def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], list[Row]]:

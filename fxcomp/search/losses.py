@@ -67,7 +67,6 @@ class Losses:
     def _column(self, compressor: Compressor, ranks: int) -> Numbers:
         found = self._columns.get((compressor, ranks))
         if found is None:
-            found = self._columns[compressor, ranks] = np.array(
-                self._table.errors_by_gradient(self._names, compressor, ranks)
-            )
+            found = np.array(self._table.errors_of(self._names, compressor, ranks))
+            self._columns[compressor, ranks] = found
         return found

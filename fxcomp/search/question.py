@@ -81,16 +81,15 @@ class Terms:
         return tuple(each for each in offered if each.is_dense or losses.elements - losses.of(each) >= least)
 
     def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
-        """Say that pins alone lose more than the limit, if they do, and what was put right in the table."""
+        """Say that pins alone lose more than the limit, if they do."""
         losses, limit = self.losses(workload, cluster), self.limit(workload, cluster)
         pinned, elements = Pinned.of(self.pins, workload, cluster, losses), elements_of(workload)
         if not pinned.exceeds(limit * elements):
-            return self.table.notes
+            return ()
         by = f"mode {self.mode.value}" if self.budget is None else f"within={self.budget.asked}"
         return (
             f"What is pinned by hand loses {pinned.lost / max(1, elements):.2g} of the gradient's square, more than the"
             f" {limit:.2g} that {by} allows in all. So everything else stays dense.",
-            *self.table.notes,
         )
 
 

@@ -206,11 +206,10 @@ class StepSchedule(Schedule):
         self._settle_anew(steps)
         if not self._force.is_racing:
             self.call_off()
-        if self._adaptation is not None:
-            self._adaptation.forget(steps)
         if self._errors is not None:
             self._errors.begin_at(steps)
             self.calendar.look_from = steps
+        self._drop_adaptation(steps)
         self.wait(steps)
 
     def _settle_anew(self, step: int) -> None:

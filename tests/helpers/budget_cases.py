@@ -21,7 +21,8 @@ from fxcomp.compressors.powersgd import near_square
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
 from fxcomp.cost.roofline import Roofline
 from fxcomp.cost.table import CostTable
-from fxcomp.error_tables import STANDARD, ErrorRow, ErrorTable, legal
+from fxcomp.error_tables import ErrorRow, ErrorTable
+from fxcomp.error_tables.table import CODECS, LARGEST, LOW_RANK
 from fxcomp.plan.budget import Budget, ErrorBudget
 from fxcomp.plan.modes import LADDER_COMPRESSORS, Content, Mode
 from fxcomp.plan.strategy import Strategy
@@ -96,15 +97,15 @@ def _without_updates(tensors: list[tuple[int, float]]) -> Workload:
 
 def drawn_table(workload: Workload, chance: random.Random) -> ErrorTable:
     """Draw a row of errors for each gradient."""
-    return legal(STANDARD, {gradient.name: _row(gradient, chance) for gradient in workload.gradients})
+    return ErrorTable({gradient.name: _row(gradient, chance) for gradient in workload.gradients})
 
 
 def _row(gradient: Gradient, chance: random.Random) -> ErrorRow:
     steep, spectrum, spread = chance.uniform(0.0, 2.0), chance.uniform(0.0, 2.5), 10 ** chance.uniform(-0.7, 0.4)
     lengths = min(gradient.shape)
-    values = [_left_out(max(1, share * gradient.elements), gradient.elements, steep) for share in STANDARD.densities]
-    ranks = [_left_out(rank, lengths, spectrum) for rank in STANDARD.ranks]
-    codecs = [_ROUNDED[str(codec)] * (spread if str(codec).startswith("int") else 1.0) for codec in STANDARD.codecs]
+    values = [_left_out(max(1, topk.ratio * gradient.elements), gradient.elements, steep) for topk in LARGEST]
+    ranks = [_left_out(powersgd.rank, lengths, spectrum) for powersgd in LOW_RANK]
+    codecs = [_ROUNDED[str(codec)] * (spread if str(codec).startswith("int") else 1.0) for codec in CODECS]
     squares = gradient.elements * 10 ** chance.uniform(-3, 3)
     return ErrorRow(gradient.shape, squares, (*values, *ranks, *codecs), samples=8)
 

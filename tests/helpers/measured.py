@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.compressors import Compressor
-from fxcomp.error_tables import ErrorTable, measure
+from fxcomp.error_tables import FAMILIES, ErrorTable, joined, measure
 from fxcomp.testing.rounds import average, replicas_of
 
 
@@ -25,6 +26,19 @@ def lost(compressor: Compressor, values: Tensor, shape: tuple[int, ...], *, roun
     return (left.square().sum() / values.double().square().sum()).item()
 
 
+def measured(
+    gradients: Mapping[str, Tensor],
+    residuals: Mapping[str, Tensor] | None = None,
+    *,
+    rank: int = 0,
+    look: int = 0,
+    all_reduce: Callable[[Tensor], object] = lambda _: None,
+) -> ErrorTable:
+    """Measure all families in one look each, by default on the only rank."""
+    looks = (measure(gradients, residuals or {}, each, all_reduce, rank=rank, look=look) for each in FAMILIES)
+    return joined(list(looks))
+
+
 def measured_together(parts: list[dict[str, Tensor]]) -> list[ErrorTable]:
     """Measure by so many ranks at once, each a thread, which add up in rank order."""
     barrier = Barrier(len(parts))
@@ -37,7 +51,7 @@ def measured_together(parts: list[dict[str, Tensor]]) -> list[ErrorTable]:
         barrier.wait()
 
     def on(rank: int) -> ErrorTable:
-        return measure(parts[rank], rank=rank, all_reduce=partial(all_reduce, rank))
+        return measured(parts[rank], rank=rank, all_reduce=partial(all_reduce, rank))
 
     with ThreadPoolExecutor(len(parts)) as threads:
         return list(threads.map(on, range(len(parts))))

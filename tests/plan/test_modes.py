@@ -1,6 +1,7 @@
 """A mode allows certain compressors, and a limited loss."""
 
 import math
+from functools import partial
 
 import fxcomp_more  # noqa: F401  registers its compressors
 import numpy as np
@@ -9,7 +10,8 @@ from helpers.workloads import cluster
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.compressors import parse_compressor
-from fxcomp.error_tables import Columns, ErrorRow, legal
+from fxcomp.error_tables import ErrorRow, ErrorTable
+from fxcomp.error_tables.table import COLUMNS
 from fxcomp.errors import BadOption
 from fxcomp.plan.budget import is_bursty, plan_error, strategy_error, strategy_errors, within_budget
 from fxcomp.plan.kinds import CollectiveKind
@@ -181,14 +183,19 @@ def test_every_strategy_fits_racks_of_any_hosts(shape: str):
 
 
 INT4, TOPK = parse_compressor("int4"), parse_compressor("topk(0.01)")
-MEASURED = legal(
-    Columns((0.01,), (), (INT4,)),
-    {"large": ErrorRow((1000,), 9.0, (0.5, 0.02), 1), "small": ErrorRow((3000,), 1.0, (0.9, 0.2), 1)},
-)
+
+
+def measured(elements: int, squares: float, topk: float, int4: float) -> ErrorRow:
+    """A row with errors of these two; nothing reads the others."""
+    errors = {TOPK: topk, INT4: int4}
+    return ErrorRow((elements,), squares, tuple(errors.get(each, 1.0) for each in COLUMNS), 1)
+
+
+MEASURED = ErrorTable({"large": measured(1000, 9.0, 0.5, 0.02), "small": measured(3000, 1.0, 0.9, 0.2)})
 
 
 def test_a_measured_strategy_composes_its_shots_as_an_assumed_one_does():
-    error_of = MEASURED.errors_of("large")
+    error_of = partial(MEASURED.error_of, "large")
     assert strategy_error(Strategy.flat(INT4), FLAT, error_of) == pytest.approx(0.02)
     assert strategy_error(Strategy.two_shots(INT4, INT4), FLAT, error_of) == pytest.approx(1.02**2 - 1)
     assert strategy_error(Strategy.two_shots(TOPK, INT4), FLAT, error_of) == pytest.approx(1 - 0.5 * (1 - 0.02))

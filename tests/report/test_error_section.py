@@ -11,9 +11,8 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
-from fxcomp.error_tables import ASSUMED, ErrorTable
-from fxcomp.error_tables.columns import STANDARD
-from fxcomp.error_tables.table import ErrorRow
+from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable
+from fxcomp.error_tables.table import COLUMNS
 from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
@@ -53,14 +52,14 @@ def explained(asked: str, table: ErrorTable = ASSUMED) -> Explanation:
 
 def measured(samples: int = 3) -> ErrorTable:
     """A table in which the head has most of the squares and is easily compressed."""
-    gaussian = [gaussian_error(parse_compressor(name), 1) for name in STANDARD.names]
+    gaussian = [gaussian_error(compressor, 1) for compressor in COLUMNS]
     rows = {
         name: ErrorRow(shape, 90.0, tuple(0.2 * error for error in gaussian), samples)
         if name == "head.weight"
         else ErrorRow(shape, 1.0, tuple(gaussian), samples)
         for name, shape in WORKLOAD.shapes.items()
     }
-    return ErrorTable(STANDARD, rows, ("head.weight: a note of the table",))
+    return ErrorTable(rows)
 
 
 def words(explanation: Explanation) -> str:
@@ -88,7 +87,10 @@ def test_a_report_says_whether_errors_were_measured():
     assert "Errors are assumed to be those of Gaussian values" in words(explained("int4"))
     text = words(explained("0.2", measured()))
     assert "Errors of every gradient were measured in training, in 3 looks." in text
-    assert "head.weight: a note of the table" in text
+    rows = {**measured().rows, "blocks.0.bias": ErrorRow((1000,), 0.0, (), 0)}
+    text = words(explained("0.2", ErrorTable(rows)))
+    assert "Errors of 4 of 5 gradients were measured in training, in 3 looks;" in text
+    assert "the others' are those of Gaussian values (blocks.0.bias)." in text
 
 
 def test_a_mode_has_no_section_of_errors():
@@ -207,7 +209,7 @@ def test_many_layers_are_cut_short_and_all_of_them_are_in_the_json():
 
 def test_a_gradient_without_squares_has_no_error_of_its_own():
     table = measured()
-    only = ErrorTable(STANDARD, {**table.rows, "head.weight": replace(table.rows["head.weight"], squares=0.0)})
+    only = ErrorTable({**table.rows, "head.weight": replace(table.rows["head.weight"], squares=0.0)})
     head = next(each for each in to_json(by_hand(only))["budget"]["layers"] if each["layer"] == "head.weight")
     assert head["error"] is None
 

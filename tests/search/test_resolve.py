@@ -9,7 +9,7 @@ from helpers.workloads import COSTS, cluster, layers, matrices
 from fxcomp.cluster.cluster import Processors
 from fxcomp.compressors import parse_compressor
 from fxcomp.cost.measured import CompressorCost, CompressorPoint
-from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable, legal
+from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable
 from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
@@ -64,7 +64,7 @@ def test_other_buckets_are_taken_where_they_save_enough():
     even = ErrorRow((1000, 1000), 1.0, drawn_table({"w": (1000, 1000)}, 1).rows["w"].errors, 3)
     rows = {gradient.name: even for gradient in workload.gradients}
     rows["w0"] = ErrorRow((1000, 1000), 1e6, even.errors, 3)
-    terms = terms_of(0.05, legal(ASSUMED.columns, rows))
+    terms = terms_of(0.05, ErrorTable(rows))
     shut, stays = solved(plan, terms, workload, moves=False)
     free, moved = solved(plan, terms, workload)
     assert stays.after is not None

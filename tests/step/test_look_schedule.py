@@ -7,19 +7,20 @@ from math import ceil
 
 import pytest
 
-from fxcomp.step.errors.error_looks import FIRST, LOOKS, LOOKS_SHARE, Pace
+from fxcomp.step.errors.error_looks import FIRST, LOOKS, LOOKS_SHARE, steps_after_look
 
 STEP_US, STEPS = 1e5, 20_000
 
 
 def looks(costs_us: list[float], steps: int) -> list[tuple[int, int]]:
     """When looks at families that take so long are taken, and at which family."""
-    pace, found, due = Pace(), list[tuple[int, int]](), LOOKS
-    pace.step_us = STEP_US
+    found, due, unpaid_us = list[tuple[int, int]](), LOOKS, 0.0
     while due < steps:
         family = len(found) % len(costs_us)
         found.append((due, family))
-        due += pace.after_look(costs_us[family], more_come_first=len(found) < len(costs_us))
+        first = len(found) < len(costs_us)
+        wait, unpaid_us = steps_after_look(unpaid_us + costs_us[family], STEP_US, more_come_first=first)
+        due += wait
     return found
 
 
@@ -53,5 +54,5 @@ def test_what_takes_many_steps_is_paid_for_before_the_next_one_even_at_first():
 
 
 def test_no_look_waits_longer_where_no_step_has_been_timed():
-    assert Pace().after_look(1e9, more_come_first=True) == LOOKS
-    assert Pace().after_look(1e9, more_come_first=False) == LOOKS
+    for first in (True, False):
+        assert steps_after_look(1e9, 0.0, more_come_first=first) == (LOOKS, 0.0)

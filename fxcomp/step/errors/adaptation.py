@@ -98,12 +98,8 @@ class Adaptation:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Forget what is under way: another plan is followed, chosen by the errors of now."""
+        """Forget what is under way: another plan is followed, chosen by the errors of now, or other steps follow."""
         self._work, self._solved_by, self._solved_at = None, self._errors.table, step
-
-    def forget(self, step: int) -> None:
-        """Forget what is under way: the job goes on after other steps."""
-        self._work, self._solved_by, self._solved_at = None, ASSUMED, step
 
     def _why(self, step: int) -> str:
         """Say why the plan should be solved for again; empty if it should not."""
@@ -122,7 +118,9 @@ class Adaptation:
         answer = yield from self._answer()
         self._solved_at = step
         if "failed" in answer:
-            self._note_failure(step, answer["failed"])
+            if answer["failed"] != self._last_failure:  # once for one that comes again
+                self._last_failure = answer["failed"]
+                self._note(f"step {step}: the plan stays; choosing it again raised {self._last_failure}")
             return
         move = PlanMove.from_json({"step": step, "why": why, **answer["move"]})
         if not move.changes:
@@ -140,28 +138,18 @@ class Adaptation:
         self.moves.append(move)
         self._note(str(move))
 
-    def _note_failure(self, step: int, failure: str) -> None:
-        """Say that the plan stays because of an error, once for one that comes again."""
-        if failure != self._last_failure:
-            self._last_failure = failure
-            self._note(f"step {step}: the plan stays; choosing it again raised {failure}")
-
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
         """Let rank 0 solve, and meet it until it has an answer."""
         ranks = self._site.ranks
         turns = self._solve() if ranks.rank == 0 else None
-        answer: dict[str, Any] | None = None
-
-        def known() -> dict[str, Any] | None:
-            return answer
-
+        answers: list[dict[str, Any] | None] = [None]
         while True:
             for _ in range(MEETING):
-                if turns is not None and answer is None:
-                    answer = _next_answer(turns)
+                if turns is not None and answers[-1] is None:
+                    answers.append(_next_answer(turns))
                 yield
             with ranks.together(_TOPIC):
-                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", known)
+                shared = ranks.from_rank_0(f"{_TOPIC}: the answer", lambda: answers[-1])
             if shared is not None:
                 return shared
 

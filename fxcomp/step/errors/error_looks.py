@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
 
-from fxcomp.error_tables import ASSUMED, STANDARD, ErrorTable, families, joined, smoothed
+from fxcomp.error_tables import ASSUMED, FAMILIES, ErrorTable, Rows, averaged, joined
 from fxcomp.site import Site
 from fxcomp.step.calendar import Use
 from fxcomp.step.errors.look import ErrorLook, needed_bytes
@@ -30,21 +30,15 @@ AT_ONCE, FIRST = 20.0, 2
 """Steps that the first looks may take to follow each other, and how far they are apart."""
 
 
-class Pace:
-    """Says how many steps pay for what looks took."""
+def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
+    """Count the steps from a look to the next one; also what is then still to be paid for.
 
-    def __init__(self) -> None:
-        self.step_us = 0.0
-        """A step's time without a look, on the fastest rank; 0 while some rank has timed none."""
-        self._unpaid_us = 0.0
-
-    def after_look(self, took_us: float, *, more_come_first: bool) -> int:
-        """Count the steps from a look to the next one; `more_come_first` until all families were looked at."""
-        self._unpaid_us += took_us
-        if more_come_first and self._unpaid_us < AT_ONCE * self.step_us:
-            return FIRST
-        us, self._unpaid_us = self._unpaid_us, 0.0
-        return max(LOOKS, ceil(us / (LOOKS_SHARE * self.step_us))) if self.step_us else LOOKS
+    `unpaid_us` is what looks took that no steps have paid for, `step_us` a step's time without a look, 0 if that is not
+    known, and `more_come_first` until all families were looked at.
+    """
+    if more_come_first and unpaid_us < AT_ONCE * step_us:
+        return FIRST, unpaid_us
+    return max(LOOKS, ceil(unpaid_us / (LOOKS_SHARE * step_us))) if step_us else LOOKS, 0.0
 
 
 class ErrorLooks(Observer):
@@ -56,7 +50,6 @@ class ErrorLooks(Observer):
         """Take looks from the step of this number on; the schedule says when."""
         self._force, self._site, self._times, self._note = force, site, times, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
-        self._families = families(STANDARD)
         self._has_noted = False
         self.begin_at(steps)
 
@@ -64,13 +57,16 @@ class ErrorLooks(Observer):
         """Look at each family again, from this step of the job on: gradients may be of another time."""
         self.looks = 0
         """The number of looks that were measured."""
-        self._tables = [ErrorTable(each) for each in self._families]
-        """By family."""
+        self._means: list[Rows] = [{} for _ in FAMILIES]
+        """Of each family's looks."""
         self._next = 0
         """The family whose turn it is."""
         self.table: ErrorTable = ASSUMED
         """The mean of looks, with shares of all squares; without data until every family has been looked at."""
-        self._pace, self._looked_us, self._refusals = Pace(), 0.0, 0
+        self._step_us = 0.0
+        """A step's time without a look, on the fastest rank; 0 while some rank has timed none."""
+        self._looked_us = self._unpaid_us = 0.0
+        self._refusals = 0
         self._under_way: ErrorLook | None = None
         self._begun = self._steps = self._look_from = steps
 
@@ -78,36 +74,38 @@ class ErrorLooks(Observer):
 
     def before(self, step: StepUnderWay) -> None:
         """Begin the look that the step is for; not if the batch is unlike the first one on some rank."""
-        columns, residuals = self._families[self._next], self._force.state.residuals
-        look = ErrorLook(columns, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
+        residuals, family = self._force.state.residuals, FAMILIES[self._next]
+        look = ErrorLook(family, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
+        step.runtime.gradients.on_gradient, step.runtime.gradients.on_update = look.see, look.measure
         self._under_way = look
-        look.before(step.runtime)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Let what was seen not count if the step was left out."""
-        if self._under_way is not None:
-            self._under_way.after(step.runtime)
+        """Note whether the step was left out: what was seen does not count then."""
+        self._was_left_out = bool(step.runtime.counters.skipped)
 
     def between(self, steps: int) -> int:
         """Take in the look of the step that has ended. Returns the first step that may take the next one."""
         look, self._under_way, self._steps = self._under_way, None, steps
         if look is not None:
-            wait = self._take_in(look) if look.was_taken else self._be_refused(look)
+            wait = self._be_refused(look) if look.rows is None else self._take_in(look, look.rows)
             self._look_from = steps - 1 + wait
         return self._look_from
 
-    def _take_in(self, look: ErrorLook) -> int:
+    def _take_in(self, look: ErrorLook, rows: Rows) -> int:
         """Average a look, and make the table once every family has been looked at. Returns the steps to the next."""
         took_us = self._slowest(look)
         self._looked_us += took_us
-        if look.table is not None:  # the step was not left out
+        if not look.is_left_out:
             self.looks += 1
-            self._tables[self._next] = smoothed(self._tables[self._next], look.table.lagging())
-        self._next = (self._next + 1) % len(self._families)
-        has_looked_at_all = all(each.rows for each in self._tables)
-        if has_looked_at_all and look.table is not None:
-            self.table = joined(self._tables)
-        return self._pace.after_look(took_us, more_come_first=not has_looked_at_all)
+            self._means[self._next] = averaged(self._means[self._next], rows)
+        self._next = (self._next + 1) % len(FAMILIES)
+        has_looked_at_all = all(self._means)
+        if has_looked_at_all and not look.is_left_out:
+            self.table = joined(self._means)
+        wait, self._unpaid_us = steps_after_look(
+            self._unpaid_us + took_us, self._step_us, more_come_first=not has_looked_at_all
+        )
+        return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
         """Try again later, after one step more each time: where every 21st batch is another, not always at that one."""
@@ -124,7 +122,7 @@ class ErrorLooks(Observer):
         """Agree on how long a look took on the slowest rank, and a step on the fastest one."""
         mine = [look.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
         everyone = self._site.gather_numbers("what a look took", mine)
-        self._pace.step_us = min(step for _, step in everyone) or self._pace.step_us
+        self._step_us = min(step for _, step in everyone) or self._step_us
         return max(took for took, _ in everyone)
 
     @property
@@ -132,6 +130,6 @@ class ErrorLooks(Observer):
         """Tell what the table is from, for the report."""
         if not self.table.is_measured:
             return "errors of Gaussian values are assumed until each family of compressors has been looked at"
-        passed_us = (self._steps - self._begun) * self._pace.step_us
+        passed_us = (self._steps - self._begun) * self._step_us
         share = self._looked_us / passed_us if passed_us else 0.0
         return f"errors are measured: {self.looks} looks at gradients took {share:.1%} of the time"
