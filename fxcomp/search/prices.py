@@ -1,9 +1,9 @@
-"""Say of how much a bucket's tasks ask a price."""
+"""Name the questions that a bucket's tasks ask of a cost table, and the sizes that they are asked about."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 from fxcomp.compressors import Compressor
 
@@ -42,3 +42,15 @@ class Size(int):
     def now(self, size: int) -> Size:
         """So many bytes of the same."""
         return Size(size, self.measure, self.compressor, is_whole=self.is_whole)
+
+
+class PriceQuestion(NamedTuple):
+    """A method of `Prices`, and its arguments before and after the size."""
+
+    method: str
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+
+    @property
+    def is_collective(self) -> bool:
+        return self.method == "collective"

@@ -28,10 +28,10 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
-from fxcomp.plan.prices import CollectivePrice, Prices
+from fxcomp.plan.prices import CollectivePrice
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
-from fxcomp.search.prices import Measure, Size
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, StepPrices, price_bucket
+from fxcomp.search.prices import Measure, PriceQuestion, Size
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
@@ -42,26 +42,6 @@ _ODD = (
     ((301, 383), (77, 1001), (511, 129)),
     ((613, 257), (384,), (1003, 301), (129, 129), (701, 511), (65, 999)),
 )
-
-
-class PriceQuestion(NamedTuple):
-    """A method of `Prices`, and its arguments before and after the size."""
-
-    method: str
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
-
-    def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
-        if self.method == "launch_us":
-            return prices.launch_us
-        if self.is_collective:
-            kind, level = self.before
-            return prices.collective(kind, level, size, cluster).us
-        return getattr(prices, self.method)(*self.before, size, *self.after)
-
-    @property
-    def is_collective(self) -> bool:
-        return self.method == "collective"
 
 
 class Feature(NamedTuple):
@@ -157,9 +137,9 @@ class Setting:
     """Of the gradients."""
 
     @classmethod
-    def of(cls, workload: Workload, copy_gb_per_s: float | None, cluster: Cluster) -> Self:
-        saved = workload.commits, workload.saves_residuals
-        return cls(cluster, *saved, copy_gb_per_s is not None)
+    def of(cls, prices: StepPrices) -> Self:
+        workload, copies = prices.workload, prices.costs.copy_gb_per_s is not None
+        return cls(prices.cluster, workload.commits, workload.saves_residuals, copies)
 
 
 @lru_cache(maxsize=4096)

@@ -60,7 +60,7 @@ class Row:
 
     def _listed(self, start: int, stop: int) -> tuple[Option, ...]:
         workload, costs, cluster = self._job
-        members = joined([self._atoms[k] for k in self.members[start:stop]], costs)
+        members = joined([self._atoms[k] for k in self.members[start:stop]])
         gradients = [gradient for gradient, _ in members]
         elements = sum(len(extent) for _, extent in members)
         all_lost = (self._lost[stop] - self._lost[start]).tolist()
