@@ -21,13 +21,12 @@ from fxcomp.cost.piecewise import Curve, trace
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.plan.kinds import POOL, CollectiveKind, ElementType, Stream, wire_of
-from fxcomp.plan.legs import Encode, Route, Send
+from fxcomp.plan.legs import Encode, Send
 from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
 from fxcomp.plan.plan import Bucket, Plan, launch_order
-from fxcomp.plan.prices import CollectivePrice, Prices
+from fxcomp.plan.prices import CollectivePrice, Measure, PriceQuestion, Prices, Size
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.prices import Measure, PriceQuestion, Size
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
@@ -55,6 +54,7 @@ class StepPrices:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.broadcast = self._broadcast()
         """The broadcast of buffers, without its predecessors; None if there is none."""
+        self._writer = BucketWriter(workload, costs, cluster)
         self._buckets: dict[tuple[int, Bucket, float, int], BucketTasks] = {}
         self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
 
@@ -85,8 +85,7 @@ class StepPrices:
         key = k, bucket, updates_us, joined
         tasks = self._buckets.get(key)
         if tasks is None:
-            tasks = price_bucket(k, members, bucket.strategy, self.workload, self.costs, self.cluster)
-            self._buckets[key] = tasks
+            tasks = self._buckets[key] = self._writer.bucket(k, members, bucket.strategy)
         return tasks
 
     def _broadcast(self) -> Task | None:
@@ -223,36 +222,28 @@ def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
     return found
 
 
-def price_bucket(
-    k: int,
-    gradients: Sequence[Gradient],
-    strategy: Strategy,
-    workload: Workload,
-    prices: Prices,
-    cluster: Cluster,
-) -> BucketTasks:
-    """Make the tasks of a bucket of these gradients, which have one type, numbered k."""
-    joining_us = [prices.pack_us(each.joined_bytes) if each.joined_bytes else 0.0 for each in gradients]
-    update_us = sum(each.update_us + us for each, us in zip(gradients, joining_us, strict=True))
-    if cluster.world_size == 1:
-        return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    element_type = gradients[0].element_type if gradients else ElementType.F32
-    route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    writer = _PlanTaskWriter(k, route, workload, prices, cluster)
-    stages = [writer.stage(number) for number in range(strategy.started_stages)]
-    final = writer.final(is_started=strategy.pool_takes_arrivals)
-    return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
+class BucketWriter:
+    """Writes the tasks of a workload's buckets, line by line; `_TASKS` has the tasks of each kind."""
 
-
-class _PlanTaskWriter:
-    """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
-
-    def __init__(self, k: int, route: Route, workload: Workload, prices: Prices, cluster: Cluster):
+    def __init__(self, workload: Workload, prices: Prices, cluster: Cluster) -> None:
         self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
-        self.k, self.route, self.prices, self.cluster = k, route, prices, cluster
-        self.lines = lines_of(route)
+        self.prices, self.cluster = prices, cluster
+
+    def bucket(self, k: int, gradients: Sequence[Gradient], strategy: Strategy) -> BucketTasks:
+        """Write the tasks of a bucket of these gradients, which have one type, numbered k."""
+        joining_us = [self.prices.pack_us(each.joined_bytes) if each.joined_bytes else 0.0 for each in gradients]
+        update_us = sum(each.update_us + us for each, us in zip(gradients, joining_us, strict=True))
+        if self.cluster.world_size == 1:
+            return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
+        kind = gradients[0].element_type if gradients else ElementType.F32
+        self.k = k
+        self.route = route_of(strategy, [each.shape for each in gradients], self.cluster, element_type=kind)
+        self.lines = lines_of(self.route)
         self.previous = f"region {k}"
         self.names = Counter[str]()
+        stages = tuple(self.stage(number) for number in range(strategy.started_stages))
+        final = self.final(is_started=strategy.pool_takes_arrivals)
+        return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(self.previous,)))
 
     def stage(self, number: int) -> tuple[Task, ...]:
         """Write the lines down to a collective, after the main thread's packing or waiting."""
@@ -318,7 +309,7 @@ class _PlanTaskWriter:
         leg, encoder = line.decode, line.of
         us = self.prices.decode_us(leg.compressor, leg.elements, leg.payloads, leg.device)
         if encoder is not None and leg.compressor.has_state and leg.compressor.facts.state_from_payload:
-            us += self.prices.keep_us(self._state_size(encoder))
+            us += self.prices.pack_us(self._state_size(encoder))
         return [self._task("decompress", line.stream, us)]
 
     def send(self, line: BucketLine) -> list[Task]:
@@ -358,17 +349,17 @@ class _PlanTaskWriter:
         return Size(size, measure, leg.compressor, is_whole=leg.elements == len(self.route.whole))
 
 
-_TASKS: dict[LineKind, Callable[[_PlanTaskWriter, BucketLine], list[Task]]] = {
-    LineKind.PACK: _PlanTaskWriter.pack,
-    LineKind.CAST: _PlanTaskWriter.pack,
-    LineKind.TURN: _PlanTaskWriter.pack,
-    LineKind.D2H: _PlanTaskWriter.copy,
-    LineKind.H2D: _PlanTaskWriter.copy,
-    LineKind.PROPOSE: _PlanTaskWriter.propose,
-    LineKind.COMPRESS: _PlanTaskWriter.compress,
-    LineKind.DECOMPRESS: _PlanTaskWriter.decompress,
-    LineKind.AGREE: _PlanTaskWriter.send,
-    LineKind.SEND: _PlanTaskWriter.send,
+_TASKS: dict[LineKind, Callable[[BucketWriter, BucketLine], list[Task]]] = {
+    LineKind.PACK: BucketWriter.pack,
+    LineKind.CAST: BucketWriter.pack,
+    LineKind.TURN: BucketWriter.pack,
+    LineKind.D2H: BucketWriter.copy,
+    LineKind.H2D: BucketWriter.copy,
+    LineKind.PROPOSE: BucketWriter.propose,
+    LineKind.COMPRESS: BucketWriter.compress,
+    LineKind.DECOMPRESS: BucketWriter.decompress,
+    LineKind.AGREE: BucketWriter.send,
+    LineKind.SEND: BucketWriter.send,
 }
 
 

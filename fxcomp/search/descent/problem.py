@@ -18,12 +18,12 @@ from itertools import accumulate, pairwise
 from fxcomp.cost.contention import NO_TIME_US
 from fxcomp.cost.piecewise import Curve
 from fxcomp.plan.kinds import Stream
+from fxcomp.plan.prices import PriceQuestion
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Strand, reaches
 from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
-from fxcomp.search.prices import PriceQuestion
 
 NOTHING = -3
 """In the place of a task that an update waits for."""

@@ -8,7 +8,7 @@
     all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
-`price_bucket` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
+A `BucketWriter` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
 proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. The largest of
 several shards is larger than that, because borders are rounded to a compressor's blocks: by as much as it is in buckets
 of odd sizes.
@@ -28,10 +28,9 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
-from fxcomp.plan.prices import CollectivePrice
+from fxcomp.plan.prices import CollectivePrice, Measure, PriceQuestion, Size
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, StepPrices, price_bucket
-from fxcomp.search.prices import Measure, PriceQuestion, Size
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, BucketWriter, StepPrices
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
@@ -162,7 +161,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
         commits=setting.commits,
         saves_residuals=setting.saves_residuals,
     )
-    return price_bucket(0, probe, strategy, step, _Recorder(copies=setting.copies), setting.cluster)
+    return BucketWriter(step, _Recorder(copies=setting.copies), setting.cluster).bucket(0, probe, strategy)
 
 
 class _Price(float):
@@ -199,9 +198,6 @@ class _Recorder:
 
     def copy_us(self, size: float) -> float:
         return _price("copy_us", size) if self.copies else 0.0
-
-    def keep_us(self, size: float) -> float:
-        return _price("keep_us", size)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         return _price("encode_us", elements, (compressor,), (device,))
