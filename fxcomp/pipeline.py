@@ -152,7 +152,7 @@ class Compiler:
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            program = load_program(captured, gm, replay, self._predicted(gm, captured.graph, plan, costs))
+            program = load_program(captured, gm, replay, self.predicted(gm, costs, (captured.graph, plan)))
             trace_program(plan, program.emitted, program.timeline, replay)
             return program
 
@@ -163,7 +163,7 @@ class Compiler:
         """Make the program of a micro-batch that ends no group, whatever the plan."""
         passes = self.passes_of_a_micro_batch(costs)
         gm = run(captured.graph, passes)
-        return load_program(captured, gm, partial(_after_each, captured.graph, passes), predicted(gm, costs))
+        return load_program(captured, gm, partial(_after_each, captured.graph, passes), self.predicted(gm, costs))
 
     @gc_paused()
     def rewrite(self, graph: GraphModule, plan: Plan, costs: CostTable) -> GraphModule:
@@ -181,7 +181,7 @@ class Compiler:
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            return program.retuned(gm, replay, self._predicted(gm, program.captured.graph, plan, costs))
+            return program.retuned(gm, replay, self.predicted(gm, costs, (program.captured.graph, plan)))
 
         return run_in_turns(program.graph, self.retuning(plan, costs), program_of)
 
@@ -189,13 +189,21 @@ class Compiler:
         """Rewrite a graph again, and keep what each pass returns, by the pass's name."""
         return _after_each(graph, self.passes(plan, costs))
 
-    def _predicted(self, gm: GraphModule, captured: GraphModule, plan: Plan, costs: CostTable) -> Timeline:
-        """Simulate a final graph, after the other micro-batches of its group, which send no momenta."""
-        others = self.micro_batches - 1
-        if not others:
-            return predicted(gm, costs)
-        one = run(captured, (*self.labelling(), self._pricing(costs))) if plan.moves_exchange else gm
-        return predicted(gm, costs, others, read_workload(one, costs.feed_us).backward_us)
+    def predicted(self, gm: GraphModule, costs: CostTable, of: tuple[GraphModule, Plan] | None = None) -> Timeline:
+        """Simulate a final graph.
+
+        `of` is the captured graph and the plan of a step that ends a group: its other micro-batches come before, each
+        of which the host hands out, and send no momenta.
+        """
+        others, ahead_us = 0, 0.0
+        if of is not None and self.micro_batches > 1:
+            captured, plan = of
+            one = run(captured, (*self.labelling(), self._pricing(costs))) if plan.moves_exchange else gm
+            others = self.micro_batches - 1
+            ahead_us = others * read_workload(one, costs.feed_us).backward_us
+        before = [(AHEAD, ahead_us), (FEED, costs.feed_us)]
+        tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
+        return simulate([*handing_out((1 + others) * costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
 
 
 def pass_names() -> list[str]:
@@ -219,13 +227,6 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
     history: dict[str, GraphModule] = {}
     run(graph, passes, history)
     return history
-
-
-def predicted(gm: GraphModule, costs: CostTable, others: int = 0, backward_us: float = 0.0) -> Timeline:
-    """Simulate a final graph, after the backward passes of other micro-batches, each of which the host hands out."""
-    before = [(AHEAD, others * backward_us), (FEED, costs.feed_us)]
-    tasks = [Task(name, Stream.COMPUTE, us) for name, us in before if us]
-    return simulate([*handing_out((1 + others) * costs.host_us), *tasks, *graph_tasks(gm)], costs.processors)
 
 
 AHEAD = "backward of the other micro-batches"

@@ -32,8 +32,7 @@ from fxcomp.report.draw_timeline import draw_timeline, legend
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, bf16_everywhere, choose, predict_us, uniform
-from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.plan_tasks import StepPrices, plan_tasks
 
 WIDTH = 110  # of a drawn timeline
 UNIFORM = ("bf16", "int8", "int4")
@@ -215,7 +214,7 @@ def _compressing_us(bucket: Bucket) -> tuple[float, float]:
 def _candidates(choice: Choice) -> str:
     plans = {"dense": choice.dense}
     plans |= {f"{name} everywhere": uniform(name, WORKLOAD, COSTS, CLUSTER) for name in UNIFORM}
-    plans["bf16 everywhere"] = bf16_everywhere(WORKLOAD, TracedPrices(COSTS, CLUSTER))
+    plans["bf16 everywhere"] = bf16_everywhere(StepPrices(WORKLOAD, COSTS, CLUSTER))
     plans["the search's best"] = choice.fastest
     rows: list[str] = []
     for name, plan in plans.items():

@@ -20,7 +20,7 @@ from fxcomp.search.choose import Choice
 from fxcomp.search.decision import Raced
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
-from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, DrawnErrors
+from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, drawn_errors
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
 
@@ -83,11 +83,11 @@ class Turn:
 
 def gate(choice: Choice) -> str:
     """Write how sure the gain is."""
-    errors = DrawnErrors.of(COSTS)
+    compute, links, compressors = drawn_errors(COSTS.error, COSTS.compute_error)
     words = GATE.format(
-        links=_percent(errors.links),
-        compute=_percent(errors.compute),
-        compressors=_percent(errors.compressors),
+        links=_percent(links),
+        compute=_percent(compute),
+        compressors=_percent(compressors),
         draws=DRAWS,
         gain=_percent(LEAST_GAIN),
     )

@@ -1,31 +1,9 @@
-"""Time operations that nobody measured, by a device's peaks: compute by a roofline, moving memory by bandwidths."""
+"""Time operations that nobody measured, by the peaks of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-
-class MemoryPrices:
-    """Prices in us, of sizes in bytes; a cost table has the bandwidths."""
-
-    __slots__ = ()
-
-    pack_gb_per_s: float
-    copy_gb_per_s: float | None
-
-    def pack_us(self, size: float) -> float:
-        """Time gathering gradients of `size` bytes into a bucket, scaled."""
-        return size / (self.pack_gb_per_s * 1e3)
-
-    def copy_us(self, size: float) -> float:
-        """Time moving `size` bytes between host and device; nothing if they are the same."""
-        return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
-
-    def keep_us(self, size: float) -> float:
-        """Time making a summed payload of `size` bytes a compressor's next state."""
-        return self.pack_us(size)
-
 
 ASSUMED = "assumed"
 

@@ -28,7 +28,7 @@ from fxcomp.cost.measured import (
     parse_compressor_key,
 )
 from fxcomp.cost.reading import TEXT, keyed, null_or, number, positive, record, whole, wrong
-from fxcomp.cost.roofline import ASSUMED, Measured, MemoryPrices, Roofline
+from fxcomp.cost.roofline import ASSUMED, Measured, Roofline
 from fxcomp.errors import BadOption
 from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
@@ -40,7 +40,7 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable(MemoryPrices):
+class CostTable:
     """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
 
     `hardware`, `versions`, `date` and `source` say on what and when it was measured. `compute` has operations with
@@ -83,6 +83,14 @@ class CostTable(MemoryPrices):
         return text if self.copy_gb_per_s is not None else without_gpu(text)
 
     # Estimates
+
+    def pack_us(self, size: float) -> float:
+        """Time gathering gradients of `size` bytes into a bucket, scaled; or another copy of as many."""
+        return size / (self.pack_gb_per_s * 1e3)
+
+    def copy_us(self, size: float) -> float:
+        """Time moving `size` bytes between host and device; nothing if they are the same."""
+        return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
         """Time one operation: as measured, or by the roofline."""

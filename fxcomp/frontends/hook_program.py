@@ -35,7 +35,7 @@ from fxcomp.graph.edit import buckets, call
 from fxcomp.graph.info import InputKind, NodeInfo, Role, arguments_of, free_name, info
 from fxcomp.graph.ops import ARRIVE, IN_PLACE
 from fxcomp.passes.annotate_costs import annotate_costs
-from fxcomp.pipeline import Compiler, predicted
+from fxcomp.pipeline import Compiler
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.gradient_state import GradientState
@@ -194,7 +194,7 @@ class HookProgram:
         final, runs = compiler.rewrite(graph, plan, costs), runs_of(plan, layout)
         lent = _return_means(final, [_only(runs, number, bucket) for number, bucket in enumerate(plan.buckets)])
         final = annotate_costs(final, costs, compiler.cluster)
-        timeline = predicted(final, costs)
+        timeline = compiler.predicted(final, costs)
         source = emit(final, title="The buckets of one backward pass, averaged")
         module = load(source, final, compat.cache_directory() / "steps")
         trace_program(plan, source, timeline, lambda: {"final": final})

@@ -149,10 +149,6 @@ def _copying(prices: Prices, node: Node, _: Device) -> float:
     return prices.copy_us(value_bytes(node))
 
 
-def _keeping(prices: Prices, node: Node, _: Device) -> float:
-    return prices.keep_us(value_bytes(node))
-
-
 def _proposing(prices: Prices, node: Node, device: Device) -> float:
     return prices.propose_us(compressor_at(node), compressed_elements(node), device)
 
@@ -220,7 +216,7 @@ BY_OPERATOR: dict[Any, Line] = {
     SAVE: Line("save", _as_in_graph, _packing, _CPU),
     D2H: Line("d2h", price=_copying, stream=Stream.D2H),
     H2D: Line("h2d", price=_copying, stream=Stream.H2D),
-    KEEP: Line("keep", _as_in_graph, _keeping, _ARRIVING, _nothing, has_buffer=False),
+    KEEP: Line("keep", _as_in_graph, _packing, _ARRIVING, _nothing, has_buffer=False),
     ALL_FINITE: Line("all_finite", _as_in_graph, _looking, has_buffer=False),
     RNG_STATE: Line("rng_state", _with_device_by_name, has_buffer=False, is_free=True),
     SEED_RNG: Line("seed_rng", _with_device_by_name, result=_nothing, has_buffer=False, is_free=True),

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -26,6 +26,7 @@ from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, step_costs
@@ -64,15 +65,16 @@ def measured_on_job(
     ranks, cluster = site.ranks, site.cluster
     workload = compiler.analyze(example.captured.graph, costs)
     facts = facts_of_step(example.captured.graph, compiler, site, costs.processors)
-    known = ranks.from_rank_0(
-        "what an earlier job measured", lambda: earlier.find(facts, costs, cluster, workload.dense_bytes)
-    )
+    dense_bytes = workload.dense_bytes
+    now_us = costs.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster).us
+    topic = "what an earlier job measured"
+    known = ranks.from_rank_0(topic, lambda: earlier.find(facts, cluster, dense_bytes, now_us))
     if known is not None:
         return replace(costs, **step_costs(known, costs.compute))
     data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
     measured = replace(costs, **_measured_now(compiler, site, example, costs, Plan.from_json(data)))
     if site.rank == 0:
-        earlier.keep(measured)
+        earlier.keep(measured.to_json())
     return measured
 
 

@@ -22,7 +22,6 @@ from torch.fx import GraphModule
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level, Processors
 from fxcomp.cost.roofline import Measured
-from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.graph.work import work_key
 from fxcomp.pipeline import Compiler
@@ -45,15 +44,17 @@ class EarlierJobs:
     path: Path | None = None
     """The step's file, once the step is known."""
 
-    def find(self, facts: Sequence[str], costs: CostTable, cluster: Cluster, dense_bytes: int) -> dict[str, Any] | None:
-        """Return the step's own costs as JSON, which `step_costs` reads; None if there are none."""
+    def find(self, facts: Sequence[str], cluster: Cluster, dense_bytes: int, now_us: float) -> dict[str, Any] | None:
+        """Return the step's own costs as JSON, which `step_costs` reads; None if there are none.
+
+        `now_us` is what summing all gradients takes now.
+        """
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         self.path = compat.cache_directory() / "jobs" / f"{key}.json"
         known = load_table(self.path)
         if known is None:
             return None
-        what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster
-        before_us, now_us = known.collective(*what).us, costs.collective(*what).us
+        before_us = known.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster).us
         is_like = abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
         if not is_like:
             return None
@@ -62,11 +63,11 @@ class EarlierJobs:
         compute = {key: {**found, "source": source} for key, found in data["compute"].items()}
         return {"compute": compute, **{name: data[name] for name in _OF_THE_STEP}}
 
-    def keep(self, costs: CostTable) -> None:
-        """Write what was measured; without it, the next job measures again."""
+    def keep(self, costs: Mapping[str, Any]) -> None:
+        """Write a cost table, given as JSON; without it, the next job measures again."""
         assert self.path is not None, "the step was looked for first"
         try:
-            compat.write_atomically(self.path, json.dumps({**costs.to_json(), "date": date.today().isoformat()}))
+            compat.write_atomically(self.path, json.dumps({**costs, "date": date.today().isoformat()}))
             oldest = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]
             for path in oldest:
                 path.unlink(missing_ok=True)

@@ -22,11 +22,11 @@ from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.search.choose import Choice, fastest_of
 from fxcomp.search.descent.plan_search import searches_of
-from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exchanged import Exchanged, first_that_pays, job_us, stretches
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.runners import BF16, PREDICTED_BEST, Runner, made_runner
-from fxcomp.search.shared_draws import ExactPlans
+from fxcomp.search.shared_draws import in_draws
 from fxcomp.search.workload import Workload
 
 LEAST_STEPS = 3000
@@ -53,21 +53,19 @@ class PointChooser:
             return choice, workload, ()
         try:
             moved = self._movable(workload)
-            known = analyze(moved)
-            plan = fastest_at_momenta(known, moved, self.costs, self.cluster, self.terms)
+            prices = StepPrices(analyze(moved), self.costs, self.cluster)
+            plan = fastest_at_momenta(prices, moved, self.terms)
             self._check(plan, workload)
-            found = self._compare(choice.fastest, plan, known)
+            found = self._compare(choice.fastest, plan, prices)
         except (BadOption, BadPlan, Unsupported) as error:
             return choice, workload, (_note(str(error).partition("\n")[0].rstrip(".")),)
         choice = replace(choice, exchanged=found)
         if not found.pays:
             return choice, workload, (_note(found.reason),)
-        traced = TracedPrices(self.costs, self.cluster)
-        exact = ExactPlans(known, traced)
-        step_us = exact.step_us(plan)
+        step_us = prices.step_us(plan)
         taken = replace(choice, plan=plan, step_us=step_us, fastest=plan, fastest_us=step_us, alternatives=())
-        dense_us = ExactPlans(workload, traced).in_draws(choice.dense)
-        return replace(taken, runners=runners_at_momenta(plan, exact, dense_us)), known, ()
+        dense_us = in_draws(StepPrices(workload, self.costs, self.cluster), choice.dense)
+        return replace(taken, runners=runners_at_momenta(plan, prices, dense_us)), prices.workload, ()
 
     def _movable(self, workload: Workload) -> list[str]:
         """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
@@ -100,16 +98,16 @@ class PointChooser:
         self.options.check_moves(plan, self.kinds)
         check_plan(self.options.compress.feedback, plan, workload.shapes, self.cluster, self.kinds)
 
-    def _compare(self, gradients: Plan, momenta: Plan, workload: Workload) -> Exchanged:
+    def _compare(self, gradients: Plan, momenta: Plan, prices: StepPrices) -> Exchanged:
         """Predict the job by both. Raises BadOption where the warm-up cannot be made."""
-        compress, exact = self.options.compress, ExactPlans(workload, TracedPrices(self.costs, self.cluster))
+        compress = self.options.compress
         assert compress.steps is not None, "where the point is chosen, the job has a length"
-        prices: dict[str, float] = {}
+        known: dict[str, float] = {}
 
         def price(plan: Plan) -> float:
-            if plan.digest not in prices:
-                prices[plan.digest] = exact.step_us(plan)
-            return prices[plan.digest]
+            if plan.digest not in known:
+                known[plan.digest] = prices.step_us(plan)
+            return known[plan.digest]
 
         def job(plan: Plan, steps: int) -> float:
             return job_us(stretches(_warmup(compress, plan, steps).stages(plan), steps, price))
@@ -132,23 +130,21 @@ def movable(workload: Workload, pins: Pins) -> list[str]:
     return [each.name for each in workload.gradients if not each.is_vector and pins.rule_for(each.name) is None]
 
 
-def fastest_at_momenta(
-    workload: Workload, moved: Collection[str], costs: CostTable, cluster: Cluster, terms: Terms
-) -> Plan:
+def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms) -> Plan:
     """Find the fastest plan that exchanges momenta where it compresses."""
-    there, at_momenta = workload.moved(moved), replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
-    traced = TracedPrices(costs, cluster)
-    found = fastest_of(searches_of(there, traced, at_momenta), ExactPlans(there, traced), dense_only=False)
-    return found.plan.at_momenta(staying=[name for name in workload.sizes if name not in moved])
+    there = StepPrices(prices.workload.moved(moved), prices.costs, prices.cluster)
+    at_momenta = replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
+    found = fastest_of(searches_of(there, at_momenta), dense_only=False)
+    return found.plan.at_momenta(staying=[name for name in prices.workload.sizes if name not in moved])
 
 
-def runners_at_momenta(plan: Plan, exact: ExactPlans, dense_us: Sequence[float]) -> tuple[Runner, ...]:
+def runners_at_momenta(plan: Plan, prices: StepPrices, dense_us: Sequence[float]) -> tuple[Runner, ...]:
     """List the plan and its control, bf16 in the same buckets: plans of one exchange point can take turns."""
-    ways = one_shot_ways(compressors.BF16(), exact.cluster, offload=exact.costs.offloads)
+    ways = one_shot_ways(compressors.BF16(), prices.cluster, offload=prices.costs.offloads)
     controls = [
         plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])
         for way in ways
     ]
-    named = {PREDICTED_BEST: plan, BF16: min(controls, key=exact.step_us)}
-    found = [made_runner(name, each, exact, dense_us) for name, each in named.items()]
+    named = {PREDICTED_BEST: plan, BF16: min(controls, key=prices.step_us)}
+    found = [made_runner(name, each, prices, dense_us) for name, each in named.items()]
     return tuple(sorted(found, key=lambda each: each.step_us))

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
 
-from fxcomp.cost.table import CostTable
 from fxcomp.plan.plan import part_shape
-from fxcomp.search.plan_tasks import joined_us
 from fxcomp.search.workload import Gradient, Workload
 
 LARGE = 4 << 20
@@ -74,7 +72,7 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
     ]
 
 
-def joined(atoms: Sequence[Atom], costs: CostTable) -> list[tuple[Gradient, range]]:
+def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
     """Join the atoms of a bucket: gradients and parts of gradients, each with its elements.
 
     The part that holds the last element bears the update, and the copy that joins all parts before it. What is no
@@ -85,8 +83,7 @@ def joined(atoms: Sequence[Atom], costs: CostTable) -> list[tuple[Gradient, rang
         together = list(group)
         gradient, extent = together[0].gradient, range(together[0].extent.start, together[-1].extent.stop)
         if len(extent) < gradient.elements:
-            is_last = extent.stop == gradient.elements
-            gradient = gradient.part(extent, joined_us(gradient, costs) if is_last else 0.0)
+            gradient = gradient.part(extent, bears_update=extent.stop == gradient.elements)
         found.append((gradient, extent))
     return sorted(found, key=lambda member: member[0].dense_bytes % READ_AT_ONCE > 0)
 

@@ -39,7 +39,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of
 from fxcomp.search.least_work import COMPUTE, STREAMS, Least, LeastWork
 from fxcomp.search.losses import Losses
-from fxcomp.search.pinned import Pinned, elements_of
+from fxcomp.search.pinned import Pinned
 from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
@@ -91,7 +91,7 @@ class _Bound:
         self.workload, self.cluster, self.pinned = workload, cluster, pinned
         self.elements = np.array([gradient.elements for gradient in self.workload.gradients], float)
         self.ready_us = [gradient.ready_us for gradient in self.workload.gradients]
-        is_spent = pinned.exceeds(elements_of(workload) * error_limit(mode))
+        is_spent = pinned.exceeds(workload.elements * error_limit(mode))
         others = Mode.LOSSLESS if is_spent else mode
         by_content = {content: strategies(others, cluster, content, offload=costs.offloads) for content in Content}
         offered = [*by_content.values(), *(strand.strategies for strand in pinned.strands)]
@@ -109,7 +109,7 @@ class _Bound:
         self.errors = np.array([strategy_error(each, cluster) for each in self.strategies])
         self.bursty = np.array([float(is_bursty(each, cluster)) for each in self.strategies])
         total = float(self.elements.sum())
-        bounds = pinned.bounds(self.workload, elements_of(self.workload) * error_limit(mode), bursts)
+        bounds = pinned.bounds(self.workload, self.workload.elements * error_limit(mode), bursts)
         self.lossable, self.burstable = bounds.lost, min(bounds.bursting, total)
         fixed = [[least.fixed_us for least in self._of_any(each)] for each in self.types]
         self.fixed: Numbers = np.array(fixed).min(axis=0)

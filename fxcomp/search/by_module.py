@@ -28,7 +28,7 @@ from fxcomp.plan.modes import Content, worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import Choice
-from fxcomp.search.plan_tasks import END_OF_BACKWARD, price_bucket
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketWriter
 from fxcomp.search.question import Terms
 from fxcomp.search.runners import DENSE, PREDICTED_BEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
@@ -129,7 +129,7 @@ class _Pricing:
     def __init__(
         self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
     ) -> None:
-        self._workload, self._costs, self._cluster, self._overlaps = workload, costs, cluster, overlaps
+        self._writer, self._overlaps = BucketWriter(workload, costs, cluster), overlaps
         by_name = {gradient.name: gradient for gradient in workload.gradients}
         self.members = [[by_name[name] for name in module.names] for module in modules]
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
@@ -144,8 +144,7 @@ class _Pricing:
         return us
 
     def _tasks(self, number: int, strategy: Strategy) -> list[Task]:
-        members = self.members[number]
-        priced = price_bucket(number, members, strategy, self._workload, self._costs, self._cluster)
+        priced = self._writer.bucket(number, self.members[number], strategy)
         return [task for stage in priced.stages for task in stage] + list(priced.final)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import step_time_us
 from fxcomp.gc_paused import gc_paused
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.given import strategy_named
@@ -20,11 +19,10 @@ from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch, searches_of
-from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.exchanged import Exchanged
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
-from fxcomp.search.plan_tasks import plan_tasks
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Question, Terms
 from fxcomp.search.runners import (
     BF16,
@@ -35,7 +33,7 @@ from fxcomp.search.runners import (
     is_worth_following,
     pick_runners,
 )
-from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, ExactPlans
+from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # how many of the best plans are priced exactly
@@ -155,18 +153,17 @@ def choose(
     What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
     """
     terms = terms if isinstance(terms, Terms) else Terms(terms)
-    traced = TracedPrices(costs, cluster)
-    exact = ExactPlans(workload, traced)
-    searches = searches_of(workload, traced, terms)
-    dense = fastest_of(searches, exact, dense_only=True)
-    least = min(dense, fastest_of(searches, exact, dense_only=False), key=lambda best: best.step_us)
-    bf16 = bf16_everywhere(workload, traced, terms.pins)
+    prices = StepPrices(workload, costs, cluster)
+    searches = searches_of(prices, terms)
+    dense = fastest_of(searches, dense_only=True)
+    least = min(dense, fastest_of(searches, dense_only=False), key=lambda best: best.step_us)
+    bf16 = bf16_everywhere(prices, terms.pins)
     runners: tuple[Runner, ...] = ()
     if dense.plan.buckets:
         is_allowed = plan_error(bf16, cluster, terms.table) <= terms.limit(workload, cluster)
         always = {DENSE: dense.plan, PREDICTED_BEST: least.plan, **({BF16: bf16} if is_allowed else {})}
         uniforms = _uniform_plans(searches[0], least.found)
-        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), exact, terms.table)
+        runners = pick_runners(always, itertools.islice(uniforms, _UNIFORM), prices, terms.table)
     chosen = least if is_worth_following(least.plan, runners) else dense
     return Choice(
         plan=chosen.plan,
@@ -175,7 +172,7 @@ def choose(
         dense_us=dense.step_us,
         fastest=least.plan,
         fastest_us=least.step_us,
-        bf16_us=exact.step_us(bf16),
+        bf16_us=prices.step_us(bf16),
         free_us=workload.free_us,
         error=costs.error_of(workload.free_us, dense.step_us),
         alternatives=_alternatives(chosen),
@@ -204,7 +201,7 @@ class Best:
     search: PlanSearch
 
 
-def fastest_of(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only: bool) -> Best:
+def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
     """Find the fastest plan of several searches: no uniform plan is faster. The best few are priced exactly."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
@@ -218,16 +215,16 @@ def fastest_of(searches: Sequence[PlanSearch], exact: ExactPlans, *, dense_only:
     if not dense_only:  # what lies close together by the search's prices may not do so exactly
         bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
         others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
-    best = min((_priced(*each, exact) for each in (*carried_on, *others)), key=_step_of)
+    best = min((_priced(*each) for each in (*carried_on, *others)), key=_step_of)
     for search in searches:
         for start in search.starts_below(best.step_us, dense_only=dense_only):
-            best = min(best, _priced(start, search, exact), key=_step_of)
+            best = min(best, _priced(start, search), key=_step_of)
     return best
 
 
-def _priced(found: Found, search: PlanSearch, exact: ExactPlans) -> Best:
+def _priced(found: Found, search: PlanSearch) -> Best:
     plan = search.plan(found)
-    return Best(plan, exact.step_us(plan), found, search)
+    return Best(plan, search.prices.step_us(plan), found, search)
 
 
 def _step_of(best: Best) -> float:
@@ -250,7 +247,7 @@ def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
     """Predict the step of any plan."""
-    return step_time_us(plan_tasks(workload, plan, costs, cluster), costs.processors)
+    return StepPrices(workload, costs, cluster).step_us(plan)
 
 
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
@@ -262,19 +259,19 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
     vector = strategy if strategy in gentle else strategy.uncompressed
     choices = {Content.MATRICES: (strategy,), Content.VECTORS: (vector,)}
-    search = PlanSearch(Question(workload, choices), TracedPrices(costs, cluster))
+    search = PlanSearch(Question(choices), StepPrices(workload, costs, cluster))
     return search.plan(search.starts([0], 1)[0])
 
 
-def bf16_everywhere(workload: Workload, traced: TracedPrices, pins: Pins = NO_PINS) -> Plan:
+def bf16_everywhere(prices: StepPrices, pins: Pins = NO_PINS) -> Plan:
     """Make the fastest plan of bf16 everywhere but for pins, over all ranks at once or level by level."""
-    cluster, offload = traced.cluster, traced.costs.offloads
+    workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     bf16 = _bf16_strategies(cluster, offload=offload) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
     pinned = Pinned.of(pins, workload, cluster, Losses(workload.gradients, cluster), offload=offload)
     has_both = len({gradient.is_vector for gradient in workload.gradients}) == 2
-    asked = [Question(workload, choices, pinned=pinned) for choices in groupings[: 1 + has_both]]
-    searches = [PlanSearch(question, traced) for question in asked]
+    asked = [Question(choices, pinned=pinned) for choices in groupings[: 1 + has_both]]
+    searches = [PlanSearch(question, prices) for question in asked]
     search, start = min(
         ((each, each.starts(range(len(each.options[0])), 1)[0]) for each in searches), key=lambda one: one[1].value
     )
@@ -288,7 +285,7 @@ def _bf16_strategies(cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]
 
 def _bf16_numbers(search: PlanSearch) -> list[int]:
     """Number the bf16 strategies that a search may give to every bucket."""
-    bf16 = _bf16_strategies(search.traced.cluster, offload=search.traced.costs.offloads)
+    bf16 = _bf16_strategies(search.prices.cluster, offload=search.prices.costs.offloads)
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
 
@@ -307,13 +304,12 @@ def flip_gbit(
     contradicted.
     """
     costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)
-    traced = TracedPrices(costs, cluster)
-    searches = searches_of(workload, traced, terms)
+    searches = searches_of(StepPrices(workload, costs, cluster), terms)
 
     def is_dense(gbit: float) -> bool:
-        traced = TracedPrices(costs, cluster.with_inter(gbit / 8))
+        prices = StepPrices(workload, costs, cluster.with_inter(gbit / 8))
         for search in searches:
-            search.at(traced)
+            search.at(prices)
         dense, fastest = (
             min(((each.quick(dense_only=only), each) for each in searches), key=lambda one: one[0].value.us)
             for only in (True, False)
@@ -322,7 +318,7 @@ def flip_gbit(
             return True
         plans = [search.plan(found) for found, search in (dense, fastest)]
         always = {DENSE: plans[0], PREDICTED_BEST: plans[1]}
-        runners = pick_runners(always, (), ExactPlans(workload, traced))
+        runners = pick_runners(always, (), prices)
         return not is_worth_following(plans[1], runners)
 
     low, high = 1e-3, 1e3

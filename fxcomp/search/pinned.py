@@ -70,12 +70,8 @@ class Pinned:
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
         """Return a plan's limits: what it may lose, in elements, and the optimizer's; or what pins alone take."""
-        bursting = math.inf if bursts >= 1 else max(elements_of(workload) * bursts, self.bursting)
+        bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 
 
 NOTHING_PINNED = Pinned()
-
-
-def elements_of(workload: Workload) -> int:
-    return workload.elements

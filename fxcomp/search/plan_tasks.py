@@ -10,21 +10,23 @@ The order of launches is `Plan.schedule()`; the emitted code follows the same.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cost.piecewise import Curve, trace
 from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task
+from fxcomp.cost.timeline import Task, step_time_us
 from fxcomp.plan.kinds import POOL, CollectiveKind, ElementType, Stream, wire_of
-from fxcomp.plan.legs import Encode, Route, Send
+from fxcomp.plan.legs import Encode, Send
 from fxcomp.plan.lines import FP32, BucketLine, LineKind, lines_of
-from fxcomp.plan.plan import Plan, launch_order
-from fxcomp.plan.prices import Prices
+from fxcomp.plan.plan import Bucket, Plan, launch_order
+from fxcomp.plan.prices import CollectivePrice, Measure, PriceQuestion, Prices, Size
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.prices import Measure, Size
 from fxcomp.search.workload import Gradient, Workload
 
 END_OF_BACKWARD = "backward"
@@ -41,15 +43,82 @@ class BucketTasks:
     update: Task
 
 
+class StepPrices:
+    """Prices of the plans of one workload, by one cost table on one cluster.
+
+    Exactly, as a plan's tasks take, bucket by bucket; and as curves over sizes, by which a search compares plans. Each
+    bucket is priced once, and each curve traced once.
+    """
+
+    def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
+        self.workload, self.costs, self.cluster = workload, costs, cluster
+        self.broadcast = self._broadcast()
+        """The broadcast of buffers, without its predecessors; None if there is none."""
+        self._writer = BucketWriter(workload, costs, cluster)
+        self._buckets: dict[tuple[int, Bucket, float, int], BucketTasks] = {}
+        self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
+
+    def step_us(self, plan: Plan) -> float:
+        """Predict the step of any plan."""
+        return step_time_us(self.tasks(plan), self.costs.processors)
+
+    def tasks(self, plan: Plan) -> list[Task]:
+        """Write down the emitted step of a plan."""
+        workload = self.workload.moved(plan.moved)
+        members = zip(plan.buckets, members_of(plan, workload), strict=True)
+        buckets = [self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(members)]
+        return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
+
+    def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
+        """Trace the answers up to a size: of a collective three curves where processors are shared, else one."""
+        known = self._curves.get(question)
+        if known is None or known[0].sizes[-1] < largest:
+            prices: list[Callable[[float], float]] = [partial(self._us, question)]
+            if question.is_collective and not math.isinf(self.costs.processors.count):
+                prices += [partial(self._processor_us, question), partial(self._beside_us, question)]
+            known = self._curves[question] = tuple(trace(price, largest) for price in prices)
+        return known
+
+    def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
+        # Where a gradient is cut, the plan's other buckets say with which of its parts it is updated.
+        updates_us, joined = sum(each.update_us for each in members), sum(each.joined_bytes for each in members)
+        key = k, bucket, updates_us, joined
+        tasks = self._buckets.get(key)
+        if tasks is None:
+            tasks = self._buckets[key] = self._writer.bucket(k, members, bucket.strategy)
+        return tasks
+
+    def _broadcast(self) -> Task | None:
+        size = self.workload.broadcast_bytes
+        if not size or self.cluster.world_size == 1:
+            return None
+        price = self.costs.collective(CollectiveKind.BROADCAST, Level.WORLD, size, self.cluster)
+        wire = wire_of(Level.WORLD, self.cluster.hosts)
+        return Task(BROADCAST, wire, price.us, load=price.load, overlap_speed=price.overlap_speed)
+
+    def _us(self, question: PriceQuestion, size: float) -> float:
+        if question.method == "launch_us":
+            return self.costs.launch_us
+        if question.is_collective:
+            return self._collective(question, size).us
+        return getattr(self.costs, question.method)(*question.before, size, *question.after)
+
+    def _processor_us(self, question: PriceQuestion, size: float) -> float:
+        price = self._collective(question, size)
+        return price.us * price.load
+
+    def _beside_us(self, question: PriceQuestion, size: float) -> float:
+        price = self._collective(question, size)
+        return price.us / price.overlap_speed
+
+    def _collective(self, question: PriceQuestion, size: float) -> CollectivePrice:
+        kind, level = question.before
+        return self.costs.collective(kind, level, size, self.cluster)
+
+
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
-    """Write down the emitted step of a plan."""
-    workload = workload.moved(plan.moved)
-    buckets = [
-        price_bucket(k, members, bucket.strategy, workload, costs, cluster)
-        for k, (bucket, members) in enumerate(zip(plan.buckets, members_of(plan, workload, costs), strict=True))
-    ]
-    regions = region_tasks(ready_times(workload, plan))
-    return tuple(assemble(workload, regions, buckets, broadcast_task(workload, costs, cluster)))
+    """Write down the emitted step of one plan."""
+    return tuple(StepPrices(workload, costs, cluster).tasks(plan))
 
 
 def ready_times(workload: Workload, plan: Plan) -> list[float]:
@@ -71,15 +140,6 @@ def region_tasks(ready_us: Sequence[float]) -> list[Task]:
         tasks.append(Task(f"region {k}", Stream.COMPUTE, max(0.0, ready - done_us)))
         done_us = max(done_us, ready)
     return tasks
-
-
-def broadcast_task(workload: Workload, costs: CostTable, cluster: Cluster) -> Task | None:
-    """Make the broadcast of buffers, without its predecessors."""
-    if not workload.broadcast_bytes or cluster.world_size == 1:
-        return None
-    what = CollectiveKind.BROADCAST, Level.WORLD, workload.broadcast_bytes, cluster
-    price, wire = costs.collective(*what), wire_of(Level.WORLD, cluster.hosts)
-    return Task(BROADCAST, wire, price.us, load=price.load, overlap_speed=price.overlap_speed)
 
 
 def assemble(
@@ -144,7 +204,7 @@ def _after(task: Task, before: Task) -> Task:
     return replace(task, after=(before.name,))
 
 
-def members_of(plan: Plan, workload: Workload, costs: CostTable) -> list[list[Gradient]]:
+def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
     """List the gradients, and parts of gradients, in each bucket."""
     by_name, parts = {gradient.name: gradient for gradient in workload.gradients}, plan.parts
     completed_in: dict[str, int] = {name: plan.bucket_of(name) for name, each in parts.items() if len(each) > 1}
@@ -156,47 +216,34 @@ def members_of(plan: Plan, workload: Workload, costs: CostTable) -> list[list[Gr
             gradient = by_name[name]
             seen[name] += 1
             if name in completed_in:
-                is_complete = completed_in[name] == k and seen[name] == 1
-                gradient = gradient.part(extent, joined_us(gradient, costs) if is_complete else 0.0)
+                gradient = gradient.part(extent, bears_update=completed_in[name] == k and seen[name] == 1)
             members.append(gradient)
         found.append(members)
     return found
 
 
-def joined_us(gradient: Gradient, costs: CostTable) -> float:
-    """Price the update of a gradient that arrives in parts: they are copied into one tensor before it."""
-    return gradient.update_us + costs.pack_us(gradient.dense_bytes)
+class BucketWriter:
+    """Writes the tasks of a workload's buckets, line by line; `_TASKS` has the tasks of each kind."""
 
-
-def price_bucket(
-    k: int,
-    gradients: Sequence[Gradient],
-    strategy: Strategy,
-    workload: Workload,
-    costs: Prices,
-    cluster: Cluster,
-) -> BucketTasks:
-    """Make the tasks of a bucket of these gradients, which have one type, numbered k."""
-    update_us = sum(gradient.update_us for gradient in gradients)
-    if cluster.world_size == 1:
-        return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
-    element_type = gradients[0].element_type if gradients else ElementType.F32
-    route = route_of(strategy, [gradient.shape for gradient in gradients], cluster, element_type=element_type)
-    writer = _PlanTaskWriter(k, route, workload, costs, cluster)
-    stages = [writer.stage(number) for number in range(strategy.started_stages)]
-    final = writer.final(is_started=strategy.pool_takes_arrivals)
-    return BucketTasks(tuple(stages), final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(writer.previous,)))
-
-
-class _PlanTaskWriter:
-    """Writes one bucket's tasks, line by line; `_TASKS` has the tasks of each kind."""
-
-    def __init__(self, k: int, route: Route, workload: Workload, costs: Prices, cluster: Cluster):
+    def __init__(self, workload: Workload, prices: Prices, cluster: Cluster) -> None:
         self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
-        self.k, self.route, self.costs, self.cluster = k, route, costs, cluster
-        self.lines = lines_of(route)
+        self.prices, self.cluster = prices, cluster
+
+    def bucket(self, k: int, gradients: Sequence[Gradient], strategy: Strategy) -> BucketTasks:
+        """Write the tasks of a bucket of these gradients, which have one type, numbered k."""
+        joining_us = [self.prices.pack_us(each.joined_bytes) if each.joined_bytes else 0.0 for each in gradients]
+        update_us = sum(each.update_us + us for each, us in zip(gradients, joining_us, strict=True))
+        if self.cluster.world_size == 1:
+            return BucketTasks((), (), Task(f"update {k}", Stream.COMPUTE, update_us))
+        kind = gradients[0].element_type if gradients else ElementType.F32
+        self.k = k
+        self.route = route_of(strategy, [each.shape for each in gradients], self.cluster, element_type=kind)
+        self.lines = lines_of(self.route)
         self.previous = f"region {k}"
         self.names = Counter[str]()
+        stages = tuple(self.stage(number) for number in range(strategy.started_stages))
+        final = self.final(is_started=strategy.pool_takes_arrivals)
+        return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(self.previous,)))
 
     def stage(self, number: int) -> tuple[Task, ...]:
         """Write the lines down to a collective, after the main thread's packing or waiting."""
@@ -220,19 +267,19 @@ class _PlanTaskWriter:
         )
 
     def pack(self, line: BucketLine) -> list[Task]:
-        return [self._task(line.kind.value, line.stream, self.costs.pack_us(self._size(line)))]
+        return [self._task(line.kind.value, line.stream, self.prices.pack_us(self._size(line)))]
 
     def copy(self, line: BucketLine) -> list[Task]:
-        copy_us = self.costs.copy_us(self._size(line))
+        copy_us = self.prices.copy_us(self._size(line))
         return [self._task(line.kind.value, line.stream, copy_us)] if copy_us else []
 
     def propose(self, line: BucketLine) -> list[Task]:
         leg = line.encode
-        return [self._task("propose", line.stream, self.costs.propose_us(leg.compressor, leg.elements, leg.device))]
+        return [self._task("propose", line.stream, self.prices.propose_us(leg.compressor, leg.elements, leg.device))]
 
     def compress(self, line: BucketLine) -> list[Task]:
         leg = line.encode
-        us = self.costs.encode_us(leg.compressor, leg.elements, leg.device)
+        us = self.prices.encode_us(leg.compressor, leg.elements, leg.device)
         saved = [*self._saved_residual(leg), *self._saved_state(leg)]
         compress = self._task("compress", line.stream, us, *[task.name for task in saved])
         return [*saved, compress, *self._saved_payload(line)]
@@ -240,12 +287,12 @@ class _PlanTaskWriter:
     def _saved_residual(self, leg: Encode) -> list[Task]:
         if not self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
-        return [Task(self._named("save residual"), Stream.COMPUTE, self.costs.pack_us(Size(FP32 * leg.elements)))]
+        return [Task(self._named("save residual"), Stream.COMPUTE, self.prices.pack_us(Size(FP32 * leg.elements)))]
 
     def _saved_state(self, leg: Encode) -> list[Task]:
         if not self.commits or not leg.compressor.has_state:
             return []
-        us = self.costs.pack_us(self._state_size(leg))
+        us = self.prices.pack_us(self._state_size(leg))
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
@@ -256,13 +303,13 @@ class _PlanTaskWriter:
         follows = next(each for each in self.route.legs if isinstance(each, Send) and each.slot == leg.slot)
         if not follows.kind.is_in_place:
             return []
-        return [self._task("save", line.stream, self.costs.pack_us(self._made(leg, Measure.PAYLOAD, line.size)))]
+        return [self._task("save", line.stream, self.prices.pack_us(self._made(leg, Measure.PAYLOAD, line.size)))]
 
     def decompress(self, line: BucketLine) -> list[Task]:
         leg, encoder = line.decode, line.of
-        us = self.costs.decode_us(leg.compressor, leg.elements, leg.payloads, leg.device)
+        us = self.prices.decode_us(leg.compressor, leg.elements, leg.payloads, leg.device)
         if encoder is not None and leg.compressor.has_state and leg.compressor.facts.state_from_payload:
-            us += self.costs.keep_us(self._state_size(encoder))
+            us += self.prices.pack_us(self._state_size(encoder))
         return [self._task("decompress", line.stream, us)]
 
     def send(self, line: BucketLine) -> list[Task]:
@@ -271,15 +318,15 @@ class _PlanTaskWriter:
         if leg.ranks == 1:
             return []
         what, name = (leg.kind, leg.level, self._size(line), self.cluster), _name_of(line)
-        start = self._task(f"start {name}", line.stream, self.costs.launch_us)
-        price, wire = self.costs.collective(*what), wire_of(leg.level, self.cluster.hosts)
+        start = self._task(f"start {name}", line.stream, self.prices.launch_us)
+        price, wire = self.prices.collective(*what), wire_of(leg.level, self.cluster.hosts)
         sent = Task(self._named(name), wire, price.us, (self.previous,), price.load, price.overlap_speed)
         self.previous = sent.name
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
         """Make a task after the bucket's previous one."""
-        load = self.costs.pool_load if stream in POOL else 0.0
+        load = self.prices.pool_load if stream in POOL else 0.0
         task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task
@@ -302,17 +349,17 @@ class _PlanTaskWriter:
         return Size(size, measure, leg.compressor, is_whole=leg.elements == len(self.route.whole))
 
 
-_TASKS: dict[LineKind, Callable[[_PlanTaskWriter, BucketLine], list[Task]]] = {
-    LineKind.PACK: _PlanTaskWriter.pack,
-    LineKind.CAST: _PlanTaskWriter.pack,
-    LineKind.TURN: _PlanTaskWriter.pack,
-    LineKind.D2H: _PlanTaskWriter.copy,
-    LineKind.H2D: _PlanTaskWriter.copy,
-    LineKind.PROPOSE: _PlanTaskWriter.propose,
-    LineKind.COMPRESS: _PlanTaskWriter.compress,
-    LineKind.DECOMPRESS: _PlanTaskWriter.decompress,
-    LineKind.AGREE: _PlanTaskWriter.send,
-    LineKind.SEND: _PlanTaskWriter.send,
+_TASKS: dict[LineKind, Callable[[BucketWriter, BucketLine], list[Task]]] = {
+    LineKind.PACK: BucketWriter.pack,
+    LineKind.CAST: BucketWriter.pack,
+    LineKind.TURN: BucketWriter.pack,
+    LineKind.D2H: BucketWriter.copy,
+    LineKind.H2D: BucketWriter.copy,
+    LineKind.PROPOSE: BucketWriter.propose,
+    LineKind.COMPRESS: BucketWriter.compress,
+    LineKind.DECOMPRESS: BucketWriter.decompress,
+    LineKind.AGREE: BucketWriter.send,
+    LineKind.SEND: BucketWriter.send,
 }
 
 

@@ -1,4 +1,4 @@
-"""Say what the search is asked: a workload, what a plan of it may be (mode or budget, pins), and its limits."""
+"""Say what the search is asked: what a plan of a workload may be (mode or budget, pins), and its limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
-from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, TracedPrices
+from fxcomp.search.descent.problem import NO_BOUNDS, Bounds
 from fxcomp.search.losses import Losses
-from fxcomp.search.pinned import NOTHING_PINNED, Pinned, elements_of
+from fxcomp.search.pinned import NOTHING_PINNED, Pinned
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
@@ -83,7 +84,7 @@ class Terms:
     def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
         """Say that pins alone lose more than the limit, if they do."""
         losses, limit = self.losses(workload, cluster), self.limit(workload, cluster)
-        pinned, elements = Pinned.of(self.pins, workload, cluster, losses), elements_of(workload)
+        pinned, elements = Pinned.of(self.pins, workload, cluster, losses), workload.elements
         if not pinned.exceeds(limit * elements):
             return ()
         by = f"mode {self.mode.value}" if self.budget is None else f"within={self.budget.asked}"
@@ -99,9 +100,8 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Whose plan, and what it may be."""
+    """The plans that are searched among."""
 
-    workload: Workload
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
@@ -114,16 +114,16 @@ class Question:
     """Look for the price of an element's loss at which the limit is spent best."""
 
 
-def questions_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list[Question]:
+def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
     """Ask for what terms offer: vectors apart, and in buckets with matrices; large gradients cut, and whole.
 
     Where latency rules, one bucket less is worth more than the vectors' precision, or than stages that overlap. What is
     pinned goes its own way, and what it loses is spent. If that is too much, all else is dense.
     """
-    cluster, offload = traced.cluster, traced.costs.offloads
+    workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)
     pinned = Pinned.of(terms.pins, workload, cluster, losses, offload=offload)
-    lossable = limit * elements_of(workload)
+    lossable = limit * workload.elements
     left = 0.0 if pinned.exceeds(lossable) else limit
     has_both = len({gradient.is_vector for gradient in workload.gradients}) == 2
     has_parts = len(atoms_of(workload, cluster.world_size)) > len(workload.gradients)
@@ -131,7 +131,6 @@ def questions_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list
     groupings = [(Content.MATRICES, Content.VECTORS), *([(Content.MIXED,)] if is_mixed else [])]
     return [
         Question(
-            workload,
             {each: terms.strategies(left, losses, cluster, each, offload=offload) for each in contents},
             pinned.bounds(workload, lossable, terms.bursts),
             cuts,

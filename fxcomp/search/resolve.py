@@ -1,6 +1,6 @@
 """Solve again for a plan in force, by errors as they are now.
 
-    solving = Resolve(workload, traced, plan, terms)
+    solving = Resolve(prices, plan, terms)
     solving.turn()                                      a few milliseconds of work: None, and in the end the plan
 
 No step waits for it: one turn fits between two steps. First the same buckets get other strategies and parameters, which
@@ -24,13 +24,12 @@ from fxcomp.search.atoms import Atom
 from fxcomp.search.descent.cells import Limits, Part, Parts, Strand, Value
 from fxcomp.search.descent.engine import Engine, engine_of
 from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
-from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems, TracedPrices
+from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems
 from fxcomp.search.descent.templates import Setting
 from fxcomp.search.losses import Losses
-from fxcomp.search.pinned import Pinned, elements_of
+from fxcomp.search.pinned import Pinned
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms, questions_of
-from fxcomp.search.shared_draws import ExactPlans
-from fxcomp.search.workload import Workload
 
 WORTH_MOVING = 0.02
 """Of the step: other buckets, which need another program, must save so much."""
@@ -54,10 +53,8 @@ class Solved:
 class Resolve:
     """One solution, turn by turn."""
 
-    def __init__(
-        self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, *, moves: bool = True
-    ) -> None:
-        self._workload, self._traced, self._plan, self._terms = workload, traced, plan, terms
+    def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
+        self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves
         """Look for other buckets, too."""
         self.before: Solved | None = None
@@ -71,7 +68,7 @@ class Resolve:
         return next(self._turns)
 
     def _solve(self) -> Iterator[Plan | None]:
-        losses = self._terms.losses(self._workload, self._traced.cluster)
+        losses = self._terms.losses(self._prices.workload, self._prices.cluster)
         yield None
         elements = max(1, losses.elements)
         best, plan = yield from self._with_same_buckets(losses)
@@ -83,7 +80,7 @@ class Resolve:
         yield plan
 
     def _with_same_buckets(self, losses: Losses) -> Generator[None, None, tuple[Value, Plan]]:
-        buckets = _Buckets(self._workload, self._traced, self._plan, self._terms, losses)
+        buckets = _Buckets(self._prices, self._plan, self._terms, losses)
         yield None
         value = buckets.engine(NO_BOUNDS).values([buckets.now])[0]
         self.before = Solved(value.us, value.lost / max(1, losses.elements))
@@ -108,8 +105,8 @@ class Resolve:
     def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
         """Search as for a new plan, with less effort: vectors apart, and together with matrices."""
         ends: list[tuple[Value, Plan]] = []
-        for question in questions_of(self._workload, self._traced, self._terms)[:2]:
-            search = PlanSearch(question, self._traced)
+        for question in questions_of(self._prices, self._terms)[:2]:
+            search = PlanSearch(question, self._prices)
             yield None
             starts = search.starts(range(len(search.options[0])), _STARTS)
             yield None
@@ -148,12 +145,12 @@ class _Kind(NamedTuple):
 class _Buckets:
     """A plan's buckets as cells: a strand for those that may travel by the same."""
 
-    def __init__(self, workload: Workload, traced: TracedPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
-        self._plan, self._traced, cluster = plan, traced, traced.cluster
-        self._exact = ExactPlans(workload, traced)
+    def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
+        self._plan, self._prices = plan, prices
+        workload, cluster = prices.workload, prices.cluster
         limit = terms.limit(workload, cluster)
-        lossable = limit * elements_of(workload)
-        offload = traced.costs.offloads
+        lossable = limit * workload.elements
+        offload = prices.costs.offloads
         pinned = Pinned.of(terms.pins, workload, cluster, losses, offload=offload)
         self.bounds: Bounds = pinned.bounds(workload, lossable, terms.bursts)
         left = 0.0 if pinned.exceeds(lossable) else limit
@@ -183,8 +180,7 @@ class _Buckets:
             [(pinned_option if kind.is_pinned else option_of)(each, cluster) for each in found]
             for kind, found in zip(by_kind, self._strategies, strict=True)
         ]
-        setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
-        self._problems = Problems(losses, workload, strands, options, setting)
+        self._problems = Problems(losses, strands, options, Setting.of(prices))
         places = [
             (max(order[_place_of(atom)] for atom in members[k]), strand, cell)
             for strand, each in enumerate(self._numbers)
@@ -194,7 +190,7 @@ class _Buckets:
 
     def engine(self, bounds: Bounds) -> Engine:
         """Price plans under these limits."""
-        return engine_of(self._problems.at(self._traced, bounds), self.plan, self._exact)
+        return engine_of(self._problems.at(self._prices, bounds), self.plan, self._prices)
 
     @property
     def now(self) -> Parts:

@@ -24,7 +24,8 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.plan.budget import plan_error
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.shared_draws import ExactPlans, share_won
+from fxcomp.search.plan_tasks import StepPrices
+from fxcomp.search.shared_draws import in_draws, share_won
 
 WORTH_TRYING = 0.1
 """The share of draws in which a plan must beat dense to race. Dense and bf16 race always."""
@@ -79,7 +80,7 @@ class Runner:
 def pick_runners(
     always: Mapping[str, Plan],
     others: Iterable[tuple[Plan, float]],
-    exact: ExactPlans,
+    prices: StepPrices,
     table: ErrorTable = ASSUMED,
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
@@ -88,10 +89,10 @@ def pick_runners(
     steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
     precise.
     """
-    dense_us = exact.in_draws(always[DENSE])
+    dense_us = in_draws(prices, always[DENSE])
 
     def runner(name: str, plan: Plan) -> Runner:
-        return made_runner(name, plan, exact, dense_us, table)
+        return made_runner(name, plan, prices, dense_us, table)
 
     picked: list[Runner] = []
     for name, plan in always.items():
@@ -101,7 +102,7 @@ def pick_runners(
             picked.append(runner(name, plan))
     most = len(picked) + OTHERS
     for plan, step_us in others:
-        loss = plan_error(plan, exact.cluster, table)
+        loss = plan_error(plan, prices.cluster, table)
         is_worse = any(known.loss <= loss and known.step_us <= step_us * (1 + SAME) for known in picked)
         if len(picked) < most and not is_worse and _differs(plan, picked, DIFFERENT):
             each = runner(_name_of(plan), plan)
@@ -111,11 +112,11 @@ def pick_runners(
 
 
 def made_runner(
-    name: str, plan: Plan, exact: ExactPlans, dense_us: Sequence[float], table: ErrorTable = ASSUMED
+    name: str, plan: Plan, prices: StepPrices, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
     """Predict a plan that may race; `dense_us` is the dense plan in the same draws."""
-    wins = share_won(exact.in_draws(plan), dense_us)
-    return Runner(name, plan, exact.step_us(plan), wins, plan_error(plan, exact.cluster, table))
+    wins = share_won(in_draws(prices, plan), dense_us)
+    return Runner(name, plan, prices.step_us(plan), wins, plan_error(plan, prices.cluster, table))
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:

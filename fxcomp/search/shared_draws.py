@@ -12,68 +12,14 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from fxcomp.cost.table import CostTable
-from fxcomp.cost.timeline import Task, step_time_us, step_times_us
+from fxcomp.cost.timeline import Task, step_times_us
 from fxcomp.plan.kinds import WIRES, Stream
-from fxcomp.plan.plan import Bucket, Plan
-from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.plan_tasks import (
-    BucketTasks,
-    assemble,
-    broadcast_task,
-    members_of,
-    price_bucket,
-    ready_times,
-    region_tasks,
-)
-from fxcomp.search.workload import Gradient, Workload
-
-
-class ExactPlans:
-    """The plans of one workload, priced as their tasks are, and not as a search follows prices by lines."""
-
-    def __init__(self, workload: Workload, traced: TracedPrices) -> None:
-        self.workload, self.costs, self.cluster = workload, traced.costs, traced.cluster
-        self._broadcast = broadcast_task(workload, self.costs, self.cluster)
-        self._priced: dict[tuple[int, Bucket, float], BucketTasks] = {}
-
-    def step_us(self, plan: Plan) -> float:
-        """Predict the step, as `plan_tasks` and the simulator do."""
-        return step_time_us(self.tasks(plan), self.costs.processors)
-
-    def in_draws(self, plan: Plan) -> list[float]:
-        """Predict the step once in each draw of the costs' errors, in µs."""
-        tasks = self.tasks(plan)
-        errors, kinds = DrawnErrors.of(self.costs), _kinds_of(tasks, plan)
-        number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
-        factors = np.stack([np.exp(errors.of_kind(kind) * _normals(kind)) for kind in number], axis=1)
-        durations = np.array([task.duration_us for task in tasks])
-        varied = durations * factors[:, [number[kind] for kind in kinds]]
-        return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], self.costs.processors)
-
-    def tasks(self, plan: Plan) -> list[Task]:
-        """Write down the emitted step, as `plan_tasks` does."""
-        workload = self.workload.moved(plan.moved)
-        members = members_of(plan, workload, self.costs)
-        buckets = [
-            self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(zip(plan.buckets, members, strict=True))
-        ]
-        return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self._broadcast)
-
-    def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
-        # Where a gradient is cut, the plan's other buckets say with which of its parts it is updated.
-        key = k, bucket, sum(gradient.update_us for gradient in members)
-        tasks = self._priced.get(key)
-        if tasks is None:
-            tasks = price_bucket(k, members, bucket.strategy, self.workload, self.costs, self.cluster)
-            self._priced[key] = tasks
-        return tasks
-
+from fxcomp.plan.plan import Plan
+from fxcomp.search.plan_tasks import StepPrices
 
 DRAWS = 64
 
@@ -89,28 +35,25 @@ LEAST_GAIN = 0.01
 """A plan beats another one if it saves this share of its step: a race can hardly measure less."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnErrors:
-    """Standard deviations of the logarithms of costs."""
+def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
+    """Predict the step once in each draw of the costs' errors, in µs."""
+    tasks, costs = prices.tasks(plan), prices.costs
+    compute, links, compressors = drawn_errors(costs.error, costs.compute_error)
+    errors = {_COMPUTE: compute, **dict.fromkeys(_MOVING.values(), links)}
+    kinds = _kinds_of(tasks, plan)
+    number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
+    factors = np.stack([np.exp(errors.get(kind, compressors) * _normals(kind)) for kind in number], axis=1)
+    durations = np.array([task.duration_us for task in tasks])
+    varied = durations * factors[:, [number[kind] for kind in kinds]]
+    return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], costs.processors)
 
-    compute: float
-    links: float
-    compressors: float
 
-    @classmethod
-    def of(cls, costs: CostTable) -> DrawnErrors:
-        """Return a table's errors. Most of a prediction's error is the links'."""
-        return cls(
-            COMPUTE_ERROR + costs.compute_error,
-            costs.error,
-            max(COMPRESSOR_ERROR, costs.error) + costs.compute_error,
-        )
+def drawn_errors(error: float, compute_error: float) -> tuple[float, float, float]:
+    """Return the standard deviations of the logarithms of compute, links and compressors, by a cost table's errors.
 
-    def of_kind(self, kind: str) -> float:
-        """Return the error of compute, of a link or a copy, or of compressors."""
-        if kind == _COMPUTE:
-            return self.compute
-        return self.links if kind in _MOVING.values() else self.compressors
+    Most of a prediction's error is the links'.
+    """
+    return COMPUTE_ERROR + compute_error, error, max(COMPRESSOR_ERROR, error) + compute_error
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:

@@ -30,6 +30,8 @@ class Gradient:
     """The time to make this rank's own momentum of its gradient; counts where ranks exchange momenta."""
     moved_us: float = 0.0
     """The optimizer's time for this parameter, in the place of `update_us`, where ranks exchange momenta."""
+    joined_bytes: int = 0
+    """Copied into one tensor before the update: the whole gradient, where this part of it is the last to arrive."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -49,9 +51,10 @@ class Gradient:
         """The parameter has at most one dimension: a bias or a norm's weight."""
         return len(self.shape) <= 1
 
-    def part(self, extent: range, update_us: float) -> Gradient:
-        """Describe a part of the gradient that travels in another bucket than the rest."""
-        return replace(self, shape=part_shape(self.shape, extent), update_us=update_us)
+    def part(self, extent: range, *, bears_update: bool) -> Gradient:
+        """Describe a part of the gradient that travels in another bucket than the rest; one part bears the update."""
+        update_us, joined = (self.update_us, self.dense_bytes) if bears_update else (0.0, 0)
+        return replace(self, shape=part_shape(self.shape, extent), update_us=update_us, joined_bytes=joined)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Gradient:

@@ -19,15 +19,15 @@ from fxcomp.cost.table import CostTable
 from fxcomp.plan.plan import Plan
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.runners import Runner
-from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step.race import LONGEST
 from fxcomp.step.step_times import StepTimes
 
 CLUSTER = "2x1, intra 100gbit, inter 0.01gbit@50us"
 
 
-def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tuple[Runner, ...]:
+def exact(always: Mapping[str, Plan], _: Any, prices: StepPrices, __: Any) -> tuple[Runner, ...]:
     """Dense, and compressors that all have feedback: what bf16's sums are rounded by is owed by nobody."""
     named = [uniform(name, prices.workload, prices.costs, prices.cluster) for name in ("topk(0.1)", "int4")]
     plans = {"dense": always["dense"], "topk": named[0], "int4": named[1]}

@@ -10,9 +10,10 @@ from torch.fx import GraphModule
 from fxcomp.codegen.program import load_program
 from fxcomp.graph.edit import call, clone, gradients
 from fxcomp.graph.info import Role, info, update_info
-from fxcomp.pipeline import predicted
+from fxcomp.pipeline import Compiler
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.step.compiled_step import CompiledStep
+from helpers.workloads import cluster
 
 
 def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
@@ -21,7 +22,8 @@ def rerun_with(step: CompiledStep, edit: Callable[[GraphModule], None]) -> None:
     gm = clone(step.graph())
     edit(gm)
     gm.graph.lint()
-    changed = load_program(program.captured, gm, program.replay, predicted(gm, step.costs))
+    timeline = Compiler(cluster(2, 1, "1gbit")).predicted(gm, step.costs)
+    changed = load_program(program.captured, gm, program.replay, timeline)
     step.in_force.programs.exchange(program, changed)
     step.in_force.program = changed
     step.in_force.runtime = Runtime(

@@ -25,14 +25,14 @@ USE = """
 from helpers.graphs import TWO, linear_step, one_bucket
 from helpers.workloads import COSTS
 from fxcomp.graph.edit import is_collective
-from fxcomp.pipeline import Compiler, predicted
+from fxcomp.pipeline import Compiler
 from helpers.strategy_space import SHARDED
 from fxcomp.report.wire_arithmetic import sent_by
 
 plan = one_bucket("compress(int8)@gpu > relay@world > decompress@gpu > all_gather@world")
 gm = Compiler(TWO).rewrite(linear_step(), plan, COSTS)
 print([str(n.target) for n in gm.graph.nodes if is_collective(n)])
-print([span.task.name for span in predicted(gm, COSTS).spans if "relay" in span.task.name])
+print([span.task.name for span in Compiler(TWO).predicted(gm, COSTS).spans if "relay" in span.task.name])
 (bucket,) = plan.buckets
 shapes = {name: (size,) for name, size in zip(bucket.names, bucket.sizes)}
 print([line.send.kind.value for line in sent_by(bucket, TWO, shapes)])

@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 
 import fxcomp
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
 from fxcomp.cost.measured import MeasuredCollective
 from fxcomp.cost.roofline import Measured
@@ -40,13 +40,17 @@ def with_links(gb_per_s: float) -> CostTable:
     return CostTable(collectives={(ALL_REDUCE, "4x1"): MeasuredCollective.line(ALL_REDUCE, 4, 30.0, gb_per_s)})
 
 
+def summing_us(gb_per_s: float) -> float:
+    return with_links(gb_per_s).collective(ALL_REDUCE, Level.WORLD, BYTES, CLUSTER).us
+
+
 def found(facts: list[str] = FACTS, gb_per_s: float = 1.0) -> dict[str, Any] | None:
-    return EarlierJobs().find(facts, with_links(gb_per_s), CLUSTER, BYTES)
+    return EarlierJobs().find(facts, CLUSTER, BYTES, summing_us(gb_per_s))
 
 
 def keep(facts: list[str] = FACTS) -> EarlierJobs:
     jobs = EarlierJobs()
-    jobs.find(facts, with_links(1.0), CLUSTER, BYTES)
+    jobs.find(facts, CLUSTER, BYTES, summing_us(1.0))
     own: dict[str, Any] = {
         "compute": {"aten.mm": Measured(12.0)},
         "launch_us": 3.0,
@@ -55,7 +59,7 @@ def keep(facts: list[str] = FACTS) -> EarlierJobs:
         "feed_us": 5.0,
         "host_us": 6.0,
     }
-    jobs.keep(replace(with_links(1.0), **own))
+    jobs.keep(replace(with_links(1.0), **own).to_json())
     return jobs
 
 

@@ -40,10 +40,10 @@ def test_only_what_is_large_in_bytes_and_share_is_cut_at_whole_rows():
 def test_joined_atoms_are_the_gradient_again():
     workload = skewed()
     atoms = atoms_of(workload, 4)
-    assert [g for g, _ in joined(atoms, COSTS)] == list(workload.gradients)
-    (first, _), (rest, extent) = joined(atoms[4:6], COSTS)[0], joined(atoms[6:], COSTS)[0]
-    assert first.update_us == 0.0
-    assert rest.update_us == 500.0 + COSTS.pack_us(4 * workload.gradients[4].elements)
+    assert [g for g, _ in joined(atoms)] == list(workload.gradients)
+    (first, _), (rest, extent) = joined(atoms[4:6])[0], joined(atoms[6:])[0]
+    assert (first.update_us, first.joined_bytes) == (0.0, 0)
+    assert (rest.update_us, rest.joined_bytes) == (500.0, 4 * workload.gradients[4].elements)
     assert first.elements + rest.elements == 8192 * 1024
     assert extent.stop == 8192 * 1024
 
@@ -51,10 +51,10 @@ def test_joined_atoms_are_the_gradient_again():
 def test_what_a_gpu_reads_value_by_value_comes_last_in_its_bucket():
     sizes = (10, 4096, 1, 8, 0, 65, 4)
     gradients = [Gradient(f"w{size}", (size,), 10.0 * (k + 1), 1.0) for k, size in enumerate(sizes)]
-    fp32 = joined(atoms_of(Workload(tuple(gradients), 100.0), 4), COSTS)
+    fp32 = joined(atoms_of(Workload(tuple(gradients), 100.0), 4))
     assert [gradient.elements for gradient, _ in fp32] == [4096, 8, 0, 4, 10, 1, 65]
     halves = tuple(replace(gradient, element_type=ElementType.BF16) for gradient in gradients)
-    bf16 = joined(atoms_of(Workload(halves, 100.0), 4), COSTS)
+    bf16 = joined(atoms_of(Workload(halves, 100.0), 4))
     assert [gradient.elements for gradient, _ in bf16] == [4096, 8, 0, 10, 1, 65, 4]
 
 

@@ -18,7 +18,7 @@ from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.descent.cells import Limits, Part
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Question, Terms
 from fxcomp.search.workload import Gradient, Workload
 
@@ -65,8 +65,8 @@ def test_dense_is_left_where_nothing_else_is_carried():
     workload = workload_of((60_000, 50_000))
     topk = next(each for each in strategies(Mode.LOSSY, WHERE) if "topk" in str(each))
     dense = next(each for each in strategies(Mode.LOSSY, WHERE) if each.is_dense)
-    question = Question(workload, {Content.MATRICES: (dense, topk)})
-    search = PlanSearch(question, TracedPrices(COSTS, WHERE))
+    question = Question({Content.MATRICES: (dense, topk)})
+    search = PlanSearch(question, StepPrices(workload, COSTS, WHERE))
     plans = [(Part(0, 0, 4, 1),), (Part(0, 0, 2, 1), Part(0, 2, 4, 1)), (Part(0, 0, 4, 0),)]
     values = search.engine.values(plans)
     assert [math.isinf(value.us) for value in values] == [True, False, False]
@@ -81,7 +81,7 @@ def test_no_step_is_shorter_than_its_own_work(waits: tuple[bool, bool, bool]):
     buffers = {"broadcast_bytes": 10_000, "broadcast_ready_us": 30_000.0, "buffers_us": 50.0} if shares else {}
     workload = replace(layers(6), clips=clips, commits=commits, finish_us=2_000.0, **buffers)
     where = cluster(2, 2, "100gbit")
-    for search in searches_of(workload, TracedPrices(COSTS, where), Terms(Mode.BALANCED)):
+    for search in searches_of(StepPrices(workload, COSTS, where), Terms(Mode.BALANCED)):
         assert all(found.value.us >= workload.free_us for found in search.starts(range(len(search.options[0]))))
     for name in ("dense", "bf16"):
         assert predict_us(workload, uniform(name, workload, COSTS, where), COSTS, where) >= workload.free_us

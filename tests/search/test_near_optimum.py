@@ -16,7 +16,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.modes import Mode, strategies
 from fxcomp.search.atoms import atoms_of
 from fxcomp.search.choose import bf16_everywhere, choose, predict_us, uniform
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Gradient, Workload
 
 SMALL = {
@@ -81,7 +81,7 @@ def test_what_is_found_is_never_slower_than_a_uniform_plan(rate: str, hosts: tup
 
 def test_bf16_everywhere_is_by_level_where_that_is_faster():
     where, workload = cluster(2, 8, "1gbit"), layers(12)
-    plan = bf16_everywhere(workload, TracedPrices(COSTS, where))
+    plan = bf16_everywhere(StepPrices(workload, COSTS, where))
     flat = predict_us(workload, uniform("bf16", workload, COSTS, where), COSTS, where)
     assert all(bucket.strategy.is_hierarchical for bucket in plan.buckets)
     assert (

@@ -15,7 +15,7 @@ from fxcomp.plan.modes import Content, Mode, error_limit, strategies
 from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import choose, flip_gbit, predict_us, uniform
 from fxcomp.search.descent.engine import search_notes
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
 
@@ -70,7 +70,7 @@ def test_pins_and_budgets_hold():
 def test_a_plan_in_force_that_loses_too_much_is_solved_again():
     terms = Terms(Mode.BALANCED, budget=Budget(ErrorBudget.parse(1e-3)))
     wasteful = uniform("int4", WORKLOAD, COSTS, WHERE)
-    solving = Resolve(WORKLOAD, TracedPrices(COSTS, WHERE), wasteful, terms)
+    solving = Resolve(StepPrices(WORKLOAD, COSTS, WHERE), wasteful, terms)
     while (plan := solving.turn()) is None:
         pass
     assert plan_error(wasteful, WHERE, terms.table) > terms.limit(WORKLOAD, WHERE)

@@ -11,7 +11,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, bf16_everywhere, choose, flip_gbit
 from fxcomp.search.descent.plan_search import searches_of
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 
 WORKLOAD = layers(5)
@@ -48,7 +48,7 @@ def test_every_plan_of_a_choice_has_what_is_pinned(mode: Mode, ranks_per_host: i
 def test_the_dense_plan_and_bf16_are_so_wherever_nothing_is_pinned():
     pins = Pins.read({"layer4.*": "int8"})
     choice = choose(WORKLOAD, COSTS, SLOW, Terms(Mode.BALANCED, pins=pins))
-    bf16 = bf16_everywhere(WORKLOAD, TracedPrices(COSTS, SLOW), pins)
+    bf16 = bf16_everywhere(StepPrices(WORKLOAD, COSTS, SLOW), pins)
     for name in WORKLOAD.sizes:
         pinned = name.startswith("layer4.")
         assert pinned_to(choice.dense, name) == ({"int8"} if pinned else {"dense"})
@@ -62,7 +62,7 @@ def test_no_bucket_holds_gradients_of_two_pins_or_free_ones():
         for bucket in plan.buckets:
             texts = {rule and rule.text for name in bucket.names if (rule := pins.rule_for(name)) or True}
             assert len(texts) == 1
-    apart = searches_of(WORKLOAD, TracedPrices(COSTS, SLOW), Terms(Mode.BALANCED, pins=pins))[0]
+    apart = searches_of(StepPrices(WORKLOAD, COSTS, SLOW), Terms(Mode.BALANCED, pins=pins))[0]
     assert len(apart.strands) == 4, (
         "matrices, vectors, and one for each strategy: patterns with the same one share buckets"
     )

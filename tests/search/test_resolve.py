@@ -16,7 +16,7 @@ from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import choose, predict_us, uniform
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.resolve import WORTH_MOVING, Resolve
 from fxcomp.search.workload import Workload
@@ -30,7 +30,7 @@ def terms_of(asked: str | float, table: ErrorTable = ASSUMED, pins: str = "") ->
 
 
 def solved(plan: Plan, terms: Terms, workload: Workload = WORKLOAD, *, moves: bool = True) -> tuple[Plan, Resolve]:
-    solving = Resolve(workload, TracedPrices(COSTS, SLOW), plan, terms, moves=moves)
+    solving = Resolve(StepPrices(workload, COSTS, SLOW), plan, terms, moves=moves)
     while (found := solving.turn()) is None:
         pass
     return found, solving
@@ -93,7 +93,7 @@ def test_error_that_buys_no_time_is_given_back():
     fast = cluster(8, 1, "400gbit")
     terms = terms_of("topk(0.01)", drawn_table(WORKLOAD.shapes, 7))
     plan = uniform("topk(0.01)", WORKLOAD, COSTS, fast)
-    solving = Resolve(WORKLOAD, TracedPrices(COSTS, fast), plan, terms)
+    solving = Resolve(StepPrices(WORKLOAD, COSTS, fast), plan, terms)
     while (found := solving.turn()) is None:
         pass
     assert plan_error(found, fast, terms.table) < 1e-3
@@ -107,7 +107,7 @@ def test_the_pool_is_offered_only_where_a_processor_is_spare(moves: bool):
     far = {key.replace("@gpu", "@cpu"): curve for key, curve in COSTS.compressors.items()}
     costs = replace(COSTS, compressors={**near, **far}, processors=Processors(1, 1))
     terms = terms_of("topk(0.01)")
-    solving = Resolve(WORKLOAD, TracedPrices(costs, SLOW), uniform("dense", WORKLOAD, COSTS, SLOW), terms, moves=moves)
+    solving = Resolve(StepPrices(WORKLOAD, costs, SLOW), uniform("dense", WORKLOAD, COSTS, SLOW), terms, moves=moves)
     while (found := solving.turn()) is None:
         pass
     assert not any("@cpu" in str(bucket.strategy) for bucket in found.buckets)

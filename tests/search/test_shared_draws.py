@@ -6,15 +6,15 @@ from helpers.workloads import COSTS, cluster, layers
 
 from fxcomp.plan.plan import Plan
 from fxcomp.search.choose import predict_us, uniform
-from fxcomp.search.descent.problem import TracedPrices
-from fxcomp.search.shared_draws import DRAWS, ExactPlans, share_won
+from fxcomp.search.plan_tasks import StepPrices
+from fxcomp.search.shared_draws import DRAWS, in_draws, share_won
 
 WORKLOAD, WHERE = layers(10), cluster(2, 1, "1gbit")
 
 
 def drawn(plan: Plan, costs: object = COSTS) -> list[float]:
     assert isinstance(costs, type(COSTS))
-    return ExactPlans(WORKLOAD, TracedPrices(costs, WHERE)).in_draws(plan)
+    return in_draws(StepPrices(WORKLOAD, costs, WHERE), plan)
 
 
 def test_equal_plans_have_equal_draws_and_neither_wins():

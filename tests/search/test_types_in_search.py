@@ -19,7 +19,7 @@ from fxcomp.plan.strategy import DENSE
 from fxcomp.search.bound import bound_us
 from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.descent.plan_search import Found, searches_of
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
@@ -114,7 +114,7 @@ def test_many_pins_of_several_types_are_priced_apart():
     ]
     pins = Pins.read({f"{number}.*": name for number, name in enumerate(names)})
     workload, where = Workload(tuple(gradients), 200.0), cluster(2, 1, "300mbit")
-    for search in searches_of(workload, TracedPrices(COSTS, where), Terms(Mode.BALANCED, pins=pins)):
+    for search in searches_of(StepPrices(workload, COSTS, where), Terms(Mode.BALANCED, pins=pins)):
         parts = search.starts([0], 1)[0].parts
         assert len({part.strand for part in parts}) == len(gradients)
         (value,) = search.engine.values([parts])

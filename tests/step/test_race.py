@@ -30,8 +30,8 @@ from fxcomp.plan.verified_steps import VerifiedSteps
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
 from fxcomp.search.decision import Raced
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.runners import Runner
-from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, LONGEST, WARM_STEPS, Race
 
@@ -244,7 +244,7 @@ def books(cluster: Cluster | None, gbit: float, feedback: ErrorFeedback) -> dict
         generator = torch.Generator().manual_seed(10 * number + rank)
         return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
 
-    def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tuple[Runner, ...]:
+    def exact(always: Mapping[str, Plan], _: Any, prices: StepPrices, __: Any) -> tuple[Runner, ...]:
         """Dense, and compressors that all have feedback: what bf16's sums are rounded by is owed by nobody."""
         named = [Strategy.flat(parse_compressor(name)) for name in ("int4", "topk(0.1)")]
         workload, costs, where = prices.workload, prices.costs, prices.cluster

@@ -26,8 +26,8 @@ from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search import choose as choosing
 from fxcomp.search.choose import uniform
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.runners import Runner
-from fxcomp.search.shared_draws import ExactPlans
 from fxcomp.step import calendar
 from fxcomp.step.errors import adaptation, error_looks
 
@@ -88,7 +88,7 @@ def test_over_many_steps_nothing_that_is_owed_is_lost_under_any_plan(ranks: int,
 # Plans that change
 
 
-def exact(always: Mapping[str, Plan], _: Any, prices: ExactPlans, __: Any) -> tuple[Runner, ...]:
+def exact(always: Mapping[str, Plan], _: Any, prices: StepPrices, __: Any) -> tuple[Runner, ...]:
     """Dense, and compressors that have feedback: what bf16's sums are rounded by is owed by nobody."""
     named = [Strategy.flat(parse_compressor(name)) for name in ("int4", "topk(0.1)")]
     plans = [

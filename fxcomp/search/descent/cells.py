@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from fxcomp.cost.table import CostTable
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import part_shape
 from fxcomp.search.atoms import Atom
@@ -121,17 +120,17 @@ class Strand:
         before = [0.0, *accumulate(times)]
         return [before[border] for border in self.borders]
 
-    def continued(self, costs: CostTable) -> tuple[list[int], list[float]]:
-        """Return for each cell where the gradient that it continues ends, -1 if none, and the time of joining that."""
-        ends, times = [-1] * self.cells, [0.0] * self.cells
+    def continued(self) -> tuple[list[int], list[int]]:
+        """Return for each cell where the gradient that it continues ends, -1 if none, and the bytes to be joined."""
+        ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
         for cell in range(self.cells):
             atom = self.atoms[self.borders[cell]]
             if atom.extent.start > 0:
                 ends[cell] = last_of[atom.number]
-                times[cell] = costs.pack_us(atom.gradient.dense_bytes)
-        return ends, times
+                sizes[cell] = atom.gradient.dense_bytes
+        return ends, sizes
 
 
 def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Strand:

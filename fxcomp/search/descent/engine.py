@@ -14,7 +14,7 @@ from fxcomp.compressors import kernels
 from fxcomp.plan.plan import Plan
 from fxcomp.search.descent.cells import Limits, Part, Parts, Value
 from fxcomp.search.descent.problem import BURSTY, Problem
-from fxcomp.search.shared_draws import ExactPlans
+from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
@@ -98,8 +98,8 @@ class Compiled:
 class Simulated:
     """Simulates plans as they are: what is left of the search where no kernels are built."""
 
-    def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], exact: ExactPlans) -> None:
-        self._problem, self._plan_of, self._exact = problem, plan_of, exact
+    def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPrices) -> None:
+        self._problem, self._plan_of, self._prices = problem, plan_of, prices
         self._options = [end - start for start, end in pairwise(problem.strand_options)]
         self._known: dict[Parts, Value] = {}
 
@@ -123,7 +123,7 @@ class Simulated:
         if value is None:
             lost, bursting = sum(map(self._lost, parts)), sum(map(self._bursting, parts))
             is_allowed = lost <= self._problem.lossable and bursting <= self._problem.bursty
-            us = self._exact.step_us(self._plan_of(parts)) if is_allowed else math.inf
+            us = self._prices.step_us(self._plan_of(parts)) if is_allowed else math.inf
             value = self._known[parts] = Value(us, lost)
         return value
 
@@ -143,8 +143,8 @@ class Simulated:
         return p.sums[(row + part.stop) * p.features] - p.sums[(row + part.start) * p.features]
 
 
-def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], exact: ExactPlans) -> Engine:
-    return Compiled(problem) if kernels.available() else Simulated(problem, plan_of, exact)
+def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPrices) -> Engine:
+    return Compiled(problem) if kernels.available() else Simulated(problem, plan_of, prices)
 
 
 def search_notes() -> tuple[str, ...]:

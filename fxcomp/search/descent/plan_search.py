@@ -22,13 +22,12 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.descent.cells import Limits, Part, Parts, Strand, Value, strand_of
 from fxcomp.search.descent.engine import Engine, engine_of
-from fxcomp.search.descent.problem import Option, Problem, Problems, TracedPrices
+from fxcomp.search.descent.problem import Option, Problem, Problems
 from fxcomp.search.descent.spent_starts import ALONE, QUICK, SHARED, kicks, spent_starts
 from fxcomp.search.descent.templates import Setting
 from fxcomp.search.losses import Losses
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Question, Terms, questions_of
-from fxcomp.search.shared_draws import ExactPlans
-from fxcomp.search.workload import Workload
 
 MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
@@ -60,9 +59,9 @@ class Found:
 class PlanSearch:
     """The search for one workload's plans."""
 
-    def __init__(self, question: Question, traced: TracedPrices) -> None:
-        self.question, self.traced = question, traced
-        workload, cluster = question.workload, traced.cluster
+    def __init__(self, question: Question, prices: StepPrices) -> None:
+        self.question = question
+        workload, cluster = prices.workload, prices.cluster
         atoms = atoms_of(workload, cluster.world_size if question.cuts else 1)
         pinned = question.pinned
         pinned_to = [pinned.strand_of.get(atom.gradient.name) for atom in atoms]
@@ -80,16 +79,16 @@ class PlanSearch:
                 places.append(found)
                 self.options.append([pinned_option(strategy, cluster) for strategy in strand.strategies])
         self.strands = tuple(strand_of([atoms[k] for k in found], found) for found in places)
-        self.setting = Setting.of(workload, traced.costs.copy_gb_per_s, cluster)
+        self.setting = Setting.of(prices)
         self._losses = question.losses or Losses(workload.gradients, cluster)
-        self.problems = Problems(self._losses, workload, self.strands, self.options, self.setting)
-        self.at(traced)
+        self.problems = Problems(self._losses, self.strands, self.options, self.setting)
+        self.at(prices)
         self.shares = bool(self.problem.shares)
 
-    def at(self, traced: TracedPrices) -> None:
+    def at(self, prices: StepPrices) -> None:
         """Ask the same at other prices, for links of another bandwidth."""
-        self.traced = traced
-        self.problem = self.problems.at(traced, self.question.bounds)
+        self.prices = prices
+        self.problem = self.problems.at(prices, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)
         self._priced_shapes: list[tuple[Parts, list[Value]]] | None = None
         self._engine_of_whole: Engine | None = None
@@ -199,7 +198,7 @@ class PlanSearch:
     def _plan(self, strands: Sequence[Strand], parts: Parts) -> Plan:
         buckets: list[Bucket] = []
         for part in parts:
-            members = joined(strands[part.strand].within(part.start, part.stop), self.traced.costs)
+            members = joined(strands[part.strand].within(part.start, part.stop))
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
             kind = strands[part.strand].element_type
@@ -295,21 +294,20 @@ class PlanSearch:
         return tuple(strand.whole() for strand in self.strands)
 
     def _engine(self, problem: Problem, strands: Sequence[Strand]) -> Engine:
-        exact = ExactPlans(self.question.workload, self.traced)
-        return engine_of(problem, partial(self._plan, strands), exact)
+        return engine_of(problem, partial(self._plan, strands), self.prices)
 
     def _engine_in_full(self) -> Engine:
         if not self.is_joined:
             return self.engine
         if self._engine_of_whole is None:
-            problems = Problems(self._losses, self.question.workload, self._whole, self.options, self.setting)
-            self._engine_of_whole = self._engine(problems.at(self.traced, self.question.bounds), self._whole)
+            problems = Problems(self._losses, self._whole, self.options, self.setting)
+            self._engine_of_whole = self._engine(problems.at(self.prices, self.question.bounds), self._whole)
         return self._engine_of_whole
 
 
-def searches_of(workload: Workload, traced: TracedPrices, terms: Terms) -> list[PlanSearch]:
+def searches_of(prices: StepPrices, terms: Terms) -> list[PlanSearch]:
     """Make a search for each question that terms ask."""
-    return [PlanSearch(question, traced) for question in questions_of(workload, traced, terms)]
+    return [PlanSearch(question, prices) for question in questions_of(prices, terms)]
 
 
 @lru_cache(maxsize=4096)

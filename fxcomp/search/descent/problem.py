@@ -10,22 +10,20 @@ import ctypes
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 
-from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import NO_TIME_US
-from fxcomp.cost.piecewise import Curve, trace
-from fxcomp.cost.table import CostTable
+from fxcomp.cost.piecewise import Curve
 from fxcomp.plan.kinds import Stream
+from fxcomp.plan.prices import PriceQuestion
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Strand, reaches
-from fxcomp.search.descent.templates import ELEMENTS, PriceQuestion, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
-from fxcomp.search.plan_tasks import broadcast_task
-from fxcomp.search.workload import Workload
+from fxcomp.search.plan_tasks import StepPrices
 
 NOTHING = -3
 """In the place of a task that an update waits for."""
@@ -174,17 +172,16 @@ class _ProblemColumns(ctypes.Structure):
 
 
 class Problems:
-    """Writes problems: one workload's strands and options, at the prices of a cost table and a cluster."""
+    """Writes problems: one workload's strands and options, at the prices of a step."""
 
     def __init__(
         self,
         losses: Losses,
-        workload: Workload,
         strands: Sequence[Strand],
         options: Sequence[Sequence[Option]],
         setting: Setting,
     ) -> None:
-        self.workload, self.strands, self.options = workload, strands, options
+        self.strands, self.options = strands, options
         self.losses = [
             losses.sums(strand.atoms, strand.borders, [option.strategy for option in offered])
             for strand, offered in zip(strands, options, strict=True)
@@ -209,10 +206,9 @@ class Problems:
             for reach in reaches(templates, strand, ranks)
         ]
 
-    def at(self, traced: TracedPrices, bounds: Bounds) -> Problem:
+    def at(self, prices: StepPrices, bounds: Bounds) -> Problem:
         """Write the problem at these prices."""
-        costs, cluster = traced.costs, traced.cluster
-        curves = _Curves(traced, self._largest())
+        curves = _Curves(prices, self._largest())
         tasks = [task for template in self.templates for task in template.tasks]
         terms = [term for task in tasks for term in task.terms]
         term_curves = [curves.numbers[term.question] for term in terms]
@@ -223,9 +219,8 @@ class Problems:
         ]
         place = {feature: number for number, feature in enumerate(self.features)}
         flat = [option for each in self.options for option in each]
-        workload, processors = self.workload, costs.processors
-        broadcast = broadcast_task(workload, costs, cluster)
-        joins = [strand.continued(costs) for strand in self.strands]
+        workload, processors, broadcast = prices.workload, prices.costs.processors, prices.broadcast
+        joins = [strand.continued() for strand in self.strands]
         return Problem(
             strand_cells=_starts(strand.cells for strand in self.strands),
             last=_ints(strand.last(cell) for strand in self.strands for cell in range(strand.cells)),
@@ -233,7 +228,7 @@ class Problems:
             sums=_floats(size for sums in self.sums for row in zip(*sums, strict=True) for size in row),
             updates_us=_floats(us for strand in self.strands for us in strand.updates_us()),
             join_last=_ints(cell for cells, _ in joins for cell in cells),
-            join_us=_floats(us for _, times in joins for us in times),
+            join_us=_floats(prices.costs.pack_us(size) for _, sizes in joins for size in sizes),
             strand_options=_starts(map(len, self.options)),
             option_template=_ints(number for each in self.numbers for number in each),
             strand_losses=_starts(sums.size for sums in self.losses),
@@ -291,44 +286,16 @@ class Problems:
         return found
 
 
-class TracedPrices:
-    """The answers of a cost table for a cluster as curves, each traced once."""
-
-    def __init__(self, costs: CostTable, cluster: Cluster) -> None:
-        self.costs, self.cluster = costs, cluster
-        self._known: dict[PriceQuestion, tuple[Curve, ...]] = {}
-
-    def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Trace up to a size: of a collective three where processors are shared, else one."""
-        known = self._known.get(question)
-        if known is None or known[0].sizes[-1] < largest:
-            prices: list[Callable[[float], float]] = [partial(question.us, self.costs, self.cluster)]
-            if question.is_collective and not math.isinf(self.costs.processors.count):
-                prices += [partial(self._processor_us, question), partial(self._beside_us, question)]
-            known = self._known[question] = tuple(trace(price, largest) for price in prices)
-        return known
-
-    def _processor_us(self, question: PriceQuestion, size: float) -> float:
-        kind, level = question.before
-        price = self.costs.collective(kind, level, size, self.cluster)
-        return price.us * price.load
-
-    def _beside_us(self, question: PriceQuestion, size: float) -> float:
-        kind, level = question.before
-        price = self.costs.collective(kind, level, size, self.cluster)
-        return price.us / price.overlap_speed
-
-
 class _Curves:
     """The curves that a problem asks for, one after another."""
 
-    def __init__(self, traced: TracedPrices, largest: Mapping[PriceQuestion, float]) -> None:
-        self.processors = traced.costs.processors
+    def __init__(self, prices: StepPrices, largest: Mapping[PriceQuestion, float]) -> None:
+        self.processors = prices.costs.processors
         self.found: list[Curve] = []
         self.numbers: dict[PriceQuestion, int] = {}
         for question, size in largest.items():
             self.numbers[question] = len(self.found)
-            self.found += traced.curves(question, size)
+            self.found += prices.curves(question, size)
 
     def may_lack_processors(self, tasks: Iterable[TaskTemplate]) -> bool:
         """Return whether tasks, one on each stream, may ask for more processors than there are."""

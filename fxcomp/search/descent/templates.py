@@ -8,7 +8,7 @@
     all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
-`price_bucket` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
+A `BucketWriter` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
 proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. The largest of
 several shards is larger than that, because borders are rounded to a compressor's blocks: by as much as it is in buckets
 of odd sizes.
@@ -28,10 +28,9 @@ from fxcomp.compressors import Compressor
 from fxcomp.cost.timeline import Task
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind, ElementType, Stream
-from fxcomp.plan.prices import CollectivePrice, Prices
+from fxcomp.plan.prices import CollectivePrice, Measure, PriceQuestion, Size
 from fxcomp.plan.strategy import Device, Strategy
-from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, price_bucket
-from fxcomp.search.prices import Measure, Size
+from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, BucketWriter, StepPrices
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
@@ -42,26 +41,6 @@ _ODD = (
     ((301, 383), (77, 1001), (511, 129)),
     ((613, 257), (384,), (1003, 301), (129, 129), (701, 511), (65, 999)),
 )
-
-
-class PriceQuestion(NamedTuple):
-    """A method of `Prices`, and its arguments before and after the size."""
-
-    method: str
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
-
-    def us(self, prices: Prices, cluster: Cluster, size: float) -> float:
-        if self.method == "launch_us":
-            return prices.launch_us
-        if self.is_collective:
-            kind, level = self.before
-            return prices.collective(kind, level, size, cluster).us
-        return getattr(prices, self.method)(*self.before, size, *self.after)
-
-    @property
-    def is_collective(self) -> bool:
-        return self.method == "collective"
 
 
 class Feature(NamedTuple):
@@ -157,9 +136,9 @@ class Setting:
     """Of the gradients."""
 
     @classmethod
-    def of(cls, workload: Workload, copy_gb_per_s: float | None, cluster: Cluster) -> Self:
-        saved = workload.commits, workload.saves_residuals
-        return cls(cluster, *saved, copy_gb_per_s is not None)
+    def of(cls, prices: StepPrices) -> Self:
+        workload, copies = prices.workload, prices.costs.copy_gb_per_s is not None
+        return cls(prices.cluster, workload.commits, workload.saves_residuals, copies)
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +161,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
         commits=setting.commits,
         saves_residuals=setting.saves_residuals,
     )
-    return price_bucket(0, probe, strategy, step, _Recorder(copies=setting.copies), setting.cluster)
+    return BucketWriter(step, _Recorder(copies=setting.copies), setting.cluster).bucket(0, probe, strategy)
 
 
 class _Price(float):
@@ -219,9 +198,6 @@ class _Recorder:
 
     def copy_us(self, size: float) -> float:
         return _price("copy_us", size) if self.copies else 0.0
-
-    def keep_us(self, size: float) -> float:
-        return _price("keep_us", size)
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
         return _price("encode_us", elements, (compressor,), (device,))

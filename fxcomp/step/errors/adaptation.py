@@ -24,7 +24,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.document import mb
 from fxcomp.report.plan_diff import PlanFile, diff_plans
 from fxcomp.search.decision import PlanMove
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.resolve import Resolve
 from fxcomp.site import Site
@@ -158,8 +158,8 @@ class Adaptation:
         force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
-        traced = TracedPrices(force.decision.costs, cluster)
-        solving = Resolve(workload, traced, before, replace(terms, share=SPENT))
+        prices = StepPrices(workload, force.decision.costs, cluster)
+        solving = Resolve(prices, before, replace(terms, share=SPENT))
         while (plan := solving.turn()) is None:
             yield None
         was, becomes = solving.before, solving.after

@@ -19,7 +19,7 @@ from fxcomp.plan.pins import NO_PINS
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom, atoms_of, joined
 from fxcomp.search.losses import Losses
-from fxcomp.search.plan_tasks import price_bucket
+from fxcomp.search.plan_tasks import BucketWriter
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from helpers.optimum.blocks import Blocks
@@ -59,15 +59,15 @@ class Row:
         return known
 
     def _listed(self, start: int, stop: int) -> tuple[Option, ...]:
-        workload, costs, cluster = self._job
-        members = joined([self._atoms[k] for k in self.members[start:stop]], costs)
+        workload, writer = self._job[0], BucketWriter(*self._job)
+        members = joined([self._atoms[k] for k in self.members[start:stop]])
         gradients = [gradient for gradient, _ in members]
         elements = sum(len(extent) for _, extent in members)
         all_lost = (self._lost[stop] - self._lost[start]).tolist()
         found: list[Option] = []
         for strategy, lost, bursts in zip(self.choices, all_lost, self._bursts, strict=True):
             try:
-                tasks = price_bucket(0, gradients, strategy, workload, costs, cluster)
+                tasks = writer.bucket(0, gradients, strategy)
             except BadOption:  # it cannot carry one of them
                 continue
             blocks = Blocks.of(tasks)

@@ -21,7 +21,7 @@ from fxcomp.plan.pins import Pins
 from fxcomp.search.choose import predict_us
 from fxcomp.search.descent.cells import Limits, Part, Parts, Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch
-from fxcomp.search.descent.problem import TracedPrices
+from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Question, Terms, questions_of
 from fxcomp.search.workload import Workload
 
@@ -37,7 +37,7 @@ TABLES = {
 def every_option(workload: Workload, costs: CostTable, where: Cluster) -> PlanSearch:
     """A search among all strategies for all gradients."""
     choices = {Content.MIXED: strategies(Mode.LOSSY, where)}
-    return PlanSearch(Question(workload, choices), TracedPrices(costs, where))
+    return PlanSearch(Question(choices), StepPrices(workload, costs, where))
 
 
 def random_parts(search: PlanSearch, chance: random.Random) -> Parts:
@@ -78,9 +78,9 @@ def test_plans_are_priced_as_their_tasks_are_to_half_a_percent(hosts: tuple[int,
 def test_an_improved_plan_is_legal_no_slower_and_priced_as_its_tasks_are(table: str, mixed: bool, pins: dict[str, str]):
     costs, where = TABLES[table], cluster(2, 2, "1gbit")
     workload = replace(layers(9), broadcast_bytes=10_000, broadcast_ready_us=30_000, finish_us=0, commits=mixed)
-    traced = TracedPrices(costs, where)
-    question = questions_of(workload, traced, Terms(Mode.BALANCED, pins=Pins.read(pins)))[mixed]
-    search = PlanSearch(question, traced)
+    prices = StepPrices(workload, costs, where)
+    question = questions_of(prices, Terms(Mode.BALANCED, pins=Pins.read(pins)))[mixed]
+    search = PlanSearch(question, prices)
     starts = [found.parts for found in search.starts(range(len(search.options[0])))]
 
     def checked(parts: Parts, value: Value) -> float:
@@ -118,13 +118,13 @@ def test_an_improved_plan_is_legal_no_slower_and_priced_as_its_tasks_are(table: 
 def test_two_changes_are_made_together_where_no_single_one_helps():
     """The error limit is used up: one bucket must lose less for another to lose more."""
     workload, where = matrices(900_000, 1_000_000, backward_us=9_000.0), cluster(2, 1, "300mbit")
-    traced = TracedPrices(COSTS, where)
+    prices = StepPrices(workload, COSTS, where)
     choices = {Content.MIXED: strategies(Mode.BALANCED, where)}
-    search = PlanSearch(Question(workload, choices), traced)
+    search = PlanSearch(Question(choices), prices)
     names = [str(option.strategy) for option in search.options[0]]
     dense, int4 = (next(k for k, name in enumerate(names) if text in name) for text in ("all_reduce", "int4"))
     lossable = 1_000_001 * strategy_error(search.options[0][int4].strategy, where)
-    bounded = PlanSearch(replace(search.question, bounds=replace(search.question.bounds, lost=lossable)), traced)
+    bounded = PlanSearch(replace(search.question, bounds=replace(search.question.bounds, lost=lossable)), prices)
     one, other = (Part(0, 0, 1, dense), Part(0, 1, 2, int4)), (Part(0, 0, 1, int4), Part(0, 1, 2, dense))
     slower, faster = sorted((one, other), key=lambda parts: -bounded.engine.values([parts])[0].us)
     found, _ = bounded.engine.improve(slower, Limits())

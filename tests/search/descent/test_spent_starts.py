@@ -11,13 +11,13 @@ from helpers.budget_cases import drawn
 
 from fxcomp.search.descent.cells import Limits
 from fxcomp.search.descent.plan_search import PlanSearch, searches_of
-from fxcomp.search.descent.problem import TracedPrices
 from fxcomp.search.descent.spent_starts import spent_starts
+from fxcomp.search.plan_tasks import StepPrices
 
 
 def search_of(seed: int, *, one_wire: bool = True) -> PlanSearch:
     case = drawn(seed, one_wire=one_wire)
-    return searches_of(case.workload, TracedPrices(case.costs, case.cluster), case.terms)[0]
+    return searches_of(StepPrices(case.workload, case.costs, case.cluster), case.terms)[0]
 
 
 @pytest.mark.parametrize("seed", [5, 18])
