@@ -15,7 +15,7 @@ from fxcomp.errors import BadOption
 from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.plan import Plan
-from fxcomp.report.document import Column, Pairs, Section, Table, count, mb, members, short
+from fxcomp.report.document import Section, Table, count, mb, members, short
 from fxcomp.report.explanation import Explanation
 
 
@@ -120,11 +120,7 @@ _NOISE = (
     " all seeds diverge are tensors guilty of that."
 )
 
-_COLUMNS = (
-    Column("tensors", is_text=True),
-    *map(Column, ("cost", "noise", "of all", "MB more if dense")),
-    Column("sent by", is_text=True, is_optional=True),
-)
+_COLUMNS = ("tensors", "cost", "noise", "of all", "MB more if dense", "sent by")
 
 
 def sections_of(result: Result) -> list[Section]:
@@ -140,9 +136,10 @@ def sections_of(result: Result) -> list[Section]:
     ]
     refusal = result.refusal(result.plan)
     refused = [f"compile_step refuses this plan, and bisect trains it to see: {refusal}"] if refusal else []
-    sections = [Section("Noise", [Pairs(losses), _NOISE, *refused])]
+    sections = [Section("Noise", [Table((), losses), _NOISE, *refused])]
     if found.guilty:
-        table = Table(_COLUMNS, [_row(result, each) for each in found.guilty])
+        rows = [_row(result, each) for each in found.guilty]
+        table = Table(_COLUMNS, rows, text=("tensors", "sent by"), optional=("sent by",))
         sections.append(Section("The cost of compression", [table, *_remarks(found)]))
         sections.append(Section("To write", [*_advice(result)]))
     return sections
