@@ -8,7 +8,6 @@ it, among its arguments. Each function counts once, where it is entered first. A
 step of that walk into a file that was left before.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -18,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+from records import options
 
 HERE = Path(__file__).parents[1]
 
@@ -121,14 +122,12 @@ def follow() -> Walk:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    path = options(__doc__).parse_args().json
     walk = follow()
     print("\n".join(walk.bodies))
     print(f"{len(walk.bodies)} function bodies, {walk.returns} returns to a file that was left")
-    if options.json is not None:
-        options.json.write_text(json.dumps({**asdict(walk), "returns": walk.returns}, indent=1) + "\n")
+    if path is not None:
+        path.write_text(json.dumps({**asdict(walk), "returns": walk.returns}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

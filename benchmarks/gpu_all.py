@@ -29,8 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch
 from gpu_kernels import bits, speeds
 from gpu_parity import DEVICE, one_gpu, rank_main, scripts, two_ranks
-from gpu_records import Results
-from records import Records, options, read
+from records import Records, Results, options, read
 
 from fxcomp.compressors import kernels
 

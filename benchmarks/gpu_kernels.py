@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_records import Results
 from helpers.devices import round_on
+from records import Results
 
 from fxcomp.compressors import CATALOGUE, Compressor, Feedback, parse_compressor, triton
 from fxcomp.testing import SAMPLES, replicas_of

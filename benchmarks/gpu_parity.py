@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_records import Results
 from gpu_scripts import SCRIPTS, SHARDED, largest_distance, sharded_distance
-from records import read
+from records import Results, read, wait
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,11 +80,6 @@ def scripts(results: Results) -> None:
         results.check(f"script, {name}", partial(largest_distance, name, DEVICE, STEPS))
 
 
-def wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def one_gpu(results: Results) -> None:
     """Train the example GPT, with eager regions and with Inductor's, and hear what the step says it takes."""
     for regions in ("eager", "inductor"):
@@ -107,11 +101,11 @@ def one_gpu(results: Results) -> None:
             step = compiled_step(mine, checks=fxcomp.Checks(verify="never"))
             for _ in range(STEPS):
                 step(mine.batch)
-            wait()
+            wait(DEVICE)
             start = time.perf_counter()
             for _ in range(TIMED):
                 step(mine.batch)
-            wait()
+            wait(DEVICE)
             ms = 1e3 * (time.perf_counter() - start) / TIMED
             return (
                 0.7 < step.step_ms / ms < 1.3,

@@ -38,8 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_records import Results
-from records import options, read, spread, table
+from records import Results, options, read, spread, table, wait
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -179,11 +178,6 @@ def made_and_run(maker: Maker, name: str, device: torch.device) -> tuple[Step | 
 
 def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device, *, network: bool) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ import torch
 from fxcomp import compat
 
 Record = Mapping[str, Any]
+
+_TIMED = 30
+"""Steps of each contestant that a GPU is timed with."""
 
 
 class Records:
@@ -43,6 +47,46 @@ class Records:
         if self._path is not None:
             lines = ",\n".join(json.dumps(record) for record in self.found)
             compat.write_atomically(self._path, f'{{"made": {json.dumps(self.made)}, "records": [\n{lines}\n]}}\n')
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Results(Records):
+    """Records of checks and times; a check that raises is a record too."""
+
+    def __init__(self, path: Path | None = None, only: str = "", **made: object) -> None:
+        super().__init__(path, **made)
+        self.only = only
+
+    def check(self, name: str, run: Callable[[], tuple[bool, str]]) -> None:
+        if self.only not in name:
+            return
+        try:
+            ok, detail = run()
+        except Exception as error:
+            traceback.print_exc()
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        self.add({"check": name, "ok": ok, "detail": detail})
+        print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
+
+    def time(self, contestants: dict[str, Callable[[], object]]) -> None:
+        """Steps in turns, each until the GPU is done."""
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(_TIMED):
+            for name, run in contestants.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                torch.cuda.synchronize()
+                times[name].append(1e3 * (time.perf_counter() - start))
+        for name, found in times.items():
+            ms = spread(found)
+            self.add({"name": name, "ms": ms})
+            print(f"     {name}: {ms['median']:.2f} ms ({ms['p10']:.2f} to {ms['p90']:.2f})", flush=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

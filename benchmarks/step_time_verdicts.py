@@ -1,15 +1,22 @@
-"""Say what measured steps mean: tables, ratios with their intervals, verdicts, and records for a file."""
+"""Say what measured steps mean: tables, ratios with their intervals, verdicts, and records for a file.
+
+Records of several models and links in one table: python benchmarks/step_time_verdicts.py mlp.json gpt.json
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from baselines import BASELINES, FREE, FXCOMP
-from records import spread, table
+from records import Record, read, spread, table
 
 TWICE = "ddp_fp32"  # measured against itself
 BEFORE = "_before"  # ends the names of another checkout's contestants
@@ -242,3 +249,56 @@ def loss_line(turn: Turns, by_name: dict[str, Turns]) -> str | None:
 
 def flat(blocks: Sequence[list[float]]) -> list[float]:
     return [step for block in blocks for step in block]
+
+
+# A table of several models and links
+
+HEAD = "hosts | model | link | contestant | ms > | predicted > | alternative | ratio, 95 % interval | A/A > | verdict"
+
+
+def page(measured: Iterable[Record]) -> str:
+    """Write all comparisons of compiled steps as Markdown, and how many hold."""
+    rows: list[Sequence[str]] = []
+    alike: list[Verdict] = []
+    slower: list[str] = []
+    for (hosts, model, inter), group in itertools.groupby(measured, itemgetter("hosts", "model", "inter")):
+        by_name = {each["name"]: each for each in group}
+        turns = {
+            name: Turns(name, blocks=each["rounds_ms"], predicted_ms=each["predicted_ms"])
+            for name, each in by_name.items()
+        }
+        for name, record in by_name.items():
+            turn = turns[name]
+            if name not in FXCOMP:
+                continue
+            found = verdicts(turn, turns, record["aa_spread"])
+            alike += [each for each in found if each.found.to in AS_PRECISE[name]][:1]
+            rows += [(str(hosts), model, inter, *cells(each, record)) for each in found]
+            if TWICE in turns and ratio(turn, turns[TWICE]).low > MARGIN + record["aa_spread"]:
+                slower.append(f"{name} on {model}, {hosts} hosts, {inter}")
+    known = [each for each in alike if each.is_known]
+    holding = sum(each.holds for each in known)
+    return (
+        f"{table(HEAD, rows)}\n\nOf {len(alike)} comparisons with the best alternative that loses no more, {len(known)}"
+        f" have a verdict and {holding} hold. Slower than plain DDP: {', '.join(slower) or 'none'}.\n"
+    )
+
+
+def cells(verdict: Verdict, record: Record) -> tuple[str, ...]:
+    found, predicted = verdict.found, record["predicted_ms"]
+    says = ("holds" if verdict.holds else "SLOWER") if verdict.is_known else "none"
+    if found.to not in AS_PRECISE[found.name]:
+        says += ", loses less"
+    return (
+        found.name,
+        f"{record['measured_ms']['median']:.0f}",
+        "" if predicted is None else f"{predicted:.0f}",
+        found.to,
+        f"{found.ratio:.3f} ({found.low:.3f}–{found.high:.3f})",
+        "" if verdict.spread is None else f"{verdict.spread:.1%}",
+        says,
+    )
+
+
+if __name__ == "__main__":
+    print(page(record for path in sys.argv[1:] for record in read(Path(path))))

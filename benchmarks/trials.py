@@ -40,17 +40,10 @@ class Band:
         return f"within ±{self.high:.1%}"
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(Trial):
     """The result of a trial. A diverged one has no loss."""
 
-    task: str
-    optimizer: str
-    method: str
-    feedback: bool
-    seed: int
-    workers: int
-    owner: str | None
     loss: float | None
     dense_loss: float
     excess: float | None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fuzzing import changes
 from fuzzing.program import Add
 from fuzzing.training import OPTIMIZERS
 from fuzzing.world import World
@@ -60,7 +61,6 @@ def _rate(world: Alone, r: random.Random) -> None:
 def _parameter(world: Alone, r: random.Random) -> None:
     with torch.no_grad():
         r.choice(list(world.model.parameters())).mul_(0.9)
-    world.parted = True
 
 
 def _state(world: Alone, r: random.Random) -> None:
@@ -68,17 +68,6 @@ def _state(world: Alone, r: random.Random) -> None:
     held = [v for state in world.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     if held:
         r.choice(held).add_(r.choice((1.0, 0.01)))
-        world.parted = True
-
-
-def _load_model(world: Alone, _: random.Random) -> None:
-    world.model.load_state_dict(world.saved["model"])
-    world.parted = True
-
-
-def _clear_state(world: Alone, _: random.Random) -> None:
-    world.optimizer.state.clear()
-    world.parted = True
 
 
 def _train_eagerly(world: Alone, _: random.Random) -> None:
@@ -87,36 +76,10 @@ def _train_eagerly(world: Alone, _: random.Random) -> None:
     world.loss_fn(world.model, world.example).backward()
     world.optimizer.step()
     world.optimizer.zero_grad()
-    world.parted = True
-
-
-def _buffer(world: Alone, _: random.Random) -> None:
-    world.model.offset.add_(0.5)
-    world.parted = True
 
 
 def _hook(world: Alone, _: random.Random) -> None:
     world.model.first.register_forward_hook(lambda _m, _a, output: output * 1.25)
-
-
-def _set_weight(world: Alone, _: random.Random) -> None:
-    world.weight[0] = 0.5
-
-
-def _set_scale(world: Alone, _: random.Random) -> None:
-    world.model.scale = 2.0
-
-
-def _eval(world: Alone, _: random.Random) -> None:
-    world.model.eval()
-
-
-def _evaluate(world: Alone, _: random.Random) -> None:
-    """Score a batch on this rank alone, as rank 0 does; nothing that is trained changes."""
-    world.model.eval()
-    with torch.no_grad():
-        world.loss_fn(world.model, world.example)
-    world.model.train()
 
 
 LIVE: dict[str, Change] = {
@@ -134,19 +97,19 @@ LIVE: dict[str, Change] = {
 HELD: dict[str, Change] = {
     "parameter": _parameter,
     "state": _state,
-    "load_model": _load_model,
-    "clear_state": _clear_state,
+    "load_model": changes.CHANGES["load_model"],
+    "clear_state": lambda world, _: world.optimizer.state.clear(),
     "train_eagerly": _train_eagerly,
 }
 """Changes that the next verified step finds."""
 
 LOCAL: dict[str, Change] = {
     "hook": _hook,
-    "set_weight": _set_weight,
-    "set_scale": _set_scale,
-    "eval": _eval,
-    "evaluate": _evaluate,
-    "buffer": _buffer,
+    "set_weight": lambda world, _: world.weight.__setitem__(0, 0.5),
+    "set_scale": lambda world, _: setattr(world.model, "scale", 2.0),
+    "eval": changes.CHANGES["eval"],
+    "evaluate": changes.CHANGES["evaluate"],
+    "buffer": lambda world, _: world.model.offset.add_(0.5) and None,
 }
 """Changes that a rank may make alone, as under DistributedDataParallel: gradients are averaged all the same."""
 
@@ -188,6 +151,7 @@ class Alone(World):
             for feature in self.program.all("alone"):
                 if feature.step == step:
                     CHANGES[feature.name](self, self.program.random(feature.slot))
+                    self.parted |= feature.name in HELD or feature.name == "buffer"
 
     def batch(self, step: int) -> Any:
         g = torch.Generator()

@@ -25,7 +25,7 @@ from fxcomp.plan.modes import MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.planning.measure_machine import device_here, hardware
 from fxcomp.planning.survey import survey
 from fxcomp.ranks import Ranks
-from fxcomp.report.terminal import print_costs
+from fxcomp.report.terminal import headline, print_sections, sections_of
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CURE = (
@@ -165,7 +165,7 @@ def _finish(arguments: argparse.Namespace, table: CostTable, notes: Sequence[str
     if arguments.json:
         print(json.dumps(table.to_json(), indent=1))
     else:
-        print_costs(table, notes, sys.stdout)
+        print_sections(headline(table), sections_of(table, notes), sys.stdout)
     return 0
 
 

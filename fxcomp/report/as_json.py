@@ -42,7 +42,10 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "unpriced": _counted(explanation.unknowns.unpriced),
             "by_bytes": _counted(explanation.unknowns.by_bytes),
         },
-        "accumulation": [each.to_json() for each in accumulated(explanation)],
+        "accumulation": [
+            {"micro_batches": number, "dense_ms": dense_us / 1e3, "chosen_ms": plan_us / 1e3}
+            for number, dense_us, plan_us in accumulated(explanation)
+        ],
         "critical_path": [span.task.name for span in critical_path(explanation.timeline)],
         "exposed_ms": explanation.timeline.exposed_us / 1e3,
         "measured_ms": None if math.isnan(explanation.measured_ms) else explanation.measured_ms,

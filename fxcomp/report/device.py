@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxcomp.report.document import Block, Column, Table, decimals, mb, ms
+from fxcomp.report.document import Block, Table, decimals, mb, ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class DeviceUse:
             )
             for step in self.steps
         ]
-        names = ("kernels", "ms in kernels", "ms of the host", "peak MB")
+        names = ("a step", "kernels", "ms in kernels", "ms of the host", "peak MB")
         return [
             *self._sentences(),
-            Table([Column("a step", is_text=True), *map(Column, names)], rows),
+            Table(names, rows, text=("a step",)),
             self._by_part("kernels", {step.name: step.launches for step in self.steps}, lambda number: f"{number:.0f}"),
             self._by_part("peak MB", {step.name: step.memory for step in self.steps}, mb),
             "Not counted: CUDA's context, workspaces of libraries, what the allocator keeps, and in eager mode what an"
@@ -73,7 +73,7 @@ class DeviceUse:
     def _by_part(title: str, steps: Mapping[str, Mapping[str, float]], text: Callable[[float], str]) -> Table:
         parts = dict.fromkeys(part for step in steps.values() for part in step if step[part])
         rows = [(part, *(text(step.get(part, 0)) for step in steps.values())) for part in parts]
-        return Table([Column(title, is_text=True), *map(Column, steps)], rows)
+        return Table([title, *steps], rows, text=(title,))
 
     def _sentences(self) -> Iterator[str]:
         if self.products:

@@ -6,7 +6,7 @@ Quantities, strategies and lists of gradients become words here, so that all for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxcomp.cost.timeline import Timeline
@@ -56,35 +56,21 @@ def in_types(types: Mapping[str, ElementType]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    name: str
-    is_text: bool = False
-    """Aligned left and folded; other columns are numbers."""
-    is_optional: bool = False
-    """Left out where columns are few."""
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
-    columns: Sequence[Column]
+    """Rows below the names of columns; without names, pairs of a name and a sentence."""
+
+    names: Sequence[str]
     rows: Sequence[Sequence[str]]
+    text: Collection[str] = ("",)
+    """Columns that are aligned left and folded; others are numbers."""
+    optional: Collection[str] = ()
+    """Columns that are left out where there is little room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Names, each with a sentence: a table of two columns without a head."""
+Timelines = Sequence[tuple[str, Timeline]]
+"""Predicted steps by name, to be drawn one above the other on one scale."""
 
-    rows: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Timelines:
-    """Predicted steps by name, to be drawn one above the other on one scale."""
-
-    named: Sequence[tuple[str, Timeline]]
-
-
-Block = str | Table | Pairs | Timelines
+Block = str | Table | Timelines
 """A string is a sentence, or a few."""
 
 

@@ -27,7 +27,7 @@ from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Compress, Strategy
 from fxcomp.report.device import DeviceUse
-from fxcomp.report.document import Block, Column, Pairs, Section, Table, count, decimals, ms, short
+from fxcomp.report.document import Block, Section, Table, count, decimals, ms, short
 from fxcomp.report.links import links_in_sources
 from fxcomp.report.wire_arithmetic import sent_by
 from fxcomp.search.bound import bound_us
@@ -96,13 +96,7 @@ _MOST = 8
 def moves_section(moves: Sequence[PlanMove]) -> Section:
     """List the last changes, and what all of them made of the error and of the predicted step."""
     digits = decimals(max(max(move.step_us) for move in moves))
-    columns = (
-        Column("step"),
-        Column("error", is_text=True),
-        Column("allowed", is_optional=True),
-        Column("predicted ms", is_text=True),
-        Column("why, and what changed", is_text=True, is_optional=True),
-    )
+    why = "why, and what changed"
     rows = [
         (
             str(move.step),
@@ -118,7 +112,12 @@ def moves_section(moves: Sequence[PlanMove]) -> Section:
         f"{count(len(moves), 'change')} of the plan since training began. The error went from {first.error[0]:.3g} of"
         f" {first.limit:.3g} to {last.error[1]:.3g} of {last.limit:.3g}, the predicted step from"
         f" {ms(first.step_us[0], digits)} to {ms(last.step_us[1], digits)} ms.",
-        Table(columns, rows),
+        Table(
+            ("step", "error", "allowed", "predicted ms", why),
+            rows,
+            text=("error", "predicted ms", why),
+            optional=("allowed", why),
+        ),
     ]
     if len(moves) > len(rows):
         blocks.append(f"and {count(len(moves) - len(rows), 'change')} before these")
@@ -281,7 +280,7 @@ def machine_of(costs: CostTable) -> str:
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 
-def sources_of(explanation: Explanation) -> Pairs:
+def sources_of(explanation: Explanation) -> Table:
     """Say where each number of a report is from."""
     costs, plan, unknowns = explanation.costs, explanation.plan, explanation.unknowns
     rows = [("compute", explanation.compute_source)]
@@ -298,7 +297,7 @@ def sources_of(explanation: Explanation) -> Pairs:
     if costs.hardware != "unknown":
         rows.append(("machine", explanation.machine))
     rows.append(("kernels", kernels.describe().removeprefix("compression on the CPU: ")))
-    return Pairs(rows)
+    return Table((), rows)
 
 
 def _operators(operators: Sequence[tuple[str, int]]) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from fxcomp.errors import BadPlan
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.report.document import Block, Column, Section, Table, count, mb, short
+from fxcomp.report.document import Block, Section, Table, count, mb, short
 
 _MOST_ROWS = 8  # of a table, unless all are asked for
 _SHOWN = 2  # names in a row
@@ -78,16 +78,8 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
 _Part = tuple[range, int]
 """Elements of a gradient, and their bucket."""
 
-
-@dataclass(frozen=True, slots=True)
-class ComparedPiece:
-    """Elements of one gradient that lie in one bucket before and in one after."""
-
-    name: str
-    elements: int
-    dense_bytes: int
-    before: int
-    after: int
+_Piece = tuple[str, int, int, int]
+"""A number of elements of one gradient, by its name, that lie in one bucket before and in one after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +87,11 @@ class ChangedGradients:
     """Gradients to which the same happens."""
 
     what: str
+    kinds: tuple[str, ...]
+    """Of a change of strategy: compressors, levels, device, exchange point."""
     names: tuple[str, ...]
     elements: int
-    dense_bytes: int
-    kinds: tuple[str, ...] = ()
-    """Of a change of strategy: compressors, levels, device, exchange point."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "kinds": list(self.kinds),
-            "names": list(self.names),
-            "elements": self.elements,
-            "bytes": self.dense_bytes,
-        }
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,70 +105,55 @@ class PlanDiff:
     """Gradients that one plan alone has, or has in another size."""
     buckets: tuple[int, int]
     gradients: int
-    is_reordered: bool
+    reordered: bool
     """Buckets leave, or gradients lie in them, in another order."""
-    numbers: tuple[tuple[str, float, float], ...]
-    spent: tuple[tuple[str, float, float], ...] = ()
+    numbers: Mapping[str, tuple[float, float]]
+    spent: Mapping[str, tuple[float, float]]
     """Errors that differ between the files, the largest differences first."""
 
     @property
     def is_empty(self) -> bool:
         """The plans are the same; numbers may differ, because clusters or costs do."""
-        return not (self.strategies or self.moved or self.missing or self.is_reordered)
+        return not (self.strategies or self.moved or self.missing or self.reordered)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "same": self.is_empty,
-            "strategies": [each.to_json() for each in self.strategies],
-            "moved": self.moved and self.moved.to_json(),
-            "missing": [each.to_json() for each in self.missing],
-            "buckets": list(self.buckets),
-            "gradients": self.gradients,
-            "reordered": self.is_reordered,
-            "numbers": {name: [before, after] for name, before, after in self.numbers},
-            "spent": {name: [before, after] for name, before, after in self.spent},
-        }
+        return {"same": self.is_empty, **asdict(self)}
 
 
 def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
     """Compare two plans."""
     old, new = before.plan, after.plan
     sizes, others = old.sizes, new.sizes
-    names = [name for name in sizes if others.get(name) == sizes[name]]
     parts, other_parts = _parts(old), _parts(new)
-    types = old.types
-    pieces = [piece for name in names for piece in _pieces(parts[name], other_parts[name], name, types[name])]
+    names = [name for name in sizes if others.get(name) == sizes[name]]
+    pieces = [piece for name in names for piece in _pieces(name, parts[name], other_parts[name])]
     partner = _partners(pieces)
-    moved = [piece for piece in pieces if partner.get(piece.before) != piece.after]
+    moved = [piece for piece in pieces if partner.get(piece[2]) != piece[3]]
     followed = [partner[k] for k in range(len(old.buckets)) if k in partner]
-    shared = [name for name in _NUMBERS if name in before.numbers and name in after.numbers]
     strategies, missing = _strategies(pieces, old, new), _missing(old, new)
     is_same_but_for_order = not (strategies or moved or missing)
+    spent = {name: pair for name, pair in _pairs(before.spent, after.spent).items() if pair[0] != pair[1]}
     return PlanDiff(
         strategies=strategies,
-        moved=_change("in another bucket", moved) if moved else None,
+        moved=_change("in another bucket", moved, old) if moved else None,
         missing=missing,
         buckets=(len(old.buckets), len(new.buckets)),
         gradients=len(sizes.keys() | others.keys()),
-        is_reordered=followed != sorted(followed) or (is_same_but_for_order and old != new),
-        numbers=tuple((name, before.numbers[name], after.numbers[name]) for name in shared),
-        spent=_spent_otherwise(before.spent, after.spent),
+        reordered=followed != sorted(followed) or (is_same_but_for_order and old != new),
+        numbers=_pairs(before.numbers, after.numbers),
+        spent=dict(sorted(spent.items(), key=lambda each: -abs(each[1][1] - each[1][0]))),
     )
 
 
-def _spent_otherwise(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[tuple[str, float, float], ...]:
-    found = [(name, before[name], after[name]) for name in before if name in after and before[name] != after[name]]
-    return tuple(sorted(found, key=lambda each: -abs(each[2] - each[1])))
+def _pairs(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (before[name], after[name]) for name in before if name in after}
 
 
-def _pieces(old: Sequence[_Part], new: Sequence[_Part], name: str, kind: ElementType) -> list[ComparedPiece]:
+def _pieces(name: str, old: Sequence[_Part], new: Sequence[_Part]) -> Iterator[_Piece]:
     """Cut a gradient where either plan cuts it."""
-    borders = sorted({0, *(extent.stop for extent, _ in (*old, *new))})
-    found: list[ComparedPiece] = []
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(sorted({0, *(extent.stop for extent, _ in (*old, *new))})):
         before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
-        found.append(ComparedPiece(name, stop - start, kind.itemsize * (stop - start), before, after))
-    return found
+        yield name, stop - start, before, after
 
 
 def _parts(plan: Plan) -> dict[str, list[_Part]]:
@@ -197,11 +165,11 @@ def _parts(plan: Plan) -> dict[str, list[_Part]]:
     return found
 
 
-def _partners(pieces: Sequence[ComparedPiece]) -> dict[int, int]:
+def _partners(pieces: Sequence[_Piece]) -> dict[int, int]:
     """Match buckets one to one, those with the most in common first."""
     common = Counter[tuple[int, int]]()
-    for piece in pieces:
-        common[piece.before, piece.after] += piece.elements
+    for _, elements, before, after in pieces:
+        common[before, after] += elements
     found: dict[int, int] = {}
     for (before, after), _ in sorted(common.items(), key=lambda each: (-each[1], each[0])):
         if before not in found and after not in found.values():
@@ -213,13 +181,13 @@ _Way = tuple[Strategy, ExchangePoint]
 """The way that a piece travels."""
 
 
-def _strategies(pieces: Sequence[ComparedPiece], old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
-    groups: dict[tuple[_Way, _Way], list[ComparedPiece]] = {}
+def _strategies(pieces: Sequence[_Piece], old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
+    groups: dict[tuple[_Way, _Way], list[_Piece]] = {}
     for piece in pieces:
-        before, after = _way(old.buckets[piece.before]), _way(new.buckets[piece.after])
+        before, after = _way(old.buckets[piece[2]]), _way(new.buckets[piece[3]])
         if before != after:
             groups.setdefault((before, after), []).append(piece)
-    found = [_change(_words(*pair), members, _kinds(*pair)) for pair, members in groups.items()]
+    found = [_change(_words(*pair), members, old, _kinds(*pair)) for pair, members in groups.items()]
     return tuple(sorted(found, key=lambda change: -change.elements))
 
 
@@ -262,19 +230,17 @@ def _missing(old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
         ("another size", resized, new),
         ("another type", retyped, new),
     ]
-    return tuple(_whole(what, names, plan) for what, names, plan in found if names)
+    return tuple(
+        _change(what, [(name, plan.sizes[name], 0, 0) for name in names], plan) for what, names, plan in found if names
+    )
 
 
-def _whole(what: str, names: Sequence[str], plan: Plan) -> ChangedGradients:
-    sizes, types = plan.sizes, plan.types
-    dense_bytes = sum(types[name].itemsize * sizes[name] for name in names)
-    return ChangedGradients(what, tuple(names), sum(sizes[name] for name in names), dense_bytes)
-
-
-def _change(what: str, pieces: Sequence[ComparedPiece], kinds: tuple[str, ...] = ()) -> ChangedGradients:
-    names = dict.fromkeys(piece.name for piece in pieces)
-    elements, dense_bytes = sum(piece.elements for piece in pieces), sum(piece.dense_bytes for piece in pieces)
-    return ChangedGradients(what, tuple(names), elements, dense_bytes, kinds)
+def _change(what: str, pieces: Sequence[_Piece], plan: Plan, kinds: tuple[str, ...] = ()) -> ChangedGradients:
+    names, types = dict.fromkeys(name for name, *_ in pieces), plan.types
+    elements = sum(number for _, number, *_ in pieces)
+    return ChangedGradients(
+        what, kinds, tuple(names), elements, sum(types[name].itemsize * number for name, number, *_ in pieces)
+    )
 
 
 # In words
@@ -295,7 +261,7 @@ def note_on_another_plan(before: Plan | None, after: Plan) -> str:
     diff = diff_plans(PlanFile(before), PlanFile(after))
     changes = (*diff.strategies, *((diff.moved,) if diff.moved else ()), *diff.missing)
     parts = [f"{count(len(each.names), 'gradient')} {each.what}" for each in changes[:_MOST_ROWS]]
-    parts += ["others in another order"] if diff.is_reordered else []
+    parts += ["others in another order"] if diff.reordered else []
     return (
         f"the loaded state was saved under another plan: {', '.join(parts)}. All that is owed is kept, but training"
         " does not go on bit for bit; compile with compress=fxcomp.saved_plan(state) for that."
@@ -312,46 +278,39 @@ def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
     ):
         if changes:
             found.append(Section(title, _blocks(changes, all_names=all_names)))
-    if diff.is_reordered:
+    if diff.reordered:
         found.append(Section("Order", ["Buckets leave, or gradients lie in them, in another order."]))
     if diff.numbers:
-        found.append(Section("Numbers", [_numbers(diff)]))
+        rows = [
+            (_NUMBERS[name], f"{before:,.6g}", f"{after:,.6g}", f"{after / before - 1:+.1%}" if before else "")
+            for name, (before, after) in diff.numbers.items()
+        ]
+        found.append(Section("Numbers", [Table(_COMPARED, rows)]))
     if diff.spent:
-        found.append(Section("Lost of the gradient's square", _spent(diff.spent, all_names=all_names)))
+        rows = [
+            (name, f"{before:.3g}", f"{after:.3g}", f"{after - before:+.2g}")
+            for name, (before, after) in diff.spent.items()
+        ]
+        shown = rows if all_names else rows[:_MOST_ROWS]
+        rest = [f"... and {count(len(rows) - len(shown), 'other gradient')} (--all)"] if len(rows) > len(shown) else []
+        found.append(Section("Lost of the gradient's square", [Table(_COMPARED, shown), *rest]))
     return found
+
+
+_COMPARED = ("", "before", "after", "change")
 
 
 def _blocks(changes: Sequence[ChangedGradients], *, all_names: bool) -> list[Block]:
     shown = changes if all_names else changes[:_MOST_ROWS]
-    columns = (Column("gradients"), Column("MB"), Column("", is_text=True), Column("which", is_text=True))
     rows = [
-        (str(len(each.names)), mb(each.dense_bytes), each.what, _names(each.names, all_names=all_names))
-        for each in shown
+        (str(len(each.names)), mb(each.bytes), each.what, _names(each.names, all_names=all_names)) for each in shown
     ]
     rest = changes[len(shown) :]
-    more = f"... and {count(len(rest), 'other change')} of {mb(sum(each.dense_bytes for each in rest))} MB (--all)"
-    return [Table(columns, rows), *([more] if rest else [])]
+    more = f"... and {count(len(rest), 'other change')} of {mb(sum(each.bytes for each in rest))} MB (--all)"
+    return [Table(("gradients", "MB", "", "which"), rows, text=("", "which")), *([more] if rest else [])]
 
 
 def _names(names: Sequence[str], *, all_names: bool) -> str:
     if all_names or len(names) <= _SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
-
-
-def _spent(spent: Sequence[tuple[str, float, float]], *, all_names: bool) -> list[Block]:
-    """Show the gradients whose share of what is lost changes most."""
-    shown = spent if all_names else spent[:_MOST_ROWS]
-    columns = (Column("", is_text=True), Column("before"), Column("after"), Column("change"))
-    rows = [(name, f"{before:.3g}", f"{after:.3g}", f"{after - before:+.2g}") for name, before, after in shown]
-    rest = [f"... and {count(len(spent) - len(shown), 'other gradient')} (--all)"] if len(spent) > len(shown) else []
-    return [Table(columns, rows), *rest]
-
-
-def _numbers(diff: PlanDiff) -> Table:
-    columns = (Column("", is_text=True), Column("before"), Column("after"), Column("change"))
-    rows = [
-        (_NUMBERS[name], f"{before:,.6g}", f"{after:,.6g}", f"{after / before - 1:+.1%}" if before else "")
-        for name, before, after in diff.numbers
-    ]
-    return Table(columns, rows)

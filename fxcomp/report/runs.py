@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,6 @@ def are_few(number: float, lines: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """One number over a run: the places of the lines that have it, and its values, which may be not finite."""
-
-    places: Sequence[int]
-    values: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedRun:
     """Numbers of one run, by the number of a line."""
 
@@ -43,79 +35,70 @@ class LoggedRun:
     steps: Sequence[float]
     seconds: Sequence[float] | None
     """Since the run began; without the time between two parts of one that went on from a checkpoint."""
-    series: Mapping[str, Series]
+    series: Mapping[str, Mapping[int, float]]
+    """For each metric the values of the lines that have it, by the number of the line; they may be not finite."""
     plans: Sequence[tuple[int, str]]
     """Each plan's digest, with the step at which it was followed first."""
     notes: Sequence[str]
 
 
+Lines = Sequence[tuple[str, Mapping[str, Any]]]
+"""Objects of a file, each with its place."""
+
+
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
     """Read a file, of which `metrics` are wanted. Raises BadOption naming the line and the field."""
-    columns = _Columns({metric: ([], []) for metric in metrics})
-    for where, line in _lines(Path(path), columns.notes):
-        columns.add(where, line)
-    if not columns.steps:
+    notes: list[str] = []
+    lines = list(_lines(Path(path), notes))
+    if not lines:
         raise BadOption(f"{path} has no line to draw.{_CURE}")
-    columns.judge_steps(path)
-    known = {metric: Series(*column) for metric, column in columns.values.items() if column[0]}
-    if not known:
+    steps = [_step(where, line) for where, line in lines]
+    series = {metric: values for metric in metrics if (values := _values(lines, metric))}
+    twice = [
+        f"{where}: step {step:.0f} comes twice"
+        for k, ((where, line), step) in enumerate(zip(lines, steps, strict=True))
+        if k and step == steps[k - 1] and any(k - 1 in series[metric] for metric in series if metric in line)
+    ]
+    notes += _repeats(path, lines, steps, twice)
+    if not series:
         raise BadOption(f"{path}: no line has {' or '.join(map(repr, metrics))}.{_CURE}")
-    since = _since_begin(str(path), columns)
-    return LoggedRun(name, columns.steps, since, known, columns.plans, columns.notes)
-
-
-@dataclass(slots=True)
-class _Columns:
-    """The numbers of the lines read so far."""
-
-    values: dict[str, tuple[list[int], list[float]]]
-    """For each metric the places of the lines that have it, and what they have."""
-    steps: list[float] = field(default_factory=list[float])
-    seconds: list[float] = field(default_factory=list[float])
-    plans: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    notes: list[str] = field(default_factory=list[str])
-    falls: list[str] = field(default_factory=list[str])
-    """Places where a step is below the last one."""
-    twice: list[str] = field(default_factory=list[str])
-    """Places where a step that the last line has is there again, with the same number."""
-
-    def add(self, where: str, line: Mapping[str, Any]) -> None:
-        """Take in a line."""
-        step = _number(where, line, "step")
-        if step is None or not step.is_integer() or step < 0:
-            raise BadOption(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
-        if self.steps and step < self.steps[-1]:
-            self.falls.append(f"{where}: step {self.steps[-1]:.0f} is followed by step {step:.0f}")
-        last = len(self.steps) - 1
-        again = any(places[-1:] == [last] and metric in line for metric, (places, _) in self.values.items())
-        if again and step == self.steps[-1]:
-            self.twice.append(f"{where}: step {step:.0f} comes twice")
-        if (since := _number(where, line, "seconds")) is not None:
-            if not math.isfinite(since) or since < 0:
-                raise BadOption(f"{where}: 'seconds' must be the time since the run began; it is {since!r}.{_CURE}")
-            self.seconds.append(since)
-        for metric, (places, values) in self.values.items():
-            if metric in line:
-                value = _number(where, line, metric)
-                places.append(len(self.steps))
-                values.append(math.nan if value is None else value)
-        self.steps.append(step)
+    seconds = _since_begin(str(path), lines, notes, is_interleaved=not are_few(len(twice), len(lines)))
+    plans: list[tuple[int, str]] = []
+    for (_, line), step in zip(lines, steps, strict=True):
         plan = line.get("plan")
-        if isinstance(plan, str) and plan and (not self.plans or self.plans[-1][1] != plan):
-            self.plans.append((int(step), plan))
+        if isinstance(plan, str) and plan and (not plans or plans[-1][1] != plan):
+            plans.append((int(step), plan))
+    return LoggedRun(name, steps, seconds, series, plans, notes)
 
-    def judge_steps(self, path: str | Path) -> None:
-        """Note where steps repeat or fall back. Raises BadOption where several runs are written through each other."""
-        lines = len(self.steps)
-        if self.twice:
-            self.notes.append(f"{self.twice[0]}{_in_all(self.twice)}: {_RANKS}")
-        if not are_few(len(self.falls), lines):
-            raise BadOption(f"{path}: steps fall back {len(self.falls)} times in {lines} lines: {_RANKS}.{_CURE}")
-        if self.falls:
-            self.notes.append(
-                f"{self.falls[0]}{_in_all(self.falls)}: the run went on from an earlier step; what it did twice is"
-                " drawn twice, and not joined"
-            )
+
+def _step(where: str, line: Mapping[str, Any]) -> float:
+    step = _number(where, line, "step")
+    if step is None or not step.is_integer() or step < 0:
+        raise BadOption(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
+    return step
+
+
+def _values(lines: Lines, metric: str) -> dict[int, float]:
+    found = {k: _number(where, line, metric) for k, (where, line) in enumerate(lines) if metric in line}
+    return {k: math.nan if value is None else value for k, value in found.items()}
+
+
+def _repeats(path: str | Path, lines: Lines, steps: Sequence[float], twice: Sequence[str]) -> Iterator[str]:
+    """Note where steps repeat or fall back. Raises BadOption where several runs are written through each other."""
+    if twice:
+        yield f"{twice[0]}{_in_all(twice)}: {_RANKS}"
+    falls = [
+        f"{where}: step {before:.0f} is followed by step {after:.0f}"
+        for (where, _), before, after in zip(lines[1:], steps, steps[1:], strict=False)
+        if after < before
+    ]
+    if not are_few(len(falls), len(lines)):
+        raise BadOption(f"{path}: steps fall back {len(falls)} times in {len(lines)} lines: {_RANKS}.{_CURE}")
+    if falls:
+        yield (
+            f"{falls[0]}{_in_all(falls)}: the run went on from an earlier step; what it did twice is drawn twice, and"
+            " not joined"
+        )
 
 
 def _in_all(places: Sequence[str]) -> str:
@@ -171,23 +154,27 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
         raise BadOption(f"{where}: {name!r} is larger than a number of 64 bits.{_CURE}") from None
 
 
-def _since_begin(path: str, columns: _Columns) -> Sequence[float] | None:
+def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: bool) -> Sequence[float] | None:
     """Join the clocks of the parts of a run: where one falls back, it goes on from the last time."""
-    steps, seconds, notes = columns.steps, columns.seconds, columns.notes
-    if len(seconds) < len(steps):
-        if seconds:
-            raise BadOption(
-                f"{path}: 'seconds' is in {count(len(seconds), 'line')} of {len(steps)}: write it in all.{_CURE}"
-            )
+    seconds: list[float] = []
+    for where, line in lines:
+        if (read := _number(where, line, "seconds")) is not None:
+            if not math.isfinite(read) or read < 0:
+                raise BadOption(f"{where}: 'seconds' must be the time since the run began; it is {read!r}.{_CURE}")
+            seconds.append(read)
+    if not seconds:
         notes.append(f"{path}: no line has 'seconds', so nothing of it is drawn over time")
         return None
+    if len(seconds) < len(lines):
+        raise BadOption(
+            f"{path}: 'seconds' is in {count(len(seconds), 'line')} of {len(lines)}: write it in all.{_CURE}"
+        )
     falls, since, ended = 0, list[float](), 0.0
     for number, each in enumerate(seconds):
         if number and each < seconds[number - 1]:
             falls, ended = falls + 1, since[-1]
         since.append(ended + each)
     if not are_few(falls, len(seconds)):
-        is_interleaved = not are_few(len(columns.twice), len(seconds))
         why = _RANKS if is_interleaved else "it must be the time since the run began, not that of a step"
         raise BadOption(f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: {why}.{_CURE}")
     if falls:

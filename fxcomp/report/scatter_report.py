@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.plan.plan import Plan
-from fxcomp.report.document import Column, Section, Table, count
+from fxcomp.report.document import Section, Table, count
 from fxcomp.search.by_module import ModuleTime
 
 
@@ -31,14 +31,7 @@ class ScatterFacts:
     measured_ms: float | None
 
 
-_COLUMNS = (
-    Column("module", is_text=True),
-    Column("elements"),
-    Column("ready ms"),
-    Column("dense ms"),
-    Column("own ms"),
-    Column("travels", is_text=True),
-)
+_COLUMNS = ("module", "elements", "ready ms", "dense ms", "own ms", "travels")
 
 
 def headline(facts: ScatterFacts) -> str:
@@ -55,7 +48,10 @@ def sections(facts: ScatterFacts) -> list[Section]:
         else "Nothing is fed back, so nothing is kept."
     )
     rows = [_row(facts, number) for number in range(len(facts.plan.buckets))]
-    found = [Section("Step", said), Section("Modules, in the order in which they are ready", [Table(_COLUMNS, rows)])]
+    found = [
+        Section("Step", said),
+        Section("Modules, in the order in which they are ready", [Table(_COLUMNS, rows, text=("module", "travels"))]),
+    ]
     if facts.times:
         found.append(Section("", ["'own' is what a module takes by itself: packing, compressing, the collective, and"
                                   " decompressing; 'dense' is the same without compression."]))  # fmt: skip

@@ -11,10 +11,9 @@ from enum import Enum
 from fxcomp.cluster.link import format_gbit
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated, accumulation_blocks
+from fxcomp.report.by_layer import error_sections
 from fxcomp.report.document import (
     Block,
-    Column,
-    Pairs,
     Section,
     Table,
     Timelines,
@@ -25,7 +24,6 @@ from fxcomp.report.document import (
     members,
     ms,
 )
-from fxcomp.report.error_section import error_sections
 from fxcomp.report.explanation import (
     Explanation,
     critical_shares,
@@ -35,13 +33,13 @@ from fxcomp.report.explanation import (
     sources_of,
 )
 from fxcomp.report.links import links_in_words, measured_links
-from fxcomp.report.not_taken import not_taken
 from fxcomp.report.tracks import tracks_of
 from fxcomp.report.whole_job import lasting_plan, momenta_section
 from fxcomp.report.wire_arithmetic import break_even_lines, formula_lines
-from fxcomp.search.choose import Choice
+from fxcomp.search.choose import Alternative, Choice
 from fxcomp.search.decision import JUDGED_STEPS, Raced
-from fxcomp.search.runners import DENSE
+from fxcomp.search.runners import DENSE, WORTH_FOLLOWING
+from fxcomp.search.shared_draws import LEAST_GAIN
 
 _LONGEST_PATH = 12  # entries of the critical path
 
@@ -84,7 +82,7 @@ def report_of(explanation: Explanation) -> Report:
     if explanation.pins and plan.buckets:
         sections.append(Section("Pinned by hand", [_pinned(explanation)]))
     if explanation.is_chosen and choice is not None and any(choice.alternatives):
-        sections.append(Section("Not taken", not_taken(explanation, choice, digits)))
+        sections.append(Section("Not taken", _not_taken(explanation, choice, digits)))
     if rows := accumulated(explanation):
         sections.append(Section("Accumulation", accumulation_blocks(rows, explanation.micro_batches, digits)))
     if plan.buckets:
@@ -179,7 +177,7 @@ def _steps(explanation: Explanation, digits: int) -> Table:
         rows.append((name, f"{ms(us, digits)} ms", gain))
     if not math.isnan(explanation.measured_ms):
         rows.append(("measured", f"{ms(1e3 * explanation.measured_ms, digits)} ms", ""))
-    return Table((Column("", is_text=True), Column("a step"), Column("against dense")), rows)
+    return Table(("", "a step", "against dense"), rows)
 
 
 def _arithmetic(explanation: Explanation, digits: int) -> str:
@@ -222,13 +220,6 @@ def _prediction(explanation: Explanation, digits: int) -> str:
 
 
 def _race(raced: Raced, digits: int) -> list[Block]:
-    columns = (
-        Column("plan", is_text=True),
-        Column("predicted"),
-        Column("measured"),
-        Column("steps", is_optional=True),
-        Column("", is_text=True),
-    )
     rows: list[Sequence[str]] = []
     for k, runner in enumerate(raced.runners):
         measured = "not timed" if runner.measured_ms is None else f"{ms(1e3 * runner.measured_ms, digits)} ms"
@@ -238,17 +229,17 @@ def _race(raced: Raced, digits: int) -> list[Block]:
         f"The plans took turns in {raced.when}, which cost"
         f" {ms(1e3 * raced.cost_ms, digits)} ms: {raced.share:.1%} of the first {JUDGED_STEPS:,} steps."
     )
-    return [Table(columns, rows), cost]
+    names = ("plan", "predicted", "measured", "steps", "")
+    return [Table(names, rows, text=("plan", ""), optional=("steps",)), cost]
 
 
 def _worth_trying(choice: Choice, digits: int) -> Table:
     """The plans that a running job may race, before it runs."""
-    columns = (Column("plan", is_text=True), Column("predicted"), Column("beats dense in", is_optional=True))
     rows = [
         (each.name, f"{ms(each.step_us, digits)} ms", "" if each.name == DENSE else f"{each.wins:.0%} of draws")
         for each in choice.runners
     ]
-    return Table(columns, rows)
+    return Table(("plan", "predicted", "beats dense in"), rows, text=("plan",), optional=("beats dense in",))
 
 
 # The plan
@@ -259,52 +250,82 @@ _POINTS = {ExchangePoint.GRADIENT: "", ExchangePoint.MOMENTUM: ", at the momentu
 
 def _plan(explanation: Explanation, digits: int) -> Table:
     waits = exposed_by_bucket(explanation.timeline)
-    columns = (
-        Column("bucket"),
-        Column("MB"),
-        Column("strategy", is_text=True),
-        Column("MB sent", is_optional=True),
-        Column("exposed ms"),
-        Column("tensors", is_text=True, is_optional=True),
-    )
     rows: list[Sequence[str]] = []
     for k, bucket in enumerate(explanation.plan.buckets):
+        way = f"{explanation.short(bucket.strategy)}{_POINTS[bucket.at]}"
         sent, exposed = mb(explanation.sent_bytes(bucket)), ms(waits.get(k, 0.0), digits)
-        rows.append(
-            (
-                str(k),
-                mb(bucket.dense_bytes),
-                f"{explanation.short(bucket.strategy)}{_POINTS[bucket.at]}",
-                sent,
-                exposed,
-                members(explanation.plan.labels(bucket)),
-            )
-        )
+        labels = members(explanation.plan.labels(bucket))
+        rows.append((str(k), mb(bucket.dense_bytes), way, sent, exposed, labels))
     if waits.get(None):
         rows.append(("buffers", "", "broadcast@world", "", ms(waits[None], digits), ""))
-    return Table(columns, rows)
+    names = ("bucket", "MB", "strategy", "MB sent", "exposed ms", "tensors")
+    return Table(names, rows, text=("strategy", "tensors"), optional=("MB sent", "tensors"))
 
 
-def _strategies(explanation: Explanation) -> Pairs:
+def _strategies(explanation: Explanation) -> Table:
     """Spell out the short names."""
     strategies = dict.fromkeys(bucket.strategy for bucket in explanation.plan.buckets)
-    return Pairs([(explanation.short(strategy), explanation.costs.shown(str(strategy))) for strategy in strategies])
+    return Table((), [(explanation.short(each), explanation.costs.shown(str(each))) for each in strategies])
 
 
 def _pinned(explanation: Explanation) -> Table:
     """The patterns that decide something, with their decisions."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
-    columns = (
-        Column("pattern", is_text=True),
-        Column("strategy", is_text=True),
-        Column("MB"),
-        Column("parameters", is_text=True, is_optional=True),
-    )
     rows = [
         (rule.pattern, rule.text, mb(sum(sizes[name] for name in names)), members(names))
         for rule, names in explanation.pins.decided(sizes).items()
     ]
-    return Table(columns, rows)
+    text = ("pattern", "strategy", "parameters")
+    return Table(("pattern", "strategy", "MB", "parameters"), rows, text, optional=("parameters",))
+
+
+# Alternatives
+
+
+def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> list[Block]:
+    """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
+    runs: list[tuple[int, int, Sequence[str]]] = []
+    shorter: list[Alternative] = []
+    for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
+        best = _best_other(others)
+        limit = "mode's limit" if explanation.budget is None else "budget"
+        why = "pinned by hand" if choice.pins.is_pinned(bucket) else f"nothing within the {limit}"
+        taken = explanation.short(bucket.strategy)
+        cells = (taken, why, "", "")
+        if best is not None:
+            longer_ms = round((best.step_us - explanation.step_us) / 1e3, digits)
+            shorter += [best] if longer_ms < 0 else []
+            step = f"{ms(best.step_us, digits)} ms"
+            cells = (taken, explanation.short(best.strategy), step, _difference(longer_ms, digits))
+        first = runs.pop()[0] if runs and runs[-1][2] == cells else k
+        runs.append((first, k, cells))
+    rows = [(str(first) if first == last else f"{first}-{last}", *cells) for first, last, cells in runs]
+    names, text = ("bucket", "instead of", "best other", "a step", "difference"), ("instead of", "best other")
+    return [
+        Table(names, rows, text, optional=("instead of", "a step")),
+        *([_why_they_lost(shorter, choice)] if shorter else []),
+    ]
+
+
+def _best_other(others: Sequence[Alternative]) -> Alternative | None:
+    possible = [other for other in others if math.isfinite(other.step_us)]
+    return min(possible, key=lambda other: other.step_us, default=None)
+
+
+def _difference(longer_ms: float, digits: int) -> str:
+    if not longer_ms:
+        return "none"
+    return f"{abs(longer_ms):.{digits}f} ms {'longer' if longer_ms > 0 else 'shorter'}"
+
+
+def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
+    """Name the rule: a compressed plan must save enough, surely enough; else prices of the search are coarse."""
+    if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
+        return (
+            f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"
+            f" {WORTH_FOLLOWING:.0%} of the draws, and the best one does so in {choice.wins:.0%}."
+        )
+    return "Shorter by the search's prices, and not taken: by exact prices, this plan was the best of those compared."
 
 
 # Sources
@@ -313,12 +334,12 @@ def _pinned(explanation: Explanation) -> Table:
 def _collectives(explanation: Explanation) -> list[Block]:
     """The largest of each kind of collective with its formula, and the bandwidth at which compressing it alone pays."""
     asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
-    return [Pairs(formula_lines(*asked)), *break_even_lines(*asked)]
+    return [Table((), formula_lines(*asked)), *break_even_lines(*asked)]
 
 
 def _timelines(explanation: Explanation) -> Timelines:
     """The dense plan's step above this one's where they were compared, and one that was measured below."""
-    return Timelines([(track.name, track.timeline) for track in tracks_of(explanation)])
+    return [(track.name, track.timeline) for track in tracks_of(explanation)]
 
 
 def _critical_path(explanation: Explanation, digits: int) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fxcomp.cost.measured import CompressorCost, format_bytes
 from fxcomp.cost.table import CostTable
-from fxcomp.report.document import Block, Column, Pairs, Section, Table, Timelines
+from fxcomp.report.document import Block, Section, Table
 from fxcomp.report.draw_timeline import draw_timelines, legend
 from fxcomp.report.explanation import Explanation, machine_of
 from fxcomp.report.sections import Tone, report_of
@@ -39,7 +39,7 @@ def headline(costs: CostTable) -> str:
 
 
 def _collectives(costs: CostTable) -> Table:
-    names = ("ranks", "us a step", "from", "a rank gets", "off by", "samples")
+    names = ("collective", "ranks", "us a step", "from", "a rank gets", "off by", "samples")
     rows: list[Sequence[str]] = []
     for (kind, reach), measured in costs.collectives.items():
         alpha, *speeds = measured.parts(kind)
@@ -48,11 +48,11 @@ def _collectives(costs: CostTable) -> Table:
         for piece, speed in zip(measured.fit.pieces[1:], speeds[1:], strict=True):
             mark = " switch" if piece.is_switch else ""
             rows.append(("", "", "", f"{format_bytes(piece.start)}{mark}", speed, "", ""))
-    return Table((Column("collective", is_text=True), *map(Column, names)), rows)
+    return Table(names, rows, text=("collective",))
 
 
 def _compressors(costs: CostTable) -> Table:
-    names = ("elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
+    names = ("compressor", "elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
     rows: list[Sequence[str]] = []
     for key, known in costs.compressors.items():
         name, ends = costs.shown(key), _fit(known)
@@ -61,7 +61,7 @@ def _compressors(costs: CostTable) -> Table:
             times = [f"{us:.4g}" for us in prices]
             rows.append((name, f"{elements:,}", *times, *ends))
             name, ends = "", ("", "")
-    return Table((Column("compressor", is_text=True), *map(Column, names)), rows)
+    return Table(names, rows, text=("compressor",))
 
 
 def _fit(cost: CompressorCost) -> tuple[str, str]:
@@ -71,13 +71,13 @@ def _fit(cost: CompressorCost) -> tuple[str, str]:
     return str(len(cost.encode.pieces)), f"{cost.encode.residual:.1%}"
 
 
-def _machine(costs: CostTable) -> Pairs:
+def _machine(costs: CostTable) -> Table:
     rows = [("operations", f"{len(costs.compute)} measured, others by {costs.roofline} ({costs.roofline.source})")]
     rows.append(("a bucket", f"filled with {costs.pack_gb_per_s:.4g} GB/s"))
     if costs.copy_gb_per_s is not None:
         rows.append(("host to device", f"{costs.copy_gb_per_s:.4g} GB/s"))
     rows.append(("starting", f"{costs.launch_us:.3g} us for a collective"))
-    return Pairs([*rows, *_sharing(costs)])
+    return Table((), [*rows, *_sharing(costs)])
 
 
 def _sharing(costs: CostTable) -> list[tuple[str, str]]:
@@ -114,11 +114,6 @@ def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = Fals
     return _render([*head, *_sections(report.sections, width)], width, colors)
 
 
-def sections_to_text(headline: str, sections: Sequence[Section], *, width: int = WIDTH) -> str:
-    """Render any sections in `width` columns, without escape codes."""
-    return _render([Text(headline), *_sections(sections, width)], width, colors=False)
-
-
 def print_report(explanation: Explanation, stream: TextIO) -> None:
     """Write the report in the stream's width, colors and characters."""
     colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -126,19 +121,14 @@ def print_report(explanation: Explanation, stream: TextIO) -> None:
     stream.write(encodable(text, stream.encoding))
 
 
-def print_costs(costs: CostTable, notes: Sequence[str], stream: TextIO) -> None:
-    """Write a table of costs in the stream's width and characters."""
-    width = width_of(stream)
-    sections = _sections(sections_of(costs, notes), width)
-    text = _render([Text(headline(costs)), *sections], width, colors=False)
-    stream.write(encodable(text, stream.encoding))
+def sections_to_text(headline: str, sections: Sequence[Section], *, width: int = WIDTH) -> str:
+    """Render any sections in `width` columns, without escape codes."""
+    return _render([Text(headline), *_sections(sections, width)], width, colors=False)
 
 
 def print_sections(headline: str, sections: Sequence[Section], stream: TextIO) -> None:
     """Write a headline and sections in the stream's width and characters."""
-    width = width_of(stream)
-    text = _render([Text(headline), *_sections(sections, width)], width, colors=False)
-    stream.write(encodable(text, stream.encoding))
+    stream.write(encodable(sections_to_text(headline, sections, width=width_of(stream)), stream.encoding))
 
 
 _ASCII = str.maketrans(
@@ -203,36 +193,26 @@ def _sections(sections: Sequence[Section], width: int) -> Iterator[RenderableTyp
 
 
 def _block(block: Block, width: int) -> Iterator[RenderableType]:
-    if isinstance(block, Timelines):
-        yield Text("\n".join(draw_timelines(block.named, width)), no_wrap=True, overflow="crop")
-        block = legend([timeline for _, timeline in block.named])
-    part = (
-        Text(block) if isinstance(block, str) else _pairs(block) if isinstance(block, Pairs) else _table(block, width)
-    )
-    yield Padding(part, (0, 0, 0, 2))
+    if isinstance(block, Table):
+        yield Padding(_table(block, width), (0, 0, 0, 2))
+        return
+    if not isinstance(block, str):
+        yield Text("\n".join(draw_timelines(block, width)), no_wrap=True, overflow="crop")
+        block = legend([timeline for _, timeline in block])
+    yield Padding(Text(block), (0, 0, 0, 2))
 
 
 def _table(table: Table, width: int) -> RichTable:
-    shown = [k for k, column in enumerate(table.columns) if width >= _NARROW or not column.is_optional]
-    rich = _bare_table(show_header=True)
-    for k in shown:
-        if table.columns[k].is_text:
-            rich.add_column(table.columns[k].name, overflow="fold")
+    rich = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(table.names))
+    if not table.names:
+        rich.add_column(no_wrap=True)
+        rich.add_column(overflow="fold")
+    shown = [k for k, name in enumerate(table.names) if width >= _NARROW or name not in table.optional]
+    for name in (table.names[k] for k in shown):
+        if name in table.text:
+            rich.add_column(name, overflow="fold")
         else:
-            rich.add_column(table.columns[k].name, justify="right", no_wrap=True)
+            rich.add_column(name, justify="right", no_wrap=True)
     for row in table.rows:
-        rich.add_row(*(Text(row[k]) for k in shown))
+        rich.add_row(*(Text(row[k]) for k in shown or (0, 1)))
     return rich
-
-
-def _pairs(pairs: Pairs) -> RichTable:
-    rich = _bare_table(show_header=False)
-    rich.add_column(no_wrap=True)
-    rich.add_column(overflow="fold")
-    for row in pairs.rows:
-        rich.add_row(*map(Text, row))
-    return rich
-
-
-def _bare_table(*, show_header: bool) -> RichTable:
-    return RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=show_header)

@@ -10,7 +10,7 @@ from enum import Enum
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.cost.table import collective_source
-from fxcomp.cost.timeline import Span, Task, Timeline
+from fxcomp.cost.timeline import Task, Timeline
 from fxcomp.plan.kinds import POOL, WIRES, CollectiveKind, Stream
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Collective, Device
@@ -91,63 +91,54 @@ class TaskFacts:
 
 def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
     """Say it of every task of a track, by name."""
-    told = _Sources(explanation, track)
-    return {span.task.name: told.facts(span) for span in track.timeline.spans}
-
-
-class _Sources:
-    """Tells where the prices of one plan's tasks are from."""
-
-    def __init__(self, explanation: Explanation, track: Track) -> None:
-        self._explanation, self._track, self._costs = explanation, track, explanation.costs
-        self._by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
-        self._seen: Counter[tuple[int, CollectiveKind]] = Counter()
-
-    def facts(self, span: Span) -> TaskFacts:
-        """Say it of the next task of the timeline."""
-        task = span.task
+    by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
+    buckets, found = track.plan.buckets, dict[str, TaskFacts]()
+    seen = Counter[tuple[int | None, CollectiveKind | None]]()
+    for task in (span.task for span in track.timeline.spans):
         number = None if kind_of(task.name) == "compute" else bucket_of(task.name)
-        buckets = self._track.plan.buckets
         bucket = buckets[number] if number is not None and number < len(buckets) else None
-        of = ""
-        if bucket is not None:
-            of = f"{self._explanation.short(bucket.strategy)}: {members(self._track.plan.labels(bucket))}"
-        if self._track.is_measured:
-            return TaskFacts(number, of, Grounds.MEASURED, "between two looks at the clock")
-        if not task.duration_us:
-            return TaskFacts(number, of, Grounds.NONE, "")
-        source = self._source(task, number, bucket)
-        return TaskFacts(number, of, _grounds(source), source)
+        of = f"{explanation.short(bucket.strategy)}: {members(track.plan.labels(bucket))}" if bucket is not None else ""
+        if track.is_measured:
+            found[task.name] = TaskFacts(number, of, Grounds.MEASURED, "between two looks at the clock")
+        elif not task.duration_us:
+            found[task.name] = TaskFacts(number, of, Grounds.NONE, "")
+        elif task.stream in WIRES:
+            kind = _kind_of_collective(task.name)
+            step = _step_of(bucket, kind, seen[number, kind])
+            seen[number, kind] += 1
+            source = collective_source(explanation.costs, step.kind, step.level, explanation.cluster)
+            source = source if bucket is None else by_link.get(str(step), source)
+            found[task.name] = TaskFacts(number, of, _grounds(source), source)
+        else:
+            source = _source(task, bucket, explanation)
+            found[task.name] = TaskFacts(number, of, _grounds(source), source)
+    return found
 
-    def _source(self, task: Task, number: int | None, bucket: Bucket | None) -> str:
-        costs, kind = self._costs, kind_of(task.name)
-        if task.stream in WIRES:
-            return self._of_a_collective(task, number, bucket)
-        if task.stream in (Stream.D2H, Stream.H2D):
-            return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"
-        if task.name.startswith("start "):
-            return f"{costs.source}, {costs.launch_us:.3g} us to start a collective"
-        if kind == "compute" and task.stream not in POOL:
-            return self._explanation.compute_source
-        if kind == "compression" and bucket is not None and bucket.strategy.compressor is not None:
-            device = Device.CPU if task.stream in POOL else Device.GPU
-            sources = {costs.compressor_source(each, device): str(each) for each in bucket.strategy.compressors}
-            if len(sources) == 1:
-                return next(iter(sources))
-            return "; ".join(f"{source} ({name})" for source, name in sources.items())
-        return f"{costs.source}, {costs.pack_gb_per_s:.4g} GB/s to fill memory"
 
-    def _of_a_collective(self, task: Task, number: int | None, bucket: Bucket | None) -> str:
-        """Find the collective of the strategy that a task is, by its kind and its place among those of that kind."""
-        cluster, kind = self._explanation.cluster, _kind_of_collective(task.name)
-        if bucket is None or number is None or kind is None:
-            kind, level = kind or CollectiveKind.ALL_REDUCE, Level.WORLD
-            return collective_source(self._costs, kind, level, cluster)
-        alike = [each for each in bucket.strategy.collectives if each.kind is kind]
-        place = self._seen[number, kind]
-        self._seen[number, kind] += 1
-        step = alike[min(place, len(alike) - 1)] if alike else Collective(kind, Level.WORLD)
-        return self._by_link.get(str(step)) or collective_source(self._costs, kind, step.level, cluster)
+def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
+    """Find the collective of a strategy that a task is, by its kind and its place among those of that kind."""
+    alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
+    if alike:
+        return alike[min(place, len(alike) - 1)]
+    return Collective(kind or CollectiveKind.ALL_REDUCE, Level.WORLD)
+
+
+def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
+    """Name the source of a price, other than of a collective."""
+    costs, kind = explanation.costs, kind_of(task.name)
+    if task.stream in (Stream.D2H, Stream.H2D):
+        return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"
+    if task.name.startswith("start "):
+        return f"{costs.source}, {costs.launch_us:.3g} us to start a collective"
+    if kind == "compute" and task.stream not in POOL:
+        return explanation.compute_source
+    if kind == "compression" and bucket is not None and bucket.strategy.compressor is not None:
+        device = Device.CPU if task.stream in POOL else Device.GPU
+        sources = {costs.compressor_source(each, device): str(each) for each in bucket.strategy.compressors}
+        if len(sources) == 1:
+            return next(iter(sources))
+        return "; ".join(f"{source} ({name})" for source, name in sources.items())
+    return f"{costs.source}, {costs.pack_gb_per_s:.4g} GB/s to fill memory"
 
 
 def _kind_of_collective(task: str) -> CollectiveKind | None:

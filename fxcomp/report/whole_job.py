@@ -11,7 +11,7 @@ from fxcomp.plan.lines import FP32
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE
-from fxcomp.report.document import Block, Column, Section, Table, count, decimals, mb, ms
+from fxcomp.report.document import Block, Section, Table, count, decimals, mb, ms
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
 from fxcomp.search.exchanged import Stretch, first_that_pays, job_us, long, stretches
@@ -154,14 +154,6 @@ def momenta_section(explanation: Explanation) -> Section:
 
 
 def _table(job: WholeJob) -> Table:
-    columns = (
-        Column("", is_text=True),
-        Column("steps"),
-        Column("a step"),
-        Column("MB sent a step", is_optional=True),
-        Column("time"),
-        Column("MB sent"),
-    )
     digits = decimals(job.us / job.steps)
     rows: list[Sequence[str]] = []
     for each, size in zip(job.stretches, job.sent_bytes, strict=True):
@@ -171,7 +163,8 @@ def _table(job: WholeJob) -> Table:
     rows.append(("whole job", f"{job.steps:,}", "", "", long(job.us), mb(job.bytes)))
     dense = f"{ms(job.dense_step_us, digits)} ms", mb(job.dense_step_bytes), long(job.dense_us), mb(job.dense_bytes)
     rows.append(("dense", f"{job.steps:,}", *dense))
-    return Table(columns, rows)
+    names = ("", "steps", "a step", "MB sent a step", "time", "MB sent")
+    return Table(names, rows, optional=("MB sent a step",))
 
 
 def _sentences(job: WholeJob) -> list[str]:

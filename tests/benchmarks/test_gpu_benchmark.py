@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from gpu_records import Results
-from records import read
+from records import Results, read
 
 
 def test_every_record_is_in_the_file_as_soon_as_there_is_one(tmp_path: Path):

@@ -9,8 +9,7 @@ import step_time
 from baselines import FXCOMP
 from records import read
 from step_time_start import enter_group
-from step_time_table import page
-from step_time_verdicts import BASELINES_OF, Turns, analyse, ratios, records
+from step_time_verdicts import BASELINES_OF, Turns, analyse, page, ratios, records
 
 CHECKOUT = Path(__file__).parents[2]
 

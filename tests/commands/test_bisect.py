@@ -16,9 +16,9 @@ import fxcomp
 from fxcomp.__main__ import main
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.commands.bisect.mend import compressed_names, partly_dense
-from fxcomp.commands.bisect.rank import Request, Trainings
-from fxcomp.commands.bisect.result import Result, headline, sections_of, to_json
-from fxcomp.commands.bisect.search import Search, Train
+from fxcomp.commands.bisect.rank import Trainings
+from fxcomp.commands.bisect.run import Result, headline, sections_of, to_json
+from fxcomp.commands.bisect.search import Train, search
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.frontends.job import load_job
@@ -175,7 +175,7 @@ def test_a_job_that_ends_its_process_is_told():
 def trainings_of(job: str, trainings: list[tuple[int, int]], checkpoint: str | None, steps: int) -> list[Any]:
     """Train on this rank with so many compressed tensors from a seed each; returns losses, or the last one's error."""
     plan, cluster = Plan.load("./plan.json"), Cluster.parse("2x1, inter 10gbit, intra 10gbit")
-    made = Trainings(Request(job, plan, cluster, ErrorFeedback(), steps, 2, checkpoint, 0.0))
+    made = Trainings(job, plan, cluster, ErrorFeedback(), steps, 2, checkpoint, 0.0)
     found: list[Any] = []
     for compressed, seed in trainings:
         try:
@@ -308,7 +308,7 @@ def result_of(costs: dict[str, float], compress: Compress = BALANCED, seeds: int
 def result_by(train: Train, compress: Compress = BALANCED, seeds: int = 3, **changes: Any) -> Result:
     explained = by_hand(**changes.pop("explained", {}))
     least = changes.get("least", 0.0)
-    found = Search(compressed_names(explained.plan), train, seeds, least=least).run()
+    found = search(compressed_names(explained.plan), train, seeds, least)
     return Result(explained, found, compress, 20, seeds, **changes)
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fxcomp.commands.demo.run import MARK, Findings, place_for, progress
+from fxcomp.commands.demo.run import MARK, hear, place_for, progress
 
 
 def test_the_link_is_shaped_where_it_can_be():
@@ -26,20 +26,20 @@ def test_loopback_that_was_asked_for_needs_no_reason(capsys: pytest.CaptureFixtu
 
 
 def test_what_ranks_tell_is_kept_and_what_else_they_print_is_not():
-    found = Findings("start")
+    found: dict[str, object] = {"note": "start"}
     told = {"name": "ddp", "step_s": [0.5], "wire_bytes": 7}
     for line in (
         "gloo talks too",
         MARK + json.dumps({"parameters": 5, "note": "planning"}),
         MARK + json.dumps({"contestants": [told], "plan": "dense"}),
     ):
-        found.hear(0, line)
-    assert found == Findings("planning", 5, "dense", [told])
+        hear(found, 0, line)
+    assert found == {"note": "planning", "parameters": 5, "plan": "dense", "contestants": [told]}
 
 
 def test_without_a_terminal_a_line_is_added():
     out = io.StringIO()
-    with progress(Findings("start"), out, in_place=False):
+    with progress({"note": "start"}, out, in_place=False):
         pass
     assert out.getvalue() == "   0 s  start\n"
 
@@ -48,7 +48,7 @@ def test_without_a_terminal_a_line_is_added():
 def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch, columns: int, shown: str):
     monkeypatch.setenv("COLUMNS", str(columns))
     out = io.StringIO()
-    with progress(Findings("start of all"), out, in_place=True):
+    with progress({"note": "start of all"}, out, in_place=True):
         pass
     blank = f"\r{' ' * (columns - 1)}\r"
     assert out.getvalue() == f"{blank}{shown}{blank}"

@@ -11,7 +11,7 @@ from helpers.explained import CASES
 
 from fxcomp.report.html import run_plots
 from fxcomp.report.html.page import to_html
-from fxcomp.report.runs import LoggedRun, Series
+from fxcomp.report.runs import LoggedRun
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,9 +98,9 @@ def plots() -> str:
         steps = [float(k) for k in range(1, 2001) if not 900 < k < 1100]
         loss = [math.nan if k in (500, 501) else 1.5 + 4 * math.exp(-k * rate) for k in steps]
         series = {
-            "loss": Series(range(len(steps)), loss),
-            "sent_mb": Series(range(len(steps)), [5e3 * rate] * len(steps)),
-            "residual_norm": Series(range(0, len(steps), 10), [k * rate for k in steps[::10]]),
+            "loss": dict(enumerate(loss)),
+            "sent_mb": dict.fromkeys(range(len(steps)), 5e3 * rate),
+            "residual_norm": {place: steps[place] * rate for place in range(0, len(steps), 10)},
         }
         return LoggedRun(name, steps, [0.2 * k for k in steps], series, [(1, "0" * 16)], ["a note"])
 

@@ -17,8 +17,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
-from fxcomp.report.html.figures import FIGURES
-from fxcomp.report.html.page import to_html
+from fxcomp.report.html.page import FIGURES, to_html
 from fxcomp.report.html.render import drawn
 from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import to_text

@@ -10,15 +10,14 @@ import pytest
 
 from fxcomp.report.html.line_plot import Axis, axis_of, line_of, line_plot, thinned
 from fxcomp.report.html.run_plots import to_html
-from fxcomp.report.runs import LoggedRun, Series
+from fxcomp.report.runs import LoggedRun
 
 NAN = float("nan")
 
 
 def run_of(name: str, lines: int, loss: Callable[[int], float], *, is_timed: bool = True) -> LoggedRun:
     steps, values = [float(k) for k in range(lines)], [loss(k) for k in range(lines)]
-    every, places = Series(range(lines), values), range(0, lines, 10)
-    series = {"loss": every, "residual_norm": Series(places, [0.1 * k for k in places])}
+    series = {"loss": dict(enumerate(values)), "residual_norm": {k: 0.1 * k for k in range(0, lines, 10)}}
     seconds = [0.1 * step for step in steps] if is_timed else None
     return LoggedRun(name, steps, seconds, series, [(0, "a" * 16)], [])
 
@@ -131,7 +130,7 @@ def test_smoothing_is_not_there_unless_asked_for():
 
 def test_sections_of_numbers_that_are_named_alike_stand_beside_each_other():
     steps = [1.0, 2.0]
-    series = {name: Series([0, 1], steps) for name in ("loss", "Loss", "Notes")}
+    series = {name: dict(enumerate(steps)) for name in ("loss", "Loss", "Notes")}
     page = to_html([LoggedRun("one", steps, None, series, [], [])])
     assert re.findall(r"<h2>(.*)</h2>", page) == ["Loss", "Loss (2)", "Notes (2)", "Notes"]
     assert re.findall(r'<section id="(.*)">', page) == ["step", "loss", "loss-2-", "notes-2-", "notes"]
@@ -151,7 +150,7 @@ def test_sections_of_numbers_that_are_named_alike_stand_beside_each_other():
     ],
 )
 def test_bytes_are_summed_up_where_all_but_a_few_steps_were_logged(steps: Sequence[int], sent: list[float], said: str):
-    series = {"sent_mb": Series(range(len(sent)), sent), "loss": Series(range(len(sent)), sent)}
+    series = {"sent_mb": dict(enumerate(sent)), "loss": dict(enumerate(sent))}
     page = to_html([LoggedRun("one", [float(step) for step in steps], None, series, [], [])])
     cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
     names = re.findall(r"<th[^>]*>(.*?)</th>", page)

@@ -30,8 +30,7 @@ def test_a_run_is_read(tmp_path: Path):
     path = written(tmp_path, line(1), line(2, residual_norm=0.5), line(3, plan="bbbb"))
     run = read_run(path, "one", METRICS)
     assert (run.name, run.steps, run.seconds) == ("one", [1, 2, 3], [0.5, 1.0, 1.5])
-    assert (run.series["loss"].places, run.series["loss"].values) == ([0, 1, 2], [1 / 2, 1 / 3, 1 / 4])
-    assert (run.series["residual_norm"].places, run.series["residual_norm"].values) == ([1], [0.5])
+    assert run.series == {"loss": {0: 1 / 2, 1: 1 / 3, 2: 1 / 4}, "residual_norm": {1: 0.5}}
     assert run.plans == [(1, "aaaa"), (3, "bbbb")]
     assert run.notes == []
 
@@ -39,7 +38,7 @@ def test_a_run_is_read(tmp_path: Path):
 def test_what_is_not_finite_stays_so(tmp_path: Path):
     texts = ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": null}', '{"step": 3, "loss": -Infinity}', "", "  "]
     run = read_run(written(tmp_path, *texts), "one", METRICS)
-    first, second, third = run.series["loss"].values
+    first, second, third = run.series["loss"].values()
     assert math.isnan(first)
     assert math.isnan(second)
     assert third == -math.inf

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from fxcomp.capture.optimizer import all_optimizers
 from fxcomp.capture.structures import flatten
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.commands.bisect.mend import compressed_names, partly_dense
-from fxcomp.commands.bisect.search import Search, SearchFindings, most_trainings
+from fxcomp.commands.bisect.search import SearchFindings, most_trainings, search
 from fxcomp.commands.demo.launch_ranks import join, of_module, run_ranks
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadState, FxcompError, PeerFailed
@@ -53,7 +53,7 @@ _END = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Trainings:
     """The trainings that ranks are to make."""
 
     job: str
@@ -64,86 +64,29 @@ class Request:
     seeds: int
     checkpoint: str | None
     least: float
+    _seen: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str], init=False)
+    """Digests of the first parameters and batches of each seed."""
 
-
-def search_on_ranks(request: Request) -> SearchFindings:
-    """Let ranks search, and show how far they are. Raises PeerFailed."""
-    began: list[float] = []
-
-    def hear(rank: int, line: str) -> None:
-        _, mark, note = line.partition(_MARK)
-        if rank > 0 or not mark:
-            return
-        began.append(time.monotonic())
-        if len(began) == 2:
-            _tell_length(request, began[1] - began[0])
-        status_line.show(f"training: {note}")
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "request"
-        path.write_bytes(pickle.dumps(request))
-        command = of_module(__name__, str(path))
-        run_ranks(command, ranks_per_host=request.cluster.world_size, timeout_s=math.inf, on_line=hear)
-        try:
-            return pickle.loads(path.with_name(_FOUND).read_bytes())
-        except FileNotFoundError:
-            raise PeerFailed(
-                f"the ranks have ended before the search did, without an error: {request.job!r} ends its process.\n"
-                "  Let nothing that it trains with call sys.exit or os._exit."
-            ) from None
-
-
-def _tell_length(request: Request, training_s: float) -> None:
-    """Say how long the search may take, after the first training."""
-    one, more = most_trainings(len(compressed_names(request.plan)), request.seeds)
-    minutes = count(max(1, round(one * training_s / 60)), "minute")
-    status_line.clear()
-    text = f"At most {one} trainings, about {minutes}, if one tensor is guilty; {more} more for each further one."
-    print(text, file=sys.stderr, flush=True)
-
-
-def main(path: Path) -> int:
-    """Search with all ranks, which see the same losses and so decide the same; rank 0 writes what was found."""
-    request: Request = pickle.loads(path.read_bytes())
-    join()
-    trainings = Trainings(request)
-    try:
-        found = Search(trainings.names, trainings.train, request.seeds, request.least).run()
-    except FxcompError as error:
-        print(error, file=sys.stderr, flush=True)
-        dist.destroy_process_group()  # with threads that are left, the process would abort
-        return 2
-    if dist.get_rank() == 0:
-        path.with_name(_FOUND).write_bytes(pickle.dumps(found))
-    dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
-    dist.destroy_process_group()
-    return 0
-
-
-class Trainings:
-    """Trainings of a request, and how those of each seed began."""
-
-    def __init__(self, request: Request) -> None:
-        self.names = compressed_names(request.plan)
-        self._request = request
-        self._seen: dict[tuple[str, int], str] = {}
+    @property
+    def names(self) -> list[str]:
+        return compressed_names(self.plan)
 
     def train(self, compressed: Collection[str], seed: int) -> float:
         """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
-        request, rank, ranks = self._request, dist.get_rank(), dist.get_world_size()
-        note = f"{len(compressed)} of {len(self.names)} tensors compressed, seed {seed + 1} of {request.seeds}"
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        note = f"{len(compressed)} of {len(self.names)} tensors compressed, seed {seed + 1} of {self.seeds}"
         print(_MARK + note, flush=True)
         _seed(seed)
-        job = load_job(request.job)
-        if request.checkpoint is not None:
-            _restore(job, request.checkpoint)
+        job = load_job(self.job)
+        if self.checkpoint is not None:
+            _restore(job, self.checkpoint)
         self._check_same("parameters", seed, job.model.state_dict().values())
-        plan = partly_dense(request.plan, [name for name in self.names if name not in compressed])
-        steps = range(seed * request.steps, (seed + 1) * request.steps)
+        plan = partly_dense(self.plan, [name for name in self.names if name not in compressed])
+        steps = range(seed * self.steps, (seed + 1) * self.steps)
         step = compile_step(
             **compile_arguments(replace(job, batch=job.batch_at(steps[0], rank))),
-            compress=Compress(plan=plan, feedback=request.feedback),
-            cluster=request.cluster,
+            compress=Compress(plan=plan, feedback=self.feedback),
+            cluster=self.cluster,
             costs=CostTable(),
             checks=UNCHECKED,
         )
@@ -165,7 +108,7 @@ class Trainings:
         if compressed or math.isfinite(loss):
             return loss
         raise BadOption(
-            f"the loss of {request.job!r} is not finite after {request.steps} steps without any compression"
+            f"the loss of {self.job!r} is not finite after {self.steps} steps without any compression"
             f" (seed {seed}), so nothing can be compared with it.\n  Mend the job, or use fewer --steps."
         )
 
@@ -174,11 +117,64 @@ class Trainings:
         digest = _digest(values)
         if _sum(float(self._seen.setdefault((what, seed), digest) != digest)):
             raise BadOption(
-                f"two trainings of {self._request.job!r} from seed {seed} differ in their {what}, so their losses"
+                f"two trainings of {self.job!r} from seed {seed} differ in their {what}, so their losses"
                 " cannot be compared: something lives on from one training to the next.\n"
                 "  Make model, optimizer and what next_batch draws from inside of the job's function, or in its file,"
                 " which runs again for each training; what it imports does not."
             )
+
+
+def search_on_ranks(trainings: Trainings) -> SearchFindings:
+    """Let ranks search, and show how far they are. Raises PeerFailed."""
+    began: list[float] = []
+
+    def hear(rank: int, line: str) -> None:
+        _, mark, note = line.partition(_MARK)
+        if rank > 0 or not mark:
+            return
+        began.append(time.monotonic())
+        if len(began) == 2:
+            _tell_length(trainings, began[1] - began[0])
+        status_line.show(f"training: {note}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "request"
+        path.write_bytes(pickle.dumps(trainings))
+        command = of_module(__name__, str(path))
+        run_ranks(command, ranks_per_host=trainings.cluster.world_size, timeout_s=math.inf, on_line=hear)
+        try:
+            return pickle.loads(path.with_name(_FOUND).read_bytes())
+        except FileNotFoundError:
+            raise PeerFailed(
+                f"the ranks have ended before the search did, without an error: {trainings.job!r} ends its process.\n"
+                "  Let nothing that it trains with call sys.exit or os._exit."
+            ) from None
+
+
+def _tell_length(trainings: Trainings, training_s: float) -> None:
+    """Say how long the search may take, after the first training."""
+    one, more = most_trainings(len(trainings.names), trainings.seeds)
+    minutes = count(max(1, round(one * training_s / 60)), "minute")
+    status_line.clear()
+    text = f"At most {one} trainings, about {minutes}, if one tensor is guilty; {more} more for each further one."
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(path: Path) -> int:
+    """Search with all ranks, which see the same losses and so decide the same; rank 0 writes what was found."""
+    trainings: Trainings = pickle.loads(path.read_bytes())
+    join()
+    try:
+        found = search(trainings.names, trainings.train, trainings.seeds, trainings.least)
+    except FxcompError as error:
+        print(error, file=sys.stderr, flush=True)
+        dist.destroy_process_group()  # with threads that are left, the process would abort
+        return 2
+    if dist.get_rank() == 0:
+        path.with_name(_FOUND).write_bytes(pickle.dumps(found))
+    dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
+    dist.destroy_process_group()
+    return 0
 
 
 def _sum(value: float) -> float:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fxcomp.errors import BadOption
 
@@ -71,14 +70,6 @@ def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Guilt:
-    """Tensors whose compression costs something; several where no smaller set could be told."""
-
-    names: tuple[str, ...]
-    found: Comparison
-
-
-@dataclass(frozen=True, slots=True)
 class SearchFindings:
     """The result of a search."""
 
@@ -86,7 +77,8 @@ class SearchFindings:
     chosen: tuple[float, ...]
     """The loss of each seed."""
     in_all: Comparison
-    guilty: tuple[Guilt, ...] = ()
+    guilty: Mapping[tuple[str, ...], Comparison] = field(default_factory=dict[tuple[str, ...], Comparison])
+    """Tensors whose compression costs something; several where no smaller set could be told."""
     rest: Comparison | None = None
     """The cost of what stays compressed once the guilty are dense; None where nothing is left."""
     trainings: int = 0
@@ -102,61 +94,51 @@ def most_trainings(names: int, seeds: int) -> tuple[int, int]:
     return seeds * (2 + each), seeds * each
 
 
-@dataclass(slots=True)
-class Search:
-    """The trainings of a search, each of them once. A cost up to `least` is not searched for."""
+def search(names: Sequence[str], train: Train, seeds: int, least: float = 0.0) -> SearchFindings:
+    """Find what costs something, until what is left costs nothing that noise could not. Raises BadOption.
 
-    names: Sequence[str]
-    train: Train
-    seeds: int
-    """Two or more: one has no noise."""
-    least: float = 0.0
-    _known: dict[frozenset[str], tuple[float, ...]] = field(default_factory=dict[Any, Any], init=False)
-    _spreads: list[float] = field(default_factory=list[float], init=False)
-    """Of the differences of each comparison so far."""
+    Seeds are two or more: one has no noise. A cost up to `least` is not searched for. Each training is made once.
+    """
+    known, spreads = dict[frozenset[str], tuple[float, ...]](), list[float]()
 
-    def run(self) -> SearchFindings:
-        """Find what costs something, until what is left costs nothing that noise could not. Raises BadOption."""
-        dense = self._losses(())
-        if len(set(dense)) == 1:
-            raise BadOption(
-                f"seeds change nothing in this job: without compression each of {self.seeds} ends with the loss"
-                f" {dense[0]:.9g}, to the bit, and so there is no noise to compare a cost with.\n"
-                "  Let next_batch(step, rank) draw other batches for other steps: each seed is given steps of its own."
-                " Random numbers may come from the default generator, which is seeded after the job is loaded."
-            )
-        chosen = self._losses(self.names)
-        in_all = rest = self._cost(self.names)
-        guilty: list[Guilt] = []
-        left = list(self.names)
-        while left and rest.counts(self.least):
-            guilty += self._find(left, rest)
-            named = {name for each in guilty for name in each.names}
-            left = [name for name in left if name not in named]
-            rest = self._cost(left)
-        after = rest if guilty and left else None
-        return SearchFindings(dense, chosen, in_all, tuple(guilty), after, self.seeds * len(self._known))
+    def losses(compressed: Collection[str]) -> tuple[float, ...]:
+        key = frozenset(compressed)
+        if key not in known:
+            known[key] = tuple(train(key, seed) for seed in range(seeds))
+        return known[key]
 
-    def _find(self, names: Sequence[str], found: Comparison) -> list[Guilt]:
-        """Find the smallest sets within some tensors that cost something together."""
-        smaller: list[Guilt] = []
-        if len(names) > 1:
-            middle = len(names) // 2
-            halves = [(half, self._cost(half)) for half in (names[:middle], names[middle:])]
-            for half, cost in halves:
-                if cost.counts(self.least):
-                    smaller += self._find(half, cost)
-        return smaller or [Guilt(tuple(names), found)]
-
-    def _cost(self, names: Sequence[str]) -> Comparison:
-        found = differences(self._losses(()), self._losses(names))
+    def cost(compressed: Sequence[str]) -> Comparison:
+        found = differences(losses(()), losses(compressed))
         finite = finite_of(found)
         if len(finite) > 1:
-            self._spreads.append(statistics.stdev(finite))
-        return Comparison.of(found, statistics.median(self._spreads) if self._spreads else 0.0)
+            spreads.append(statistics.stdev(finite))
+        return Comparison.of(found, statistics.median(spreads) if spreads else 0.0)
 
-    def _losses(self, compressed: Collection[str]) -> tuple[float, ...]:
-        key = frozenset(compressed)
-        if key not in self._known:
-            self._known[key] = tuple(self.train(key, seed) for seed in range(self.seeds))
-        return self._known[key]
+    def smallest(within: Sequence[str], found: Comparison) -> dict[tuple[str, ...], Comparison]:
+        """Find the smallest sets within some tensors that cost something together."""
+        smaller: dict[tuple[str, ...], Comparison] = {}
+        if len(within) > 1:
+            middle = len(within) // 2
+            halves = [(half, cost(half)) for half in (within[:middle], within[middle:])]
+            for half, costs in halves:
+                if costs.counts(least):
+                    smaller |= smallest(half, costs)
+        return smaller or {tuple(within): found}
+
+    dense = losses(())
+    if len(set(dense)) == 1:
+        raise BadOption(
+            f"seeds change nothing in this job: without compression each of {seeds} ends with the loss {dense[0]:.9g},"
+            " to the bit, and so there is no noise to compare a cost with.\n"
+            "  Let next_batch(step, rank) draw other batches for other steps: each seed is given steps of its own."
+            " Random numbers may come from the default generator, which is seeded after the job is loaded."
+        )
+    chosen = losses(names)
+    in_all = rest = cost(names)
+    guilty: dict[tuple[str, ...], Comparison] = {}
+    left = list(names)
+    while left and rest.counts(least):
+        guilty |= smallest(left, rest)
+        left = [name for name in left if not any(name in each for each in guilty)]
+        rest = cost(left)
+    return SearchFindings(dense, chosen, in_all, guilty, rest if guilty and left else None, seeds * len(known))

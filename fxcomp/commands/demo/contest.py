@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp.commands.demo.gpt import GPTConfig, gpt_job, training_text, validation_loss
 from fxcomp.commands.demo.launch_ranks import join
-from fxcomp.commands.demo.result import BLOCK_STEPS, DDP, FREE, FXCOMP, LABELS, Contestant
-from fxcomp.commands.demo.run import MARK
+from fxcomp.commands.demo.run import BLOCK_STEPS, DDP, FREE, FXCOMP, LABELS, MARK, Contestant
 from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.compile_step import compile_step
 from fxcomp.frontends.job import Job, compile_arguments
@@ -96,61 +95,56 @@ def main(steps: int, budget_s: float) -> None:
     steps_of: dict[str, Step] = {
         name: _eager_step(jobs[name], wrap(jobs[name].model)) for name, wrap in wrapped.items()
     }
-    turns = [_Turns(name, jobs[name], (steps_of | {FXCOMP: compiled})[name]) for name in LABELS]
+    steps_of[FXCOMP] = compiled
+    contestants = [Contestant(name) for name in LABELS]
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in LABELS}
     total = WARM_UP_STEPS + steps
     for first in range(0, total, BLOCK_STEPS):
-        for each in random.Random(first).sample(turns, len(turns)):
+        for each in random.Random(first).sample(contestants, len(contestants)):
             _tell(rank, note=f"step {first + 1} of {total}: {LABELS[each.name]}")
-            each.take(range(first, min(first + BLOCK_STEPS, total)))
+            block = range(first, min(first + BLOCK_STEPS, total))
+            _take(each, jobs[each.name], steps_of[each.name], losses[each.name], block)
         if first >= WARM_UP_STEPS + BLOCK_STEPS * (LEAST_BLOCKS - 1) and _time_is_up(until):
             break
     _tell(rank, note="validating")
-    _tell(rank, contestants=[asdict(each.result()) for each in turns], plan=_summary(compiled.plan))
+    for each in contestants:
+        _finish(each, jobs[each.name], losses[each.name])
+    _tell(rank, contestants=list(map(asdict, contestants)), plan=_summary(compiled.plan))
     dist.destroy_process_group()
 
 
-class _Turns:
-    """The turns of one contestant: its steps' times, losses and bytes."""
+def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], steps: range) -> None:
+    """Take some steps of a contestant on every rank; sum up the bytes of measured ones."""
+    dist.barrier()
+    before = sent_by_this_host(_interface())
+    for number in steps:
+        batch = job.batch_at(number, dist.get_rank())
+        if each.name == FREE:
+            dist.barrier()  # nothing in its step makes the ranks wait for each other
+        start = time.perf_counter()
+        losses.append(step(batch).detach())
+        each.step_s.append(time.perf_counter() - start)
+    if steps.start >= WARM_UP_STEPS:
+        each.wire_bytes += sent_by_this_host(_interface()) - before
 
-    def __init__(self, name: str, job: Job, step: Step) -> None:
-        self.name = name
-        self._job = job
-        self._step = step
-        self._interface = os.environ["GLOO_SOCKET_IFNAME"]
-        self._step_s: list[float] = []
-        self._losses: list[torch.Tensor] = []
-        self._sent = 0
 
-    def take(self, steps: range) -> None:
-        """Take some steps on every rank."""
-        dist.barrier()
-        before = sent_by_this_host(self._interface)
-        for step in steps:
-            batch = self._job.batch_at(step, dist.get_rank())
-            if self.name == FREE:
-                dist.barrier()  # nothing in its step makes the ranks wait for each other
-            start = time.perf_counter()
-            self._losses.append(self._step(batch).detach())
-            self._step_s.append(time.perf_counter() - start)
-        if steps.start >= WARM_UP_STEPS:
-            self._sent += sent_by_this_host(self._interface) - before
+def _finish(each: Contestant, job: Job, losses: Sequence[torch.Tensor]) -> None:
+    """Put together what all ranks have measured of a contestant."""
+    slowest = torch.tensor(each.step_s[WARM_UP_STEPS:])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    each.step_s = cast("list[float]", slowest.tolist())
+    senders = dist.get_world_size() if _interface() == "lo" else 1  # on loopback all ranks are one host
+    each.wire_bytes = each.wire_bytes // len(each.step_s) // senders
+    if each.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
+        return
+    recent = torch.stack(list(losses[-LOSS_STEPS:])).mean()
+    dist.all_reduce(recent)
+    each.train_loss = recent.item() / dist.get_world_size()
+    each.validation_loss = validation_loss(job.model, training_text())
 
-    def result(self) -> Contestant:
-        """Put together what all ranks have measured."""
-        timed = self._step_s[WARM_UP_STEPS:]
-        slowest = torch.tensor(timed)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        senders = dist.get_world_size() if self._interface == "lo" else 1  # on loopback all ranks are one host
-        sent = self._sent // len(timed) // senders
-        found = Contestant(self.name, cast("list[float]", slowest.tolist()), wire_bytes=sent)
-        if self.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
-            return found
-        last_losses = self._losses[-LOSS_STEPS:]
-        recent = torch.stack(last_losses).mean()
-        dist.all_reduce(recent)
-        found.train_loss = recent.item() / dist.get_world_size()
-        found.validation_loss = validation_loss(self._job.model, training_text())
-        return found
+
+def _interface() -> str:
+    return os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _summary(plan: Plan) -> str:

@@ -7,10 +7,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fxcomp.report.document import Column, Table, count
+from fxcomp.report.document import Table, count
 from fxcomp.report.html.line_plot import LARGEST, PlotLine, line_of, line_plot, names_of
 from fxcomp.report.html.render import Drawing, anchor, drawn, write_page
-from fxcomp.report.runs import LoggedRun, Series, are_few
+from fxcomp.report.runs import LoggedRun, are_few
 
 
 class Metric(NamedTuple):
@@ -96,13 +96,15 @@ def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) ->
     return [*about, names_of(named), drawn("side_by_side", plots)]
 
 
-def _lines(run: LoggedRun, number: int, series: Series, unit_s: float | None, smooth: int) -> Sequence[PlotLine]:
+def _lines(
+    run: LoggedRun, number: int, series: Mapping[int, float], unit_s: float | None, smooth: int
+) -> Sequence[PlotLine]:
     """Make the line of a run's number, and that of its means; over time in a unit, or over steps."""
-    steps = [run.steps[place] for place in series.places]
+    steps = [run.steps[place] for place in series]
     xs = steps
     if unit_s is not None and run.seconds is not None:
-        xs = [run.seconds[place] / unit_s for place in series.places]
-    line = line_of(run.name, number, steps, xs, series.values)
+        xs = [run.seconds[place] / unit_s for place in series]
+    line = line_of(run.name, number, steps, xs, list(series.values()))
     return (line,) if smooth == 1 else (line, line.smoothed(smooth))
 
 
@@ -110,13 +112,13 @@ def _table_of(runs: Sequence[LoggedRun]) -> Table:
     """Sum each run up in a row."""
     texts, optional = ("run", "plans"), ("GB sent", "not finite", "plans")
     names = ("run", "lines", "last step", "seconds", "loss at the end", "GB sent", "not finite", "plans")
-    return Table([Column(name, name in texts, name in optional) for name in names], [_row_of(run) for run in runs])
+    return Table(names, [_row_of(run) for run in runs], texts, optional)
 
 
 def _row_of(run: LoggedRun) -> Sequence[str]:
-    loss = run.series.get("loss")
-    last = [value for value in loss.values[-_LAST:] if math.isfinite(value)] if loss is not None else []
-    bad = sum(not math.isfinite(value) for series in run.series.values() for value in series.values)
+    losses = list(run.series.get("loss", {}).values())
+    last = [value for value in losses[-_LAST:] if math.isfinite(value)]
+    bad = sum(not math.isfinite(value) for series in run.series.values() for value in series.values())
     plans = [f"{digest[:8]} from step {step}" for step, digest in run.plans]
     return (
         run.name,
@@ -132,13 +134,11 @@ def _row_of(run: LoggedRun) -> Sequence[str]:
 
 def _sent(run: LoggedRun) -> str:
     """Sum up the bytes of a run in GB; empty where more than a few of its steps lack them."""
-    sent = run.series.get("sent_mb")
-    if sent is None:
-        return ""
-    known = {place: value for place, value in zip(sent.places, sent.values, strict=True) if math.isfinite(value)}
+    sent = run.series.get("sent_mb", {})
+    known = {place: value for place, value in sent.items() if math.isfinite(value)}
     steps = max(run.steps) - min(run.steps) + 1
     missing = steps - len({run.steps[place] for place in known})
     if not known or not are_few(missing, steps):
         return ""
-    is_whole = missing == 0 and len(known) == len(sent.values)
+    is_whole = missing == 0 and len(known) == len(sent)
     return f"{'' if is_whole else 'at least '}{math.fsum(known.values()) / 1e3:.3g}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fxcomp.cost.timeline import Span, critical_path
 from fxcomp.plan.kinds import WIRES, Stream
-from fxcomp.report.document import Column, Table, decimals, ms
+from fxcomp.report.document import Table, decimals, ms
 from fxcomp.report.explanation import Explanation, kind_of
 from fxcomp.report.html.line_plot import round_step
 from fxcomp.report.html.render import Drawing, drawn
@@ -83,7 +83,7 @@ def _table(explanation: Explanation, track: Track, sources: dict[str, int]) -> T
             times = [ms(us, digits) for us in (span.start_us, span.end_us - span.start_us, task.duration_us)]
             rows.append((task.name, LANES[task.stream], *times, f"{known.grounds.value} ({number})", known.of))
     names = ("task", "on", "from ms", "ms", "price ms", "by", "bucket")
-    return Table([Column(name, "ms" not in name, is_optional=name == "bucket") for name in names], rows)
+    return Table(names, rows, text=("task", "on", "by", "bucket"), optional=("bucket",))
 
 
 def _source(known: TaskFacts) -> str:
