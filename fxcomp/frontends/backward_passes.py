@@ -25,7 +25,7 @@ from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
-from fxcomp.runtime.clock import Waits, clock_of
+from fxcomp.runtime.clock import Clock, Waits
 from fxcomp.runtime.runtime import Counters, Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import lined_up
@@ -57,7 +57,7 @@ class ReadyTimes:
     """Times the compute before each bucket of the last passes, without what the hook itself takes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = clock_of(device)
+        self._clock = Clock(device)
         self._last: Any = None
         self._pass: list[tuple[Any, Any]] = []
         self._passes: deque[tuple[Layout, list[tuple[Any, Any]]]] = deque(maxlen=TIMED)

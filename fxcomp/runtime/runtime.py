@@ -22,7 +22,7 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
-from fxcomp.runtime.clock import Waits, clock_of
+from fxcomp.runtime.clock import Clock, Waits
 from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.packing import copy_scaled
@@ -66,7 +66,7 @@ class Runtime:
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
-        self.clock = clock_of(device)
+        self.clock = Clock(device)
         self._device = device
         self._copies = HostCopies(device)
         self.counters = Counters()

@@ -14,11 +14,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxcomp.runtime.clock import Clock, HostClock
+from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.group import call_when_done
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Flight
-from fxcomp.runtime.watched_lines import Call, WatchedLines
+
+Call = tuple[str, int]
+"""A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""
+
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Makes a method, of a name, do something around itself."""
+
+
+class WatchedLines:
+    """A runtime whose lines are watched; all else is the runtime's."""
+
+    def __init__(self, runtime: Runtime, methods: Iterable[str], around: Around) -> None:
+        self._runtime = runtime
+        for method in methods:
+            setattr(self, method, around(method, getattr(runtime, method)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,7 @@ class Stopwatch:
 
     def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock) -> None:
         """`methods` are the runtime's methods that are timed."""
-        self._clock, self._pool_clock = clock, HostClock()
+        self._clock, self._pool_clock = clock, Clock()
         self._counts: dict[str, int] = {}
         self._line: Call = ("", 0)
         self._marks = _Marks(None, None)

@@ -69,9 +69,9 @@ def looks() -> tuple[float | None, float | None]:
     import torch
     from helpers import late
 
-    from fxcomp.runtime.clock import clock_of
+    from fxcomp.runtime.clock import Clock
 
-    machine, clock = late.start(), clock_of(torch.device(late.DEVICE))
+    machine, clock = late.start(), Clock(torch.device(late.DEVICE))
     machine.goes_on = False
     value = torch.ones(4, device=late.DEVICE)
     machine.begin(0)

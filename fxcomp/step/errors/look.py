@@ -28,7 +28,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.error_tables import Columns, ErrorTable, measure, scaled
 from fxcomp.runtime.arena import Arena
-from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
 
@@ -59,7 +59,7 @@ class ErrorLook:
     ):
         self._columns, self._number = columns, number
         self._shapes, self._residuals, self._site = shapes, residuals, site
-        self._clock, self._spans = clock_of(site.device), list[tuple[Any, Any]]()
+        self._clock, self._spans = Clock(site.device), list[tuple[Any, Any]]()
         spare = compat.spare_bytes(site.device)
         self.lacks_room = spare is not None and spare < needed_bytes(shapes)
         """This rank has no memory for it."""
