@@ -170,7 +170,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "recipes/test_lightning.py::test_a_strategy_is_of_the_library_that_the_script_imports"
     ),
     ("frontends/planned_average.py::PlannedAverage.report", "there is no plan yet"): SCATTERED,
-    ("frontends/read_checkpoint.py::read_checkpoint", "holds no state of a step"): (
+    ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
     ("frontends/scatter_job.py::ScatterJob._compress", "scatters with a divisor"): SCATTERED,

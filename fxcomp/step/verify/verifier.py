@@ -36,7 +36,7 @@ from fxcomp.graph.regions import regions
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.inputs import Sums
-from fxcomp.state.moved_state import moved_states
+from fxcomp.state.momenta import moved_states
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.verify.differences import Differences
