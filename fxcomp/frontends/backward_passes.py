@@ -34,8 +34,8 @@ from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.executor import Executor
+from fxcomp.step.explain import metrics_of
 from fxcomp.step.follower import Followed, Follower
-from fxcomp.step.metrics import Counts, metrics_of
 from fxcomp.step.schedule import Schedule
 from fxcomp.step.step_times import StepTimes
 
@@ -170,8 +170,8 @@ class BackwardPasses(ABC):
     def metrics(self, *, residuals: bool) -> dict[str, Any]:
         """Sum the last pass up in numbers."""
         plan = None if self.decision is None else self.decision.plan
-        counts = Counts(self._passes_of_job, self._skipped, self._payload_bytes)
-        found = metrics_of(counts, self.times, plan, self.timeline)
+        counts = self._passes_of_job, self._skipped, self._payload_bytes
+        found = metrics_of(*counts, self.times, plan, self.timeline)
         if residuals:
             found["residual_norm"] = 0.0 if self.follower is None else self.follower.state.residuals.norm
         return found

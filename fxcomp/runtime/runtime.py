@@ -176,7 +176,7 @@ class Runtime:
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
-        if isinstance(value, OnHost):
+        if isinstance(value, Future):
             launch = Launch(name, kind, cut, level, how, "pool", rides)
             return self.pool.submit(functools.partial(self._start, launch), value)
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
@@ -223,13 +223,13 @@ class Runtime:
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
         buffer = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU)
-        return OnHost(self.pool.submit(self._copies.to_host(value, buffer)))
+        return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
 
         def take_back() -> Tensor:
-            result = value.future.result()
+            result = value.result()
             buffer = functools.partial(self.buffers.take, name, result.numel(), result.dtype, self._device)
             return self._copies.to_device(result, buffer)
 

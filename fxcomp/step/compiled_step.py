@@ -26,8 +26,7 @@ from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_genera
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
-from fxcomp.step.explain import explanation_of, explanation_of_step, notes_of
-from fxcomp.step.metrics import Counts, in_a_line, metrics_of
+from fxcomp.step.explain import explanation_of, explanation_of_step, in_a_line, metrics_of, notes_of
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.profile import Profiler
@@ -214,8 +213,7 @@ class CompiledStep:
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
-        counts = Counts(self.steps, self.skipped_steps, self.payload_bytes)
-        found = metrics_of(counts, self.times, *self._followed)
+        found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
     @property

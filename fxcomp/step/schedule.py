@@ -31,7 +31,7 @@ from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
 from fxcomp.step.alike import SELDOM, Alike
 from fxcomp.step.calendar import WINDOW, Calendar
-from fxcomp.step.drift import Drift, judged, median_of_window
+from fxcomp.step.drift import judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.freeze import Freeze
@@ -293,19 +293,22 @@ class StepSchedule(Schedule):
         self._race_again(step, f"{topic}: the race", before)
         return decision.plan != before
 
-    def _drifted(self, step: int) -> Drift | None:
-        """Compare the window that ends here, if one does, with the settled one; every rank calls it."""
+    def _drifted(self, step: int) -> str:
+        """Compare the window that ends here, if one does, with the settled one; every rank calls it.
+
+        Returns a sentence, empty where nothing has drifted.
+        """
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
-            return None
+            return ""
         mine = median_of_window(self._times.since(step - WINDOW))
         everyone = [ms for (ms,) in self._site.gather_numbers("how long steps take", [mine])]
         self._settled_ms, drift = judged(step, self._settled_ms, everyone)
-        return None if step < self.calendar.patient_until else drift
+        return "" if step < self.calendar.patient_until else drift
 
     def _acts_on_drift(self, step: int) -> bool:
         """Look for drift if that is due, and plan again or let plans race again. Returns whether there is some."""
         drift = self._drifted(step)
-        if drift is None:
+        if not drift:
             return False
         plans_again, offers = self._options.checks.replan == "auto", not self._options.why_not_replan
         offer = " step.replan(), called by every rank, measures the links again and chooses by them."
