@@ -28,13 +28,14 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadPlan, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_program import HookProgram, Layout, arriving
-from fxcomp.frontends.scatter_plan import ModulePlanner, predicted
-from fxcomp.frontends.scattered_modules import ScatteredModule, told_plan
+from fxcomp.frontends.scatter_plan import ModulePlanner, predicted, told_plan
+from fxcomp.frontends.sharded_modules import ScatteredModule
 from fxcomp.frontends.start import BURSTS, Start
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report import scatter_report
 from fxcomp.report.scatter_report import ScatterFacts
 from fxcomp.report.terminal import sections_to_text
+from fxcomp.runtime.packing import not_finite_too
 from fxcomp.search.by_module import ModuleTime
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
@@ -129,8 +130,8 @@ class ScatterJob(BackwardPasses):
         else:
             self.runtime.counters.count("reduce_scatter", "world", given.nbytes)
             self._dense[number](output, given, group, op)
-        if now.agrees:
-            self._look_at(output)
+        if now.agrees:  # what is not finite on any rank is not in the part that it went to
+            now.not_finite = not_finite_too(now.not_finite, output)
 
     def _add_owed(self, number: int, given: Tensor) -> None:
         """Let gradients bring what no residual feeds back."""
@@ -154,12 +155,6 @@ class ScatterJob(BackwardPasses):
         _, (mean, *_) = self.executor.arrive(program.layout[0].with_views(given))
         self.executor.end(None, self.runtime)
         output.copy_(mean.mul_(self.site.ranks.world_size) if compat.is_sum(op) else mean)
-
-    def _look_at(self, part: Tensor) -> None:
-        """See whether a part is finite: what is not finite on any rank is not in the part that it went to."""
-        seen = (~torch.isfinite(torch.stack(torch.aminmax(part))).all()).to(torch.uint8).view(1)
-        before = self._pass.not_finite
-        self._pass.not_finite = seen if before is None else before | seen
 
     # Its end
 

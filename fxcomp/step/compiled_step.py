@@ -17,6 +17,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import Unsupported
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.decide import Planner
 from fxcomp.progress import Notes
 from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
@@ -30,7 +31,7 @@ from fxcomp.step.explain import explanation_of, explanation_of_step, in_a_line, 
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.profile import Profiler
-from fxcomp.step.schedule import Replanner, StepSchedule
+from fxcomp.step.schedule import StepSchedule
 from fxcomp.step.step_times import StepTimes
 from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
@@ -60,7 +61,7 @@ class CompiledStep:
     group, as at the end of an epoch, on every rank at the same call; the mean is over those that there were.
     """
 
-    def __init__(self, force: PlanInForce, planner: Replanner, site: Site, options: StepOptions):
+    def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)

@@ -14,18 +14,16 @@ the calendar, and has another plan followed. The freeze of second moments (`free
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.program import Program
-from fxcomp.cost.table import CostTable
-from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.decide import Planner
 from fxcomp.search.decision import Decision, PlanMove, Raced
-from fxcomp.search.question import Terms
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
@@ -38,17 +36,6 @@ from fxcomp.step.freeze import Freeze
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
-
-
-class Replanner(Protocol):
-    """Measures the links and decides again; all ranks call it together."""
-
-    @property
-    def terms(self) -> Terms: ...
-
-    def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision: ...
-
-    def measure_next_time(self) -> None: ...
 
 
 class Schedule:
@@ -122,7 +109,7 @@ class StepSchedule(Schedule):
         self,
         force: PlanInForce,
         times: StepTimes,
-        planner: Replanner,
+        planner: Planner,
         options: StepOptions,
         site: Site,
         note: Callable[[str], None],

@@ -147,7 +147,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     ("capture/user_collectives.py::_check_batch_norm", "is a SyncBatchNorm"): COLLECTIVES,
     ("capture/user_collectives.py::_refuse", "which a compiled step cannot repeat"): COLLECTIVES,
-    ("frontends/average_replicas.py::_Shards.of", "hold different shards"): AVERAGED,
+    ("frontends/average_replicas.py::_averaged_modules", "hold different shards"): AVERAGED,
     ("frontends/average_replicas.py::_check_all_are_sharded", "is trained and not sharded"): AVERAGED,
     ("frontends/average_replicas.py::ReplicaAverage._of_this_shard", "this state is of"): (
         "frontends/test_average_replicas.py"
@@ -174,8 +174,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
     ("frontends/scatter_job.py::ScatterJob._compress", "scatters with a divisor"): SCATTERED,
-    ("frontends/scattered_modules.py::_check", "by a collective of somebody else's"): SCATTERED,
-    ("frontends/scattered_modules.py::told_plan", "the plan has no bucket of"): SCATTERED,
+    ("frontends/sharded_modules.py::_check_is_scattered", "by a collective of somebody else's"): SCATTERED,
+    ("frontends/scatter_plan.py::told_plan", "the plan has no bucket of"): SCATTERED,
     ("frontends/shard_feed.py::ShardFeed._check", "got no gradient in this backward pass"): AVERAGED,
     ("frontends/shard_feed.py::ShardFeed._check", "that runs when its gradient is there"): AVERAGED,
     ("frontends/sharded_modules.py::checked_modules", "has found nothing that is sharded"): AVERAGED,
@@ -215,7 +215,7 @@ OPEN: tuple[tuple[str, str], ...] = (
     ("capture/whole_step.py::_check_symbols", "treats sizes that are symbols"),
     ("frontends/hook_job.py::HookJob._take", "came again where bucket"),
     ("frontends/hook_job.py::HookJob._feed", "has changed its buckets"),
-    ("frontends/scattered_modules.py::_check", "is cut along another dimension"),
+    ("frontends/sharded_modules.py::_check_is_scattered", "is cut along another dimension"),
     ("frontends/shard_feed.py::ShardFeed._check", "reduced its gradients twice"),
     ("frontends/shard_feed.py::ShardFeed._check", "fully_shard reduces gradients as"),
     ("frontends/sharded_modules.py::checked_modules", "sharded over different ranks"),
