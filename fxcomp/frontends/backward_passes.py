@@ -14,7 +14,8 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,16 @@ class BackwardPasses(ABC):
         self.schedule.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
             self.decide(layout)
+
+    @contextmanager
+    def stops_on_errors(self) -> Generator[None]:
+        """Do a part of a pass inside, without autograd and autocast; what is raised there ends the pass."""
+        with torch.no_grad(), compat.without_autocast():
+            try:
+                yield
+            except BaseException as error:
+                self.stop(error)
+                raise
 
     def stop(self, error: BaseException) -> None:
         """End the pass under way, in which something was raised; the other ranks learn of it."""

@@ -105,14 +105,10 @@ class ScatterJob(BackwardPasses):
 
     def scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         """Fill this rank's part of the mean of a module's gradients."""
-        with torch.no_grad(), compat.without_autocast():
-            try:
-                self._scatter(number, output, given, group, op)
-                if self.is_timed and self.site.device.type == "cpu":
-                    self.ready.leave()
-            except BaseException as error:
-                self.stop(error)
-                raise
+        with self.stops_on_errors():
+            self._scatter(number, output, given, group, op)
+            if self.is_timed and self.site.device.type == "cpu":
+                self.ready.leave()
 
     def stop(self, error: BaseException) -> None:
         self._pass = _ScatterPass()
@@ -164,17 +160,13 @@ class ScatterJob(BackwardPasses):
         if not now.order:
             return
         layout = tuple(self.modules[number].bucket for number in dict.fromkeys(now.order))
-        try:
-            with torch.no_grad():
-                compat.wait_for_stream(now.stream)
-                self._commit(now)
-                if self.is_timed:
-                    self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
-                self.time_pass(self.count().waits, counts=self.follower is not None)
-                self.end_pass(layout)
-        except BaseException as error:
-            self.stop(error)
-            raise
+        with self.stops_on_errors():
+            compat.wait_for_stream(now.stream)
+            self._commit(now)
+            if self.is_timed:
+                self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
+            self.time_pass(self.count().waits, counts=self.follower is not None)
+            self.end_pass(layout)
 
     def _commit(self, now: _ScatterPass) -> None:
         """Keep what the pass owes, unless a part of some rank is not finite: it is skipped then, or lost anyway."""

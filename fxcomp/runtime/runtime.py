@@ -21,13 +21,13 @@ from fxcomp.compressors import Compressor, operators
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
+from fxcomp.runtime.aside import SideStream
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
 from fxcomp.runtime.clock import Clock, Waits
 from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.packing import copy_scaled
 from fxcomp.runtime.rider import Rider
-from fxcomp.runtime.side_stream import SideStream
 from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.transport import Flight, Launch, Transport
 

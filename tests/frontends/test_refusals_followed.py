@@ -1,4 +1,4 @@
-"""Each refusal of capture/ and frontends/ is provoked, its advice followed, and the result trained as in eager PyTorch.
+"""Provoke each refusal of capture/, frontends/ and checkpoints, follow its advice, and train as in eager PyTorch.
 
 Refusals that need several ranks, or a library, have tests of their own, which are named here.
 """
@@ -84,9 +84,10 @@ class Place:
 
 @cache
 def places() -> list[Place]:
-    """List the places in capture/ and frontends/ that raise an error of fxcomp's."""
+    """List the places in capture/, frontends/ and state/checkpoint.py that raise an error of fxcomp's."""
     found: list[Place] = []
-    for path in sorted(path for part in ("capture", "frontends") for path in (SOURCE / part).rglob("*.py")):
+    paths = sorted(path for part in ("capture", "frontends") for path in (SOURCE / part).rglob("*.py"))
+    for path in (*paths, SOURCE / "state" / "checkpoint.py"):
         for scope, node in functions(ast.parse(path.read_text())):
             for each in _raised(node):
                 words = [n.value for n in ast.walk(each) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -170,6 +171,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "recipes/test_lightning.py::test_a_strategy_is_of_the_library_that_the_script_imports"
     ),
     ("frontends/planned_average.py::PlannedAverage.report", "there is no plan yet"): SCATTERED,
+    ("state/checkpoint.py::_state", "is not whole"): (
+        "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
+    ),
+    ("state/checkpoint.py::saved_plan", "this is not a saved state"): (
+        "state/test_checkpoint.py::test_the_plan_that_was_followed_is_read_back"
+    ),
     ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
