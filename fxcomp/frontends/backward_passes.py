@@ -297,7 +297,7 @@ class BackwardPasses(ABC):
         follower = self.follower
         if follower is None:
             return {}
-        under = follower.racing[0] if follower.racing else follower.now
+        under = follower.lasting
         plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 

@@ -118,7 +118,8 @@ class FindsUnused:
         if self._is_alone:
             hold(unused)
         else:
-            arriving = self._aside.any([name not in unused for name in self._owners])
+            left_out = set(unused)
+            arriving = self._aside.any([name not in left_out for name in self._owners])
             if unused:
                 used = arriving
                 runtime.gradients.before_packing.append(lambda: hold(_nobodys(self._owners, used)))
