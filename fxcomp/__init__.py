@@ -15,7 +15,6 @@ with gc_paused():
     from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
     from fxcomp.frontends.job import Job
     from fxcomp.frontends.no_sync import no_sync
-    from fxcomp.frontends.read_checkpoint import read_checkpoint
     from fxcomp.frontends.torch_compile import compile_model
     from fxcomp.options import Checks
     from fxcomp.plan.budget import like
@@ -24,7 +23,7 @@ with gc_paused():
     from fxcomp.plan.plan import Plan
     from fxcomp.plan.strategy import Strategy
     from fxcomp.ranks import cluster_of_group
-    from fxcomp.state.checkpoint import saved_plan
+    from fxcomp.state.checkpoint import read_checkpoint, saved_plan
     from fxcomp.step.compiled_step import CompiledStep
 
 __version__ = "0.1.0"

@@ -55,7 +55,7 @@ class Ledger:
 
 
 def _now(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else value.future.result()
+    return value if isinstance(value, Tensor) else value.result()
 
 
 def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:

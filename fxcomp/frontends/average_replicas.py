@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
@@ -63,63 +63,44 @@ def average_replicas(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler, process_group=replicas
     )
     with Ranks.meeting(cluster, "average_replicas", replicas) as ranks:
-        shards = ranks.attempt("looking at the model", lambda: _Shards.of(model, options, ranks))
-        start = Start.of("average_replicas", ranks, options, shards.here(model))
-    job = HookJob(start, shards.wrapped)
-    feed = ShardFeed(shards.modules, shards.stand_ins, job)
-    if ranks.world_size > 1:
-        feed.install()
-    return ReplicaAverage(job, feed, shards.place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """The shards of a model that this rank holds."""
-
-    modules: list[compat.ShardedModule]
-    stand_ins: list[list[Tensor]]
-    """For each parameter of each module, a tensor of the shape of this rank's part, without memory."""
-    wrapped: Wrapped
-    device: torch.device
-    place: tuple[int, int]
-    """The number of this rank's shard, and how many there are."""
-
-    @classmethod
-    def of(cls, model: nn.Module, options: StepOptions, ranks: Ranks) -> _Shards:
-        """Find the sharded modules, and check that their shards can be averaged over the replicas."""
-        modules = checked_modules(model, "average_replicas")
-        for module in modules:
-            _check_module(module)
-        _check_all_are_sharded(model, modules)
-        options.compress.pinned.check_model(model)
-        first = compat.group_ranks(modules[0].shard_group)
-        both = [] if ranks.members is None else sorted(set(first) & set(ranks.members.numbers))
-        if len(both) > 1:
-            raise BadOption(
-                f"ranks {', '.join(map(str, both))} hold different shards, and average_replicas was told that they are"
-                ' replicas.\n  Pass the other dimension of the mesh: mesh["replicate"]. A model that is sharded over'
-                " all ranks has no replicas: make a mesh of two dimensions."
-            )
+        modules = ranks.attempt("looking at the model", lambda: _averaged_modules(model, options, ranks))
+        beside = modules[0].shard_group
+        place = compat.group_rank(beside), compat.group_size(beside)
+        # For each parameter of each module, a tensor of the shape of this rank's part, without memory.
         stand_ins = [[torch.empty(shape, device="meta") for shape in module.shapes] for module in modules]
-        named = [
-            (name, stand_in)
-            for module, mine in zip(modules, stand_ins, strict=True)
-            for name, stand_in in zip(module.names, mine, strict=True)
-        ]
-        shapes: dict[str, tuple[int, ...]] = {name: tuple(stand_in.shape) for name, stand_in in named}
-        wrapped = Wrapped({id(stand_in): name for name, stand_in in named}, shapes, finds_unused=False)
-        device = compat.local_part(modules[0].parameters[0]).device
-        place = (compat.group_rank(modules[0].shard_group), len(first))
-        return cls(modules, stand_ins, wrapped, device, place)
-
-    def here(self, model: nn.Module) -> ModelHere:
-        """Describe the shards; replicas start from the first one's parts of the parameters, and its buffers."""
-        shapes = self.wrapped.shapes
-        facts = {"the number of this rank's shard": list(self.place)}
+        named = list(zip(chain(*stand_ins), chain(*(module.names for module in modules)), strict=True))
+        shapes = {name: tuple(stand_in.shape) for stand_in, name in named}
+        facts = {"the number of this rank's shard": list(place)}
         facts |= {f"the shard of {name!r}": list(shape) for name, shape in shapes.items()}
         parts = map(compat.local_part, (*model.parameters(), *model.buffers()))
-        values = [part for part in parts if part.numel()]
-        return ModelHere(shapes, self.device, facts, values, beside=self.modules[0].shard_group)
+        values = [part for part in parts if part.numel()]  # replicas start from the first one's
+        device = compat.local_part(modules[0].parameters[0]).device
+        here = ModelHere(shapes, device, facts, values, beside=beside)
+        start = Start.of("average_replicas", ranks, options, here)
+    wrapped = Wrapped({id(stand_in): name for stand_in, name in named}, shapes, finds_unused=False)
+    job = HookJob(start, wrapped)
+    feed = ShardFeed(modules, stand_ins, job)
+    if ranks.world_size > 1:
+        feed.install()
+    return ReplicaAverage(job, feed, place)
+
+
+def _averaged_modules(model: nn.Module, options: StepOptions, ranks: Ranks) -> list[compat.ShardedModule]:
+    """Find the sharded modules, and check that their shards can be averaged over the replicas."""
+    modules = checked_modules(model, "average_replicas")
+    for module in modules:
+        _check_module(module)
+    _check_all_are_sharded(model, modules)
+    options.compress.pinned.check_model(model)
+    same = compat.group_ranks(modules[0].shard_group)
+    both = [] if ranks.members is None else sorted(set(same) & set(ranks.members.numbers))
+    if len(both) > 1:
+        raise BadOption(
+            f"ranks {', '.join(map(str, both))} hold different shards, and average_replicas was told that they are"
+            ' replicas.\n  Pass the other dimension of the mesh: mesh["replicate"]. A model that is sharded over'
+            " all ranks has no replicas: make a mesh of two dimensions."
+        )
+    return modules
 
 
 def _check_module(module: compat.ShardedModule) -> None:

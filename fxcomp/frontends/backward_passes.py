@@ -14,7 +14,8 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
 from fxcomp.frontends.hook_program import Layout, arriving
 from fxcomp.frontends.start import Start
-from fxcomp.runtime.clock import Waits, clock_of
+from fxcomp.runtime.clock import Clock, Waits
 from fxcomp.runtime.runtime import Counters, Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import lined_up
@@ -34,8 +35,8 @@ from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.executor import Executor
+from fxcomp.step.explain import metrics_of
 from fxcomp.step.follower import Followed, Follower
-from fxcomp.step.metrics import Counts, metrics_of
 from fxcomp.step.schedule import Schedule
 from fxcomp.step.step_times import StepTimes
 
@@ -57,7 +58,7 @@ class ReadyTimes:
     """Times the compute before each bucket of the last passes, without what the hook itself takes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = clock_of(device)
+        self._clock = Clock(device)
         self._last: Any = None
         self._pass: list[tuple[Any, Any]] = []
         self._passes: deque[tuple[Layout, list[tuple[Any, Any]]]] = deque(maxlen=TIMED)
@@ -170,8 +171,8 @@ class BackwardPasses(ABC):
     def metrics(self, *, residuals: bool) -> dict[str, Any]:
         """Sum the last pass up in numbers."""
         plan = None if self.decision is None else self.decision.plan
-        counts = Counts(self._passes_of_job, self._skipped, self._payload_bytes)
-        found = metrics_of(counts, self.times, plan, self.timeline)
+        counts = self._passes_of_job, self._skipped, self._payload_bytes
+        found = metrics_of(*counts, self.times, plan, self.timeline)
         if residuals:
             found["residual_norm"] = 0.0 if self.follower is None else self.follower.state.residuals.norm
         return found
@@ -213,6 +214,16 @@ class BackwardPasses(ABC):
         self.schedule.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
             self.decide(layout)
+
+    @contextmanager
+    def stops_on_errors(self) -> Generator[None]:
+        """Do a part of a pass inside, without autograd and autocast; what is raised there ends the pass."""
+        with torch.no_grad(), compat.without_autocast():
+            try:
+                yield
+            except BaseException as error:
+                self.stop(error)
+                raise
 
     def stop(self, error: BaseException) -> None:
         """End the pass under way, in which something was raised; the other ranks learn of it."""
@@ -286,7 +297,7 @@ class BackwardPasses(ABC):
         follower = self.follower
         if follower is None:
             return {}
-        under = follower.racing[0] if follower.racing else follower.now
+        under = follower.lasting
         plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 

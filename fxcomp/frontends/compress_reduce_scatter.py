@@ -19,7 +19,8 @@ from torch import nn
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.frontends.planned_average import PlannedAverage
 from fxcomp.frontends.scatter_job import ScatterJob
-from fxcomp.frontends.scattered_modules import ScatteredModule, scattered_modules, told_plan
+from fxcomp.frontends.scatter_plan import told_plan
+from fxcomp.frontends.sharded_modules import ScatteredModule, scattered_modules
 from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress

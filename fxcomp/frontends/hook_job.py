@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import RanksApart, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
@@ -119,19 +118,15 @@ class HookJob(BackwardPasses):
         A pass ends where all parameters have come, too: torch calls no bucket of a static graph's first pass the last
         one, and all of them bucket 0, if there are several.
         """
-        with torch.no_grad(), compat.without_autocast():
-            try:
-                if self.is_timed:
-                    self.ready.enter()
-                is_timed, future = self.is_timed, self._take(buffer, parameters)
-                if is_last or len(self._arrived.parameters) == len(self._wrapped.names):
-                    self._finish()
-                if is_timed:
-                    self.ready.leave()
-            except BaseException as error:
-                self.stop(error)
-                raise
-            return future
+        with self.stops_on_errors():
+            if self.is_timed:
+                self.ready.enter()
+            is_timed, future = self.is_timed, self._take(buffer, parameters)
+            if is_last or len(self._arrived.parameters) == len(self._wrapped.names):
+                self._finish()
+            if is_timed:
+                self.ready.leave()
+        return future
 
     def stop(self, error: BaseException) -> None:
         self._arrived, self._unused = Arrived(), None

@@ -40,8 +40,6 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.gradient_state import GradientState
 
-"""A step under way: it asks for buckets of DDP by number, and returns the plan's means."""
-
 
 @dataclass(frozen=True, slots=True)
 class DdpBucket:

@@ -28,13 +28,14 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import BadPlan, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_program import HookProgram, Layout, arriving
-from fxcomp.frontends.scatter_plan import ModulePlanner, predicted
-from fxcomp.frontends.scattered_modules import ScatteredModule, told_plan
+from fxcomp.frontends.scatter_plan import ModulePlanner, predicted, told_plan
+from fxcomp.frontends.sharded_modules import ScatteredModule
 from fxcomp.frontends.start import BURSTS, Start
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.report import scatter_report
 from fxcomp.report.scatter_report import ScatterFacts
 from fxcomp.report.terminal import sections_to_text
+from fxcomp.runtime.packing import not_finite_too
 from fxcomp.search.by_module import ModuleTime
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
@@ -104,14 +105,10 @@ class ScatterJob(BackwardPasses):
 
     def scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         """Fill this rank's part of the mean of a module's gradients."""
-        with torch.no_grad(), compat.without_autocast():
-            try:
-                self._scatter(number, output, given, group, op)
-                if self.is_timed and self.site.device.type == "cpu":
-                    self.ready.leave()
-            except BaseException as error:
-                self.stop(error)
-                raise
+        with self.stops_on_errors():
+            self._scatter(number, output, given, group, op)
+            if self.is_timed and self.site.device.type == "cpu":
+                self.ready.leave()
 
     def stop(self, error: BaseException) -> None:
         self._pass = _ScatterPass()
@@ -129,8 +126,8 @@ class ScatterJob(BackwardPasses):
         else:
             self.runtime.counters.count("reduce_scatter", "world", given.nbytes)
             self._dense[number](output, given, group, op)
-        if now.agrees:
-            self._look_at(output)
+        if now.agrees:  # what is not finite on any rank is not in the part that it went to
+            now.not_finite = not_finite_too(now.not_finite, output)
 
     def _add_owed(self, number: int, given: Tensor) -> None:
         """Let gradients bring what no residual feeds back."""
@@ -155,12 +152,6 @@ class ScatterJob(BackwardPasses):
         self.executor.end(None, self.runtime)
         output.copy_(mean.mul_(self.site.ranks.world_size) if compat.is_sum(op) else mean)
 
-    def _look_at(self, part: Tensor) -> None:
-        """See whether a part is finite: what is not finite on any rank is not in the part that it went to."""
-        seen = (~torch.isfinite(torch.stack(torch.aminmax(part))).all()).to(torch.uint8).view(1)
-        before = self._pass.not_finite
-        self._pass.not_finite = seen if before is None else before | seen
-
     # Its end
 
     def _end(self) -> None:
@@ -169,17 +160,13 @@ class ScatterJob(BackwardPasses):
         if not now.order:
             return
         layout = tuple(self.modules[number].bucket for number in dict.fromkeys(now.order))
-        try:
-            with torch.no_grad():
-                compat.wait_for_stream(now.stream)
-                self._commit(now)
-                if self.is_timed:
-                    self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
-                self.time_pass(self.count().waits, counts=self.follower is not None)
-                self.end_pass(layout)
-        except BaseException as error:
-            self.stop(error)
-            raise
+        with self.stops_on_errors():
+            compat.wait_for_stream(now.stream)
+            self._commit(now)
+            if self.is_timed:
+                self.ready.end_pass(tuple(self.modules[number].bucket for number in now.order))
+            self.time_pass(self.count().waits, counts=self.follower is not None)
+            self.end_pass(layout)
 
     def _commit(self, now: _ScatterPass) -> None:
         """Keep what the pass owes, unless a part of some rank is not finite: it is skipped then, or lost anyway."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline, simulate
-from fxcomp.frontends.scattered_modules import ScatteredModule, told_plan
+from fxcomp.errors import BadPlan
+from fxcomp.frontends.sharded_modules import ScatteredModule
 from fxcomp.plan.given import GivenPlan, is_path
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import Planner
-from fxcomp.search.by_module import ModuleTime, choose_by_module, module_tasks, module_times
+from fxcomp.search.by_module import SCATTERED, ModuleTime, choose_by_module, module_tasks, module_times, scattered_by
 from fxcomp.search.choose import Choice
 from fxcomp.search.decision import Decision
 from fxcomp.search.question import Terms
@@ -49,3 +50,24 @@ def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], T
     workload, overlaps = decision.workload, overlaps_on(site)
     times = module_times(decision.plan, workload, decision.costs, site.cluster, overlaps=overlaps)
     return times, simulate(module_tasks(times, workload, site.cluster, overlaps=overlaps))
+
+
+def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
+    """Follow what the user said for every module: the same way for all, or a plan's. Raises BadPlan.
+
+    Modules of vectors alone, such as a norm's, stay dense where a compressor is named, as elsewhere.
+    """
+    dense = Plan(tuple(each.planned() for each in modules))
+    if isinstance(plan, str):
+        way = scattered_by(plan)
+        return dense.with_strategies([SCATTERED if each.has_only_vectors else way for each in modules])
+    known = {frozenset(bucket.names): bucket for bucket in plan.buckets}
+    wrong = next((each for each in dense.buckets if frozenset(each.names) not in known), None)
+    if wrong is not None or len(known) != len(modules):
+        what = f"{wrong.names[0]!r} and what is scattered with it" if wrong else "every module once"
+        raise BadPlan(
+            f"the plan has no bucket of {what}: fully_shard scatters the gradients of a module together.\n"
+            "  Save a plan with compress_reduce_scatter(model, ...).plan.save(path), or name one compressor."
+        )
+    plan.check_covers(dense.sizes, dense.types)
+    return plan.with_strategies([scattered_by(str(bucket.strategy)) for bucket in plan.buckets])

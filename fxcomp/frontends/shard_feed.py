@@ -24,6 +24,7 @@ from fxcomp import compat
 from fxcomp.errors import FxcompError, Unsupported
 from fxcomp.frontends.hook_job import HookJob
 from fxcomp.frontends.sharded_modules import called
+from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
 """Types in which fully_shard has divided before its hook; for others it divides a part afterwards (torch 2.13)."""
@@ -74,7 +75,7 @@ class ShardFeed:
                 self._check(number, module, reduced)
                 self._pass.stream = compat.stream_of(reduced.device)
                 flat = self._own(number, module, reduced)
-                self._look_at(flat)
+                self._pass.not_finite = not_finite_too(self._pass.not_finite, flat)
                 self._pass.came[number] = flat
         except FxcompError as error:
             self._stop(error)
@@ -96,12 +97,6 @@ class ShardFeed:
                     gradient.zero_()
             self._is_partial[number] = False
         return flat
-
-    def _look_at(self, flat: Tensor) -> None:
-        """See whether a shard is finite, in one reading."""
-        seen = (~torch.isfinite(torch.stack(torch.aminmax(flat))).all()).to(torch.uint8)
-        before = self._pass.not_finite
-        self._pass.not_finite = seen if before is None else before | seen
 
     def _feed(self) -> None:
         """Hand over what is due, in the order of the first pass."""

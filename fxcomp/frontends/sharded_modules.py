@@ -1,12 +1,29 @@
-"""Find the modules of a model under fully_shard, and refuse those whose gradients nobody else can average."""
+"""Find the modules of a model under fully_shard, and describe the gradients that it scatters.
+
+    gradients of a module     part of rank 0              part of rank 1
+                              0.weight 0.bias + padding   0.weight 0.bias + padding
+
+Every part has the same number of elements: a parameter is cut along its rows, and zeros fill the last part up. Modules
+whose gradients nothing but fully_shard can average are refused.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.errors import BadOption, Unsupported
-from fxcomp.plan.kinds import check_is_trainable
+from fxcomp.frontends.hook_program import DdpBucket
+from fxcomp.plan.kinds import ElementType, check_is_trainable
+from fxcomp.plan.legs import row_shards
+from fxcomp.plan.plan import Bucket
+from fxcomp.plan.strategy import Strategy
+from fxcomp.search.by_module import SCATTERED
 
 
 def checked_modules(model: nn.Module, caller: str) -> list[compat.ShardedModule]:
@@ -54,3 +71,77 @@ def _check(module: compat.ShardedModule, caller: str) -> None:
                 f"  Call model.to_empty(device=...) and initialise it before {caller}."
             )
         check_is_trainable(name, parameter.dtype)
+
+
+# Gradients that are scattered
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredModule:
+    """The gradients of one module, of which each rank gets a part."""
+
+    module: compat.ShardedModule
+    ranks: int
+
+    @property
+    def elements(self) -> int:
+        """The elements of all parts, with the padding."""
+        return self.ranks * self.module.elements
+
+    @property
+    def bucket(self) -> DdpBucket:
+        """The gradients as a communication hook is given them: whole, without padding."""
+        shapes = self.module.whole_shapes
+        return DdpBucket(self.module.names, shapes, tuple(map(prod, shapes)), self.module.reduced_as)
+
+    @property
+    def parts(self) -> DdpBucket:
+        """The gradients as fully_shard hands them over: the parts of each rank in turn."""
+        names = self.module.names
+        found = row_shards(self.module.whole_shapes, self.ranks)
+        sizes = tuple(len(extent) for _, extent in found)
+        labels = tuple(f"{names[k]}[{extent.start}:{extent.stop}]" for k, extent in found)
+        return DdpBucket(labels, tuple((size,) for size in sizes), sizes, self.module.reduced_as)
+
+    def planned(self, strategy: Strategy = SCATTERED) -> Bucket:
+        """Make its bucket of a plan."""
+        bucket = self.bucket
+        return Bucket(bucket.names, bucket.sizes, strategy, element_type=ElementType.of(bucket.dtype))
+
+    def in_parts(self, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Lay flat parameters out in parts; zeros stand for those that are not there."""
+        found = torch.zeros(self.elements, device=device)
+        sizes = self.parts.sizes
+        for (k, extent), part in zip(
+            row_shards(self.module.whole_shapes, self.ranks), found.split_with_sizes(sizes), strict=True
+        ):
+            if (whole := parameters.get(self.module.names[k])) is not None:
+                mine = whole[extent.start : extent.stop]
+                part[: mine.numel()] = mine
+        return found
+
+    @property
+    def has_only_vectors(self) -> bool:
+        return all(len(shape) <= 1 for shape in self.module.whole_shapes)
+
+
+def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
+    """Find the modules of a model that fully_shard scatters the gradients of. Raises what says why one cannot be."""
+    modules = checked_modules(model, "compress_reduce_scatter")
+    for module in modules:
+        _check_is_scattered(module)
+    return [ScatteredModule(module, compat.group_size(module.shard_group)) for module in modules]
+
+
+def _check_is_scattered(module: compat.ShardedModule) -> None:
+    if not module.scatters_by_default:
+        raise Unsupported(
+            f"{called(module)} scatters its gradients by a collective of somebody else's: set_custom_reduce_scatter,"
+            " symmetric memory, or an earlier compress_reduce_scatter.\n  Keep one of them; call it once a model."
+        )
+    if any(module.cut_dimensions):
+        name = next(name for name, d in zip(module.names, module.cut_dimensions, strict=True) if d)
+        raise Unsupported(
+            f"the parameter {name!r} is cut along another dimension than its first.\n"
+            "  Leave shard_placement_fn out, or keep the module's gradients dense by not calling this."
+        )

@@ -314,24 +314,15 @@ def _threads(device: torch.device) -> str:
 
 def scaled(workload: Workload, factor: float) -> Workload:
     """The same workload on a device that takes `factor` times as long for everything."""
-    return replace(
-        workload,
-        gradients=tuple(
-            replace(
-                gradient,
-                ready_us=gradient.ready_us * factor,
-                update_us=gradient.update_us * factor,
-                own_us=gradient.own_us * factor,
-                moved_us=gradient.moved_us * factor,
-            )
-            for gradient in workload.gradients
-        ),
-        backward_us=workload.backward_us * factor,
-        finish_us=workload.finish_us * factor,
-        broadcast_ready_us=workload.broadcast_ready_us * factor,
-        buffers_us=workload.buffers_us * factor,
-        host_us=workload.host_us * factor,
+
+    def times(of: Any, *names: str) -> dict[str, float]:
+        return {name: getattr(of, name) * factor for name in names}
+
+    gradients = tuple(
+        replace(each, **times(each, "ready_us", "update_us", "own_us", "moved_us")) for each in workload.gradients
     )
+    whole = times(workload, "backward_us", "finish_us", "broadcast_ready_us", "buffers_us", "host_us")
+    return replace(workload, gradients=gradients, **whole)
 
 
 def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | None) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.prices import Prices
 from fxcomp.plan.strategy import Device
 from fxcomp.runtime.buffers import Numbers
+from fxcomp.runtime.stopwatch import Call
 from fxcomp.runtime.transfers import Cut
-from fxcomp.runtime.watched_lines import Call
 
 # Arguments: nodes stand for their values, compressors and operators for themselves
 

@@ -28,11 +28,10 @@ from fxcomp.graph.work import is_free
 from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_links import meet
-from fxcomp.runtime.clock import Clock, HostClock, clock_of
+from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.stopwatch import Stopwatch
+from fxcomp.runtime.stopwatch import Call, Stopwatch
 from fxcomp.runtime.transport import Transport
-from fxcomp.runtime.watched_lines import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class _MeasuredRun:
         self.totals: list[float] = []
         self._handed: list[float] = []
         self._watch = Stopwatch(runtime, ("pack", "launch"), runtime.clock)
-        self._starts = Stopwatch(cast(Runtime, self._watch.lines), ("launch",), HostClock())
+        self._starts = Stopwatch(cast(Runtime, self._watch.lines), ("launch",), Clock())
         self.step = rebound(program.module, self._watch.region)
         self.lines: Any = self._starts.lines
         self.lines.all_finite = self._let_pass
@@ -215,7 +214,7 @@ class _NodeTimes:
 
     def __init__(self, graph: GraphModule, device: torch.device) -> None:
         self.us: dict[str, float] = {}
-        self._graph, self._device, self._clock = graph, device, clock_of(device)
+        self._graph, self._device, self._clock = graph, device, Clock(device)
         self._regions = {region.name: region for region in regions(graph)}
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:

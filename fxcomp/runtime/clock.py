@@ -12,54 +12,36 @@ has been measured alike.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
 from fxcomp import compat
 
 
-class Clock(Protocol):
-    """Reads the time. What a look gives is only for `us`."""
+class Clock:
+    """The processor's own clock, or events on the stream in use of a device that works later.
 
-    sees_threads: bool
-    """True if other threads may look at it, so that the end of a collective can be known."""
+    Nothing waits for a device: what has not happened there yet is not known. A look is only for `us`.
+    """
 
-    def look(self) -> Any: ...
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Time work on a device; on the processor if none is given."""
+        later = device if device is not None and compat.works_later(device) else None
+        self.sees_threads = later is None
+        """True if other threads may look at it, so that the end of a collective can be known."""
+        self.look: Callable[[], Any] = (
+            time.perf_counter_ns if later is None else partial(compat.recorded, later, timed=True)
+        )
 
     def us(self, start: Any, end: Any) -> float | None:
         """From one look to another, in µs; None while a device has not come so far."""
-        ...
-
-
-class HostClock:
-    """The processor's own, in nanoseconds."""
-
-    sees_threads = True
-
-    def __init__(self) -> None:
-        self.look = time.perf_counter_ns
-
-    def us(self, start: int, end: int) -> float:
-        return (end - start) / 1e3
-
-
-class DeviceClock:
-    """Events on a device's stream in use. Nothing waits for them: what has not happened yet is not known."""
-
-    sees_threads = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def look(self) -> Any:
-        return compat.recorded(self._device, timed=True)
-
-    def us(self, start: Any, end: Any) -> float | None:
-        if not end.query():
-            return None
-        return 1e3 * start.elapsed_time(end)
+        if self.sees_threads:
+            return (end - start) / 1e3
+        return 1e3 * start.elapsed_time(end) if end.query() else None
 
 
 Looks = tuple[Any, Any]
@@ -86,8 +68,3 @@ class Waits:
         )
         both = (min(end, other_end) - max(start, other) for start, end in stood for other, other_end in waited)
         return here + sum(us for us in both if us > 0)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Make the clock that times work on a device."""
-    return DeviceClock(device) if compat.works_later(device) else HostClock()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -54,11 +53,6 @@ class Group:
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
     under_way: set[UnderWay] = field(default_factory=set["UnderWay"])
     """Each keeps the connections open as long as it is known."""
-    translated: Translated = field(init=False)
-    """Around a collective of the backend's own."""
-
-    def __post_init__(self) -> None:
-        self.translated = Translated(_one_of([rank for k, rank in enumerate(self.ranks) if k != self.place]))
 
     def is_over_nccl(self, device: torch.device) -> bool:
         """Tell the backend that has reductions to a root and means, and passes bytes on from rank to rank."""
@@ -71,8 +65,20 @@ class Group:
             raise _given_up()
         return self.handle
 
-    def started(self, work: Any, finish: Callable[[], object] | None = None) -> Work:
-        """Keep a collective of the backend's own. Whoever waits for it runs `finish` then."""
+    @property
+    def others(self) -> str:
+        """Name the ranks of which one is missing where a collective of the backend's own does not end."""
+        others = [rank for k, rank in enumerate(self.ranks) if k != self.place]
+        named = ", ".join(map(str, others[:MOST_NAMED]))
+        return f"rank {named}" if len(others) == 1 else f"one of ranks {named}{', ...' * (len(others) > MOST_NAMED)}"
+
+    def start(self, collective: Callable[..., Any], *given: Any, finish: Callable[[], object] | None = None) -> Work:
+        """Start a collective of the backend's own. Whoever waits for it runs `finish` then."""
+        try:
+            work = collective(*given, group=self.live, async_op=True)
+        except RuntimeError as error:
+            raise_if_lost(error, self.others)
+            raise
         assert work is not None, "this rank is not in the group"
         flying = UnderWay(self, [(None, work)], finish)
         self.under_way.add(flying)
@@ -93,8 +99,7 @@ class Group:
                 rank = self.ranks[k]
                 if parts[k].numel():
                     try:
-                        with Translated(f"rank {rank}"):
-                            flying.add(rank, transfer(parts[k], rank, group=self.live, tag=tag))
+                        flying.add(rank, self._sent(transfer, parts[k], rank, tag))
                     except LostTouch as error:
                         lost = lost or error
         if lost is not None:
@@ -103,6 +108,13 @@ class Group:
             finally:
                 del lost  # its traceback knows this frame, and this frame the connections
         return flying
+
+    def _sent(self, transfer: Callable[..., Any], part: Tensor, rank: int, tag: int) -> Any:
+        try:
+            return transfer(part, rank, group=self.live, tag=tag)
+        except RuntimeError as error:
+            raise_if_lost(error, f"rank {rank}")
+            raise
 
     def give_up(self) -> Any:
         """Forget what is under way; returns the handle, for whoever closes it."""
@@ -139,7 +151,7 @@ class UnderWay:
             if self.handles is not None:
                 self.handles = handles[done:]  # a receive that has been waited for would be waited for in vain
             work = handles = None  # in the error's traceback, this frame would keep the connections open
-            _raise_if_lost(error, self.group.translated.who if rank is None else f"rank {rank}")
+            raise_if_lost(error, self.group.others if rank is None else f"rank {rank}")
             raise
         self.handles = []
         self.group.under_way.discard(self)
@@ -168,40 +180,12 @@ def call_when_done(work: Work, done: Callable[[], object]) -> None:
         future.add_done_callback(told)
 
 
-class Translated:
-    """Translate what backends raise when another rank has gone, or does not come, into LostTouch.
-
-    An object, not a generator: entering it takes a tenth of the time.
-    """
-
-    __slots__ = ("who",)
-
-    def __init__(self, who: str) -> None:
-        self.who = who
-        """The missing rank, or the ranks of which one is missing."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, RuntimeError):
-            _raise_if_lost(error, self.who)
-
-
-def _raise_if_lost(error: RuntimeError, who: str) -> None:
+def raise_if_lost(error: RuntimeError, who: str) -> None:
+    """Raise LostTouch for what a backend raises when another rank has gone, or does not come."""
     if compat.is_lost_connection(error):
         told = str(error).partition("\n")[0]
         error.__traceback__ = None  # its frames would keep the group's connections open
         raise LostTouch(f"{who} left a collective, or never came: {told}") from None
-
-
-def _one_of(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    named = ", ".join(map(str, ranks[:MOST_NAMED]))
-    return f"one of ranks {named}{', ...' if len(ranks) > MOST_NAMED else ''}"
 
 
 def _given_up() -> LostTouch:

@@ -19,10 +19,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -83,27 +82,24 @@ class HostCopies:
 T = TypeVar("T")
 
 
-class Arriving:
+OnHost = Future[Tensor]
+"""A value that the pool is computing, or that arrives there."""
+
+
+class Arriving(OnHost):
     """The result of a collective. The first thread that needs it waits for it; another one waits for that thread."""
 
     def __init__(self, wait: Callable[[], Tensor]) -> None:
+        super().__init__()
         self._wait = wait
         self._lock = Lock()
-        self._value: Tensor | None = None
 
-    def result(self) -> Tensor:
+    def result(self, timeout: float | None = None) -> Tensor:
         """Wait, and return what arrived."""
         with self._lock:
-            if self._value is None:
-                self._value = self._wait()
-            return self._value
-
-
-@dataclass(frozen=True, slots=True)
-class OnHost:
-    """A value that the pool is computing, or that arrives there."""
-
-    future: Future[Tensor] | Arriving
+            if not self.done():
+                self.set_result(self._wait())
+        return super().result(timeout)
 
 
 class PoolThread(Enum):
@@ -117,7 +113,7 @@ class PoolThread(Enum):
 
 def value_of(value: Any) -> Any:
     """Wait for a value if the pool is computing it."""
-    return value.future.result() if isinstance(value, OnHost) else value
+    return cast("OnHost", value).result() if isinstance(value, Future) else value
 
 
 class HostPool:
@@ -151,13 +147,13 @@ class HostPool:
 
     def after(self, run: Callable[..., Tensor], *values: Any, on: PoolThread = PoolThread.SENDING) -> Tensor | OnHost:
         """Run with these arguments: now, or on the pool if it is computing one of them."""
-        if any(isinstance(value, OnHost) for value in values):
-            return OnHost(self.submit(run, *values, on=on))
+        if any(isinstance(value, Future) for value in values):
+            return self.submit(run, *values, on=on)
         return run(*values)
 
     def arriving(self, take: Callable[[], Tensor]) -> OnHost:
         """Stand in for what a collective brings until a thread needs it."""
-        return OnHost(Arriving(take if self.watch is None else self.watch(take)))
+        return Arriving(take if self.watch is None else self.watch(take))
 
     def wait(self) -> None:
         """Wait until everything that was handed over is done."""

@@ -48,6 +48,12 @@ def all_finite(values: Sequence[Tensor]) -> bool:
     return is_finite_here and bool(torch.stack([value.double() for value in largest]).isfinite().all())
 
 
+def not_finite_too(flag: Tensor | None, value: Tensor) -> Tensor:
+    """Set a flag, uint8[1], where a value is not finite, in one reading on its device; no flag stands for 0."""
+    seen = (~torch.isfinite(torch.stack(torch.aminmax(value))).all()).to(torch.uint8).view(1)
+    return seen if flag is None else flag | seen
+
+
 def _is_finite(value: Tensor) -> bool:
     if value.dtype is torch.float32 and value.is_contiguous() and kernels.can_run_on(value):
         return bool(kernels.run("fxcomp_all_finite", value, value.numel()))

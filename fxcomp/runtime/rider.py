@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.runtime.buffers import ROOM, Buffers
-from fxcomp.runtime.group import Work
 from fxcomp.runtime.transfers import Pattern, Transfer, pattern_of
 from fxcomp.runtime.transport import Flight, Launch, Transport
 
@@ -95,7 +94,7 @@ class Rider:
         tail = whole[elements:]
         tail.copy_(self._as_sent(self._bits, tail.device))
         work = transport.all_reduce(whole, launch.level, launch.lane, launch.how)
-        return Flight(launch, whole[:elements], Ridden(work, lambda: self._arrived(launch, tail)))
+        return Flight(launch, whole[:elements], work, lambda: self._arrived(launch, tail))
 
     def _gathered(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
         """Send bytes, of whatever type: what is in them is not looked at."""
@@ -113,7 +112,7 @@ class Rider:
             torch.cat(views.parts, out=views.together)
             self._arrived(launch, torch.cat(views.digests))
 
-        return Flight(launch, views.together.view(value.dtype), Ridden(work, arrived))
+        return Flight(launch, views.together.view(value.dtype), work, arrived)
 
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
         key = len(what), device, compat.stream_of(device)  # no other stream waits for the copy
@@ -181,23 +180,3 @@ class _Views:
         """Return whether they serve a value: where it lies, as large, and cut in the same way."""
         is_same_place = value.data_ptr() == self.whole.data_ptr()
         return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut
-
-
-@dataclass(slots=True, eq=False)
-class Ridden:
-    """A collective under way that carries a digest; whoever waits for it first has the digest looked at."""
-
-    work: Work
-    arrived: Callable[[], None]
-    _is_over: bool = False
-
-    def wait(self) -> None:
-        self.work.wait()
-        if not self._is_over:
-            self._is_over = True
-            self.arrived()
-
-    def get_future(self) -> Any:
-        """Return the backend's own, if it has one."""
-        found: Any = getattr(self.work, "get_future", lambda: None)
-        return found()

@@ -21,13 +21,13 @@ from fxcomp.compressors import Compressor, operators
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import Segments, as_pieces
 from fxcomp.runtime import packing
+from fxcomp.runtime.aside import SideStream
 from fxcomp.runtime.buffers import AS_WRITTEN, Buffers, Numbers
-from fxcomp.runtime.clock import Waits, clock_of
+from fxcomp.runtime.clock import Clock, Waits
 from fxcomp.runtime.host_pool import HostCopies, HostPool, OnHost, PoolThread, value_of
 from fxcomp.runtime.local_gradients import LocalGradients
 from fxcomp.runtime.packing import copy_scaled
 from fxcomp.runtime.rider import Rider
-from fxcomp.runtime.side_stream import SideStream
 from fxcomp.runtime.transfers import Cut
 from fxcomp.runtime.transport import Flight, Launch, Transport
 
@@ -66,7 +66,7 @@ class Runtime:
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
-        self.clock = clock_of(device)
+        self.clock = Clock(device)
         self._device = device
         self._copies = HostCopies(device)
         self.counters = Counters()
@@ -176,7 +176,7 @@ class Runtime:
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
-        if isinstance(value, OnHost):
+        if isinstance(value, Future):
             launch = Launch(name, kind, cut, level, how, "pool", rides)
             return self.pool.submit(functools.partial(self._start, launch), value)
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
@@ -223,13 +223,13 @@ class Runtime:
     def d2h(self, name: str, value: Tensor) -> OnHost:
         """Hand a value to the host's pool."""
         buffer = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU)
-        return OnHost(self.pool.submit(self._copies.to_host(value, buffer)))
+        return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
         """Take a value back from the pool; time spent here is exposed communication."""
 
         def take_back() -> Tensor:
-            result = value.future.result()
+            result = value.result()
             buffer = functools.partial(self.buffers.take, name, result.numel(), result.dtype, self._device)
             return self._copies.to_device(result, buffer)
 

@@ -10,15 +10,32 @@ A line costs two looks at the clock and one list entry: 0.3 us (measured, AMD EP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fxcomp.runtime.clock import Clock, HostClock
+from fxcomp.runtime.clock import Clock
 from fxcomp.runtime.group import call_when_done
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Flight
-from fxcomp.runtime.watched_lines import Call, WatchedLines
+
+Call = tuple[str, int]
+"""A line, as the runtime's method and the number of its call in this step; or a region's name, and 0."""
+
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Makes a method, of a name, do something around itself."""
+
+
+class WatchedLines:
+    """A runtime whose lines are watched; all else is the runtime's."""
+
+    def __init__(self, runtime: Runtime, methods: Iterable[str], around: Around) -> None:
+        self._runtime = runtime
+        for method in methods:
+            setattr(self, method, around(method, getattr(runtime, method)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +50,8 @@ class Reading:
     """The end of a launch's collective, where the backend told of it: gloo does for all but sends and receives."""
 
 
-@dataclass(slots=True)
-class _Marks:
-    begin: Any
-    pool_begin: Any
-    main: list[tuple[Call, Any, Any]] = field(default_factory=list[tuple[Call, Any, Any]])
-    pool: list[tuple[Call, Any, Any]] = field(default_factory=list[tuple[Call, Any, Any]])
-    ends: dict[Call, Any] = field(default_factory=dict[Call, Any])
+_Mark = tuple[Call, Any, Any]
+"""A line, and two looks of a clock: at its begin and end."""
 
 
 class Stopwatch:
@@ -47,17 +59,22 @@ class Stopwatch:
 
     def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock) -> None:
         """`methods` are the runtime's methods that are timed."""
-        self._clock, self._pool_clock = clock, HostClock()
+        self._clock, self._pool_clock = clock, Clock()
         self._counts: dict[str, int] = {}
         self._line: Call = ("", 0)
-        self._marks = _Marks(None, None)
+        self._begin: Any = None
+        self._pool_begin: Any = None
+        self._main: list[_Mark] = []
+        self._pool: list[_Mark] = []
+        self._ends: dict[Call, Any] = {}
         self._runtime = runtime
         self.lines: Any = WatchedLines(runtime, methods, self.line)
 
     def start(self) -> None:
         """Begin a step. Until `stop` the runtime's pool is watched, and no line goes aside: times are compute's."""
         self._counts.clear()
-        self._marks = _Marks(self._clock.look(), self._pool_clock.look())
+        self._main, self._pool, self._ends = [], [], {}
+        self._begin, self._pool_begin = self._clock.look(), self._pool_clock.look()
         self._runtime.pool.watch = self._on_pool
         self._runtime.side.is_in_line = True
 
@@ -68,14 +85,13 @@ class Stopwatch:
 
     def reading(self) -> Reading | None:
         """The times of the last step; None if a device has not finished it yet."""
-        marks = self._marks
-        main = _between(self._clock, marks.begin, marks.main)
-        pool = _between(self._pool_clock, marks.pool_begin, marks.pool)
+        main = _between(self._clock, self._begin, self._main)
+        pool = _between(self._pool_clock, self._pool_begin, self._pool)
         if main is None or pool is None:
             return None
         ends: dict[Call, float] = {}
-        for call, end in list(marks.ends.items()):
-            us = self._clock.us(marks.begin, end)
+        for call, end in list(self._ends.items()):
+            us = self._clock.us(self._begin, end)
             if us is not None:
                 ends[call] = us
         return Reading(main, pool, ends)
@@ -87,7 +103,7 @@ class Stopwatch:
         def timed(*inputs: Any) -> Any:
             start = look()
             result = run(*inputs)
-            self._marks.main.append((call, start, look()))
+            self._main.append((call, start, look()))
             return result
 
         return timed
@@ -101,7 +117,7 @@ class Stopwatch:
             call = self._line = (method, number)
             start = look()
             result = run(*arguments, **options)
-            self._marks.main.append((call, start, look()))
+            self._main.append((call, start, look()))
             if self._clock.sees_threads and isinstance(result, Flight):
                 self._hear_of(call, result)
             return result
@@ -109,12 +125,12 @@ class Stopwatch:
         return timed
 
     def _hear_of(self, call: Call, flight: Flight) -> None:
-        ends, look = self._marks.ends, self._clock.look
+        ends, look = self._ends, self._clock.look
         call_when_done(flight.work, lambda: ends.setdefault(call, look()))
 
     def _on_pool(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Work for the pool with a clock around it, which looks when the pool has come to it and has what it takes."""
-        call, marks, look = self._line, self._marks.pool, self._pool_clock.look
+        call, marks, look = self._line, self._pool, self._pool_clock.look
 
         def timed(*given: Any) -> Any:
             start = look()
@@ -125,7 +141,7 @@ class Stopwatch:
         return timed
 
 
-def _between(clock: Clock, begin: Any, marks: list[tuple[Call, Any, Any]]) -> dict[Call, tuple[float, float]] | None:
+def _between(clock: Clock, begin: Any, marks: Sequence[_Mark]) -> dict[Call, tuple[float, float]] | None:
     found: dict[Call, tuple[float, float]] = {}
     for call, start, end in marks:
         first, last = clock.us(begin, start), clock.us(begin, end)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxcomp import compat
 from fxcomp.errors import LostTouch
-from fxcomp.runtime.group import Done, Group, Translated, Work
+from fxcomp.runtime.group import Done, Group, Work, raise_if_lost
 from fxcomp.runtime.members import Levels, Members
 from fxcomp.runtime.transfers import Cut, Pattern, Transfer, pattern_of
 
@@ -84,8 +84,11 @@ class Groups:
             for level, lists in levels.items():
                 for ranks in lists:
                     backend = "gloo" if lane == "pool" else None
-                    with Translated("another rank"):
+                    try:
                         handle = compat.new_group(list(ranks), backend, timeout, name)
+                    except RuntimeError as error:
+                        raise_if_lost(error, "another rank")
+                        raise
                     name = None if name is None else name + 1
                     if me in ranks:
                         backends = compat.backend_names(handle)
@@ -102,13 +105,11 @@ class Groups:
         if how == "avg" and not group.is_over_nccl(value.device):
             value.mul_(1 / len(group.ranks))
             op = dist.ReduceOp.SUM
-        with group.translated:
-            return group.started(_dist.all_reduce(value, op, group=group.live, async_op=True))
+        return group.start(_dist.all_reduce, value, op)
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
         group = self._groups[level, lane]
-        with group.translated:
-            return group.started(dist.broadcast(value, self.numbers[source], group=group.live, async_op=True))
+        return group.start(dist.broadcast, value, self.numbers[source])
 
     def start(self, transfer: Transfer) -> Work:
         group = self._groups[transfer.level, transfer.lane]
@@ -198,8 +199,7 @@ def _gathered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
     if root is not None:
         if group.place == root:
             out.copy_(value)
-        with group.translated:
-            return group.started(dist.broadcast(out, group.ranks[root], group=group.live, async_op=True))
+        return group.start(dist.broadcast, out, group.ranks[root])
     if value.device.type != "cpu":
         if not is_even:
             return _dealt(group, value.repeat(len(parts)), out, (len(parts) * (value.numel(),), parts))
@@ -207,8 +207,7 @@ def _gathered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
         received = torch.split_with_sizes(out, parts)
         received[group.place].copy_(value)
         return group.exchange([value] * len(parts), received)
-    with group.translated:
-        return group.started(compat.all_gather(out, value, group=group.live, async_op=True))
+    return group.start(compat.all_gather, out, value)
 
 
 def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
@@ -231,11 +230,9 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
     if root is not None:
         if group.place == root:
             value = out.copy_(value)  # what the others bring stays as it is
-        with group.translated:
-            return group.started(_dist.reduce(value, group.ranks[root], group=group.live, async_op=True))
+        return group.start(_dist.reduce, value, group.ranks[root])
     if value.device.type != "cpu" and is_even and is_summed:
-        with group.translated:
-            return group.started(compat.reduce_scatter(out, value, group=group.live, async_op=True))
+        return group.start(compat.reduce_scatter, out, value)
     elements = len(parts) * out.numel()
     arrived = out.new_empty(elements) if transfer.memory is None else transfer.memory(elements)
     terms = list(arrived.view(len(parts), out.numel()).unbind())
@@ -285,8 +282,7 @@ def _dealt(
 ) -> Work:
     """Do it by the backend's own collective; `sizes` are of the parts that go to each rank, and come from each."""
     going, coming = map(list, sizes)
-    with group.translated:
-        return group.started(_dist.all_to_all_single(out, value, coming, going, group.live, async_op=True), finish)
+    return group.start(_dist.all_to_all_single, out, value, coming, going, finish=finish)
 
 
 def _as_bytes(value: Tensor) -> Tensor:
@@ -393,11 +389,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A collective under way; `output` is valid once `work` is done."""
+    """A collective under way; `output` is valid once `work` is done, and `arrived`, if there is one, was called."""
 
     launch: Launch
     output: Tensor
     work: Work
+    arrived: Callable[[], None] | None = None
 
     def finish(self) -> Tensor:
         """Wait for the result."""
@@ -405,4 +402,6 @@ class Flight:
             self.work.wait()
         except LostTouch as lost:
             raise self.launch.told(lost) from None
+        if self.arrived is not None:
+            self.arrived()
         return self.output

@@ -18,9 +18,7 @@ from fxcomp.capture.optimizer_state import is_fresh
 from fxcomp.capture.probe import copied
 from fxcomp.capture.training import Training
 from fxcomp.ranks import Ranks
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of so many bytes."""
+from fxcomp.runtime.arrivals import digest_of
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
@@ -30,17 +28,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     for place, each in enumerate(tensors):
         places.setdefault(each.device, []).append(place)
     for here in places.values():
-        found = torch.stack([_sum(tensors[place]) for place in here])
+        found = torch.stack([digest_of(tensors[place]) for place in here])
         for place, one in zip(here, map(int, found.cpu()), strict=True):
             sums[place] = one
     return sums
-
-
-def _sum(value: Tensor) -> Tensor:
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value)
-    return value.view(_WHOLE[value.element_size()]).sum(dtype=torch.int64)
 
 
 def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:

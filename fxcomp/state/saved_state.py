@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -97,22 +97,8 @@ class Saved:
     """As it was given: compressors read their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """This model and the plans that are followed here: loaded states must fit them."""
-
-    sizes: Mapping[str, int]
-    """Of all parameters."""
-    trained: Sequence[str]
-    """Those that get a gradient, in an order that all ranks share."""
-
-    @property
-    def trained_sizes(self) -> dict[str, int]:
-        return {name: self.sizes[name] for name in self.trained}
-
-
-def _read(given: Any, here: Here) -> Saved:
-    """Check one state. Raises BadState."""
+def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
+    """Check one state of a model whose parameters have these sizes. Raises BadState."""
     check_are_states([given])
     version: Any = given.get("version")
     if version != VERSION:
@@ -134,12 +120,12 @@ def _read(given: Any, here: Here) -> Saved:
             {key: given[key] for key in ("compressors", "compressor_layout")},
         )  # fmt: skip
         for name, size in Plan.from_json(given[PLAN]).sizes.items() if PLAN in given else ():
-            _check("buckets", name, Slice(torch.empty(0), 0, size), here)
+            _check("buckets", name, Slice(torch.empty(0), 0, size), sizes)
         for name, pieces in saved.residuals.items():
             for kept in pieces:
-                _check("residuals", name, kept, here)
+                _check("residuals", name, kept, sizes)
         for name, value in saved.owed.items():
-            _check("residuals", name, Slice(value, 0, value.numel()), here)
+            _check("residuals", name, Slice(value, 0, value.numel()), sizes)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadState(
             f"the state is not whole: {type(error).__name__}: {error}.\n  Load a state as state_dict() returned it."
@@ -182,9 +168,9 @@ def _slice(kept: Mapping[str, Any]) -> Slice:
     )
 
 
-def _check(what: str, name: str, kept: Slice, here: Here) -> None:
+def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
     """A slice must lie inside a parameter of this model."""
-    wanted = here.sizes.get(name)
+    wanted = sizes.get(name)
     if wanted is None:
         raise BadState(
             f"the saved {what} are of another model: they hold {name!r}, which this model does not have.\n"
@@ -213,14 +199,16 @@ class Agreed:
     """Ranks whose states nobody has."""
 
 
-def read_together(given: Given, here: Here, sharing: Sharing) -> Agreed | None:
+def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
     """Check what every rank was given; None if none was given anything. Every rank calls it.
+
+    `sizes` has the elements of all parameters.
 
     Raises BadState on all ranks where states do not belong together, PeerFailed where another rank's is bad.
     """
 
     def mine() -> tuple[Saved, ...]:
-        return tuple(_read(state, here) for state in states_given(given))
+        return tuple(_read(state, sizes) for state in states_given(given))
 
     states = sharing.attempt("reading", mine)
     facts: list[Any] = [[s.rank, s.ranks, s.steps, list(s.rates.items())] for s in states]
@@ -260,15 +248,16 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 # Loading
 
 
-def restore(agreed: Agreed, into: GradientState, here: Here, sharing: Sharing) -> None:
+def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
     """Load what was agreed on into the state of the plan that is followed here.
 
-    Every rank calls it. Raises BadState where compressors that must remember the same do not.
+    `trained` has the elements of each parameter that gets a gradient, in the same order on all ranks. Every rank calls
+    it. Raises BadState where compressors that must remember the same do not.
     """
     states, rank = agreed.states, sharing.peers.rank
-    sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, here, rank))
+    sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, trained, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
-    owed = hand_over(residuals, into.residuals, here.trained_sizes, sharing)
+    owed = hand_over(residuals, into.residuals, trained, sharing)
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
     _restore_compressors([saved.compressors for saved in own_first], into.compressor_states, sharing)
     into.owed, into.rates = owed, dict(agreed.rates)
@@ -282,7 +271,7 @@ def _by_name(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [state[name] for state in states if name in state] for state in states for name in state}
 
 
-def tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
+def tell_what_is_lost(agreed: Agreed, trained: Collection[str], rank: int) -> None:
     if agreed.lost and rank == 0:
         who = ", ".join(map(str, agreed.lost))
         _warn(
@@ -291,7 +280,6 @@ def tell_what_is_lost(agreed: Agreed, here: Here, rank: int) -> None:
             f" Trainer, put the missing files (fxcomp-rank{agreed.lost[0]} in a name) back where the others are, and"
             " go on from that checkpoint again."
         )
-    trained = set(here.trained)
     held = [(n, kept.values) for s in agreed.states for n, pieces in s.residuals.items() for kept in pieces]
     held += [(n, value) for s in agreed.states for n, value in s.owed.items()]
     frozen = sorted({name for name, values in held if name not in trained and bool(values.any())})

@@ -17,6 +17,7 @@ from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import Unsupported
 from fxcomp.options import StepOptions
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.decide import Planner
 from fxcomp.progress import Notes
 from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
@@ -26,12 +27,11 @@ from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_genera
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
-from fxcomp.step.explain import explanation_of, explanation_of_step, notes_of
-from fxcomp.step.metrics import Counts, in_a_line, metrics_of
+from fxcomp.step.explain import explanation_of, explanation_of_step, in_a_line, metrics_of, notes_of
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.profile import Profiler
-from fxcomp.step.schedule import Replanner, StepSchedule
+from fxcomp.step.schedule import StepSchedule
 from fxcomp.step.step_times import StepTimes
 from fxcomp.step.unused import note_on_densified, note_on_unused
 from fxcomp.step.verify.verifier import Verifier
@@ -61,7 +61,7 @@ class CompiledStep:
     group, as at the end of an epoch, on every rank at the same call; the mean is over those that there were.
     """
 
-    def __init__(self, force: PlanInForce, planner: Replanner, site: Site, options: StepOptions):
+    def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
         self.in_force = force
         """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
@@ -214,8 +214,7 @@ class CompiledStep:
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
-        counts = Counts(self.steps, self.skipped_steps, self.payload_bytes)
-        found = metrics_of(counts, self.times, *self._followed)
+        found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fxcomp.step.calendar import WINDOW
 
@@ -22,35 +21,23 @@ LEAST = WINDOW // 4
 """Steps of a window that every rank must have timed. Verified steps and batches of another kind are not timed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """A change of the step's time: the median when its plan was settled, and that of the last window, in ms."""
-
-    step: int
-    """Number of steps taken when it was noticed."""
-    settled_ms: float
-    now_ms: float
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step}: steps take {self.now_ms:.4g} ms, and took {self.settled_ms:.4g} when their plan was"
-            " settled."
-        )
-
-
 def median_of_window(times_ms: Sequence[float]) -> float:
     """Return a rank's median of a window, in ms; -1 where it has timed too few of its steps."""
     return statistics.median(times_ms) if len(times_ms) >= LEAST else -1.0
 
 
-def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, Drift | None]:
+def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
     """Compare the window that ends after `step` steps with the settled time; `medians_ms` are those of all ranks.
 
-    Returns the settled time from now on, and the drift, if it is one. A window that some rank has not timed is left
-    out.
+    Returns the settled time from now on, and a sentence on the drift, empty if it is none. A window that some rank has
+    not timed is left out.
     """
     now_ms = max(medians_ms)
     if min(medians_ms) < 0 or settled_ms is None:
-        return settled_ms if min(medians_ms) < 0 else now_ms, None
-    has_drifted = max(settled_ms, now_ms) > FACTOR * min(settled_ms, now_ms)
-    return settled_ms, Drift(step, settled_ms, now_ms) if has_drifted else None
+        return settled_ms if min(medians_ms) < 0 else now_ms, ""
+    if max(settled_ms, now_ms) <= FACTOR * min(settled_ms, now_ms):
+        return settled_ms, ""
+    return (
+        settled_ms,
+        f"step {step}: steps take {now_ms:.4g} ms, and took {settled_ms:.4g} when their plan was settled.",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.schedule import StepSchedule
 from fxcomp.step.step_times import StepTimes
-from fxcomp.step.unused import FindsUnused, UnusedHere
+from fxcomp.step.unused import FindsUnused
 
 
 class Execution(Executor):
@@ -89,11 +89,11 @@ class Execution(Executor):
             for each in watching:
                 each.after(step, aux)
             if self.end(state, runtime):
-                inputs.has_stepped(program, unused.held if unused else ())
+                inputs.has_stepped(program, unused)
         return program.captured.result(loss, aux)
 
-    def _holding_unused(self, program: Program) -> AbstractContextManager[UnusedHere | None]:
+    def _holding_unused(self, program: Program) -> AbstractContextManager[Collection[str]]:
         if self._finds_unused is None:
-            return nullcontext()
+            return nullcontext(())
         unused = self.group.unused(program.captured.unused)
-        return self._finds_unused.begin(unused, self._force.state, self._force.runtime)
+        return self._finds_unused.holding(unused, self._force.state, self._force.runtime)

@@ -1,15 +1,19 @@
-"""Explain a running step: the decision in force, with what was measured and noted since."""
+"""Explain a running step: the decision in force, with what was measured and noted since, as a report or in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fxcomp.cost.timeline import Timeline
 from fxcomp.error_tables import ErrorTable
 from fxcomp.graph.work import unknowns
 from fxcomp.options import StepOptions
 from fxcomp.plan.budget import Budget
+from fxcomp.plan.plan import Plan
+from fxcomp.report.document import count
 from fxcomp.report.explanation import Explanation
 from fxcomp.search.decision import Decision, PlanMove
 from fxcomp.search.question import Terms
@@ -102,3 +106,48 @@ def explanation_of_step(
         stages=dict(zip(force.calendar.warm_from, force.plans, strict=True)),
         steps=options.compress.steps,
     )
+
+
+# In numbers
+
+
+def metrics_of(
+    steps: int,
+    skipped: int,
+    payload_bytes: Mapping[tuple[str, str], int],
+    times: StepTimes,
+    plan: Plan | None,
+    predicted: Timeline | None,
+) -> dict[str, Any]:
+    """Sum up what has run so far in a flat dictionary of numbers, for logs, without a wait.
+
+    `steps` were taken, or backward passes, of which `skipped` were left out because a gradient was not finite on some
+    rank. `payload_bytes` are those that this rank put into collectives in the last one, by kind and level. Before there
+    is a plan, what needs one is nan, and its name empty.
+    """
+    sent = sum(payload_bytes.values())
+    dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan
+    return {
+        "step": steps,
+        "step_ms": times.median_ms,
+        "exposed_ms": times.exposed_ms,
+        "predicted_ms": math.nan if predicted is None else predicted.step_time_us / 1e3,
+        "sent_mb": sent / 1e6,
+        "ratio": dense / sent if sent else math.nan,
+        "skipped": skipped,
+        "plan": "" if plan is None else plan.digest,
+    }
+
+
+def in_a_line(metrics: Mapping[str, Any], plan: Plan, *, is_racing: bool) -> str:
+    """Say in a line how gradients travel and how long steps take."""
+    buckets = plan.buckets
+    compressed = sum(not bucket.strategy.is_dense for bucket in buckets)
+    said = [f"{compressed} of {count(len(buckets), 'bucket')} compressed" if compressed else "dense"]
+    if compressed and not math.isnan(metrics["ratio"]):
+        said.append(f"gradients / sent {metrics['ratio']:.3g}")
+    measured = metrics["step_ms"]
+    times = f"predicted {metrics['predicted_ms']:.4g} ms a step"
+    said.append(times if math.isnan(measured) else f"{measured:.4g} ms a step, {times}")
+    said += ["plans take turns"] if is_racing else []
+    return ", ".join([*said, count(metrics["step"], "step"), f"plan {metrics['plan']}"])

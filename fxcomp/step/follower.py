@@ -26,7 +26,7 @@ from fxcomp.state.checkpoint import SCALE
 from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
 from fxcomp.state.handover import Sharing
 from fxcomp.state.inputs import Inputs
-from fxcomp.state.saved_state import Given, Here, read_together, restore, scale_of, state_dict
+from fxcomp.state.saved_state import Given, read_together, restore, scale_of, state_dict
 
 T = TypeVar("T")
 
@@ -223,13 +223,12 @@ class Follower:
         no rank was given anything. A race starts over. Raises BadState.
         """
         sharing = self.sharing("load_state_dict")
-        here = Here(self.trained.sizes, self.trained.names)
-        agreed = read_together(given, here, sharing)
+        agreed = read_together(given, self.trained.sizes, sharing)
         if agreed is None:
             return None
         self.start_over()
         enter(agreed.steps)
-        restore(agreed, self.state, here, sharing)
+        restore(agreed, self.state, self.trained_sizes, sharing)
         scales = sharing.gather("the scale of the loss", scale_of(given))
         self.now.scale = next((scale for scale in scales if scale is not None), 1.0)
         return agreed.steps

@@ -27,7 +27,8 @@ class MicroBatchGroup:
         self._changes_of_scale = 0
         """When the group began."""
         self._looks: list[Looks] = []
-        self._is_like_first = True
+        self.is_like_first = True
+        """All of its batches were like those of the prediction."""
         self._unused: frozenset[str] | None = None
 
     @property
@@ -58,7 +59,7 @@ class MicroBatchGroup:
         self._sums.micro_batches += 1
         self._looks.append(looks)
         self._unused = frozenset(self.unused(unused))
-        self._is_like_first &= is_like_first
+        self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
         """The parameters that no micro-batch so far has used, nor the next one, which leaves these unused."""
@@ -95,16 +96,11 @@ class MicroBatchGroup:
         """When each of its micro-batches ran."""
         return (*self._looks, last)
 
-    @property
-    def is_like_first(self) -> bool:
-        """All of its batches were like those of the prediction."""
-        return self._is_like_first
-
     def clear(self) -> None:
         """Begin another group."""
         self._sums.clear()
         self._looks.clear()
-        self._is_like_first, self._unused = True, None
+        self.is_like_first, self._unused = True, None
 
     def check_is_over(self) -> None:
         """Raise BadCall in the middle of a group."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from fxcomp.capture.batch_type import BatchType
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Timeline
+from fxcomp.graph.captured import Captured
 from fxcomp.graph.run_passes import Turns, finished
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import NO_WARMUP, Warmup
@@ -29,7 +30,7 @@ from fxcomp.state.momenta import Momenta, SavedMomenta, check_momenta
 from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
-from fxcomp.step.programs import Programs, kept
+from fxcomp.step.programs import CAPTURES, Programs
 
 CALENDAR = "calendar"
 """The part of a saved state that says what steps to come are for."""
@@ -65,7 +66,7 @@ class PlanInForce:
         self._follower.enter_stage(self.plan)
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
-        self._micro_program = kept(lambda of: self._compiler.emit_micro_batch(of, self.decision.costs))
+        self._micro_program = lru_cache(CAPTURES)(self._emit_micro_batch)
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
@@ -278,6 +279,9 @@ class PlanInForce:
         self.inputs.expect_other_state()
         captured = self._capture.again(batch, varying)
         return finished(self._compiler.emit(captured, self.plan, self.decision.costs))
+
+    def _emit_micro_batch(self, captured: Captured) -> Program:
+        return self._compiler.emit_micro_batch(captured, self.decision.costs)
 
     def _adopt(self, program: Program, number: int) -> None:
         """Take over the first capture's program under the plan of a number."""

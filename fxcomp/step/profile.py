@@ -23,8 +23,7 @@ from fxcomp.graph.lines import TIMED_METHODS, Line, timed_lines
 from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.stopwatch import Reading, Stopwatch
-from fxcomp.runtime.watched_lines import Call
+from fxcomp.runtime.stopwatch import Call, Reading, Stopwatch
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 

@@ -20,7 +20,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, Change, batch_change
 from fxcomp.capture.step_guard import Key, StepGuard, settled
 from fxcomp.codegen.program import Program
-from fxcomp.graph.captured import Captured
 from fxcomp.graph.prelude import OtherAnswer, Prelude
 
 CAPTURES = 8
@@ -341,8 +339,3 @@ class Recaptures:
             f"  {change.remedy}",
             stacklevel=compat.users_level(),
         )
-
-
-def kept(emit: Callable[[Captured], Program]) -> Callable[[Captured], Program]:
-    """Keep the programs of the captures that were used last. Local: ranks do not communicate in it."""
-    return lru_cache(CAPTURES)(emit)

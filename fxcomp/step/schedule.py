@@ -14,41 +14,28 @@ the calendar, and has another plan followed. The freeze of second moments (`free
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.codegen.program import Program
-from fxcomp.cost.table import CostTable
-from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
+from fxcomp.planning.decide import Planner
 from fxcomp.search.decision import Decision, PlanMove, Raced
-from fxcomp.search.question import Terms
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
 from fxcomp.step.alike import SELDOM, Alike
 from fxcomp.step.calendar import WINDOW, Calendar
-from fxcomp.step.drift import Drift, judged, median_of_window
+from fxcomp.step.drift import judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.freeze import Freeze
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
-
-
-class Replanner(Protocol):
-    """Measures the links and decides again; all ranks call it together."""
-
-    @property
-    def terms(self) -> Terms: ...
-
-    def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision: ...
-
-    def measure_next_time(self) -> None: ...
 
 
 class Schedule:
@@ -122,7 +109,7 @@ class StepSchedule(Schedule):
         self,
         force: PlanInForce,
         times: StepTimes,
-        planner: Replanner,
+        planner: Planner,
         options: StepOptions,
         site: Site,
         note: Callable[[str], None],
@@ -292,19 +279,22 @@ class StepSchedule(Schedule):
         self._race_again(step, f"{topic}: the race", before)
         return decision.plan != before
 
-    def _drifted(self, step: int) -> Drift | None:
-        """Compare the window that ends here, if one does, with the settled one; every rank calls it."""
+    def _drifted(self, step: int) -> str:
+        """Compare the window that ends here, if one does, with the settled one; every rank calls it.
+
+        Returns a sentence, empty where nothing has drifted.
+        """
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
-            return None
+            return ""
         mine = median_of_window(self._times.since(step - WINDOW))
         everyone = [ms for (ms,) in self._site.gather_numbers("how long steps take", [mine])]
         self._settled_ms, drift = judged(step, self._settled_ms, everyone)
-        return None if step < self.calendar.patient_until else drift
+        return "" if step < self.calendar.patient_until else drift
 
     def _acts_on_drift(self, step: int) -> bool:
         """Look for drift if that is due, and plan again or let plans race again. Returns whether there is some."""
         drift = self._drifted(step)
-        if drift is None:
+        if not drift:
             return False
         plans_again, offers = self._options.checks.replan == "auto", not self._options.why_not_replan
         offer = " step.replan(), called by every rank, measures the links again and chooses by them."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxcomp import compat
-from fxcomp.runtime.clock import Looks, Waits, clock_of
+from fxcomp.runtime.clock import Clock, Looks, Waits
 from fxcomp.site import Site
 
 KEPT = 200
@@ -21,7 +21,7 @@ class StepTimes:
     """Times whole steps. Nothing waits for a device: a step counts once the device is known to be done with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._clock = device, clock_of(device)
+        self._device, self._clock = device, Clock(device)
         self._step_ms: deque[float] = deque(maxlen=KEPT)
         self._waited_ms: deque[float] = deque(maxlen=KEPT)
         self._numbers: deque[int] = deque(maxlen=KEPT)

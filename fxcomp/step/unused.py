@@ -15,7 +15,8 @@ lost if the parameter was used after all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,35 +48,6 @@ def note_on_densified(example: Captured, sizes: Mapping[str, int]) -> list[str]:
         f"the gradient of {name!r} is sparse in eager PyTorch (sparse=True) and dense here: {sizes[name]:,} elements"
         for name in example.densified
     ]
-
-
-class FindsUnused:
-    """Begins steps in which some parameters may be unused."""
-
-    def __init__(self, training: Training, site: Site):
-        self._training, self._site = training, site
-        self._names = sorted(owner.name for owner in training.owned)
-        self._aside = Aside(site.transport, site.ranks.world_size, site.device)
-
-    def begin(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> UnusedHere:
-        """Tell the other ranks what this rank's program leaves unused; every rank calls it before each step.
-
-        The step runs inside what is returned.
-        """
-        here = UnusedHere(self._training, tuple(unused), state, runtime)
-        if self._site.ranks.world_size == 1:
-            here.hold(unused)
-            return here
-        is_unused = set(unused)
-        here.arriving = arriving = self._aside.any([name not in is_unused for name in self._names])
-        if unused:
-            runtime.gradients.before_packing.append(lambda: here.hold(_nobodys(self._names, arriving)))
-        return here
-
-
-def _nobodys(names: Sequence[str], used: Coming) -> list[str]:
-    """List what no rank uses, once that is known."""
-    return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,36 +90,55 @@ class _Kept:
                 state[key] = value
 
 
-class UnusedHere:
-    """One step: what no rank uses is held from before its first bucket until it is over."""
+class FindsUnused:
+    """Lets some parameters be unused in a step, of which each rank's program leaves others out."""
 
-    def __init__(self, training: Training, unused: tuple[str, ...], state: GradientState, runtime: Runtime):
-        self._owners = {owner.name: owner for owner in training.owned if owner.name in unused}
-        self._state, self._runtime = state, runtime
-        self.arriving: Coming | None = None
-        self.held: dict[str, _Kept] = {}
-        """Values of parameters that no rank uses, by parameter."""
+    def __init__(self, training: Training, site: Site):
+        self._is_alone = site.ranks.world_size == 1
+        self._owners = {owner.name: owner for owner in sorted(training.owned, key=lambda owner: owner.name)}
+        self._aside = Aside(site.transport, site.ranks.world_size, site.device)
 
-    def hold(self, names: Sequence[str]) -> None:
-        """Copy what belongs to these parameters, and let nothing of it be sent."""
-        for name in names:
-            self.held[name] = _Kept.of(name, self._state, self._owners[name])
-            self._state.owed.pop(name, None)
-            for piece in self._state.residuals.slices.get(name, ()):
-                piece.values.zero_()
+    @contextmanager
+    def holding(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> Generator[Collection[str]]:
+        """Run a step inside, of which this rank's program leaves these parameters unused; every rank calls it.
 
-    def __enter__(self) -> UnusedHere:
-        return self
+        Yields the parameters that no rank uses, as they become known. What belongs to them is kept from before their
+        bucket is packed, nothing of it is sent, and it is put back after the step's last line, or after an error.
+        """
+        held: dict[str, _Kept] = {}
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Put everything back after the step's last line, or after an error."""
-        self._runtime.gradients.before_packing.clear()
-        if error is not None:
-            self._runtime.side.meet()  # lines that have gone aside may still write what is put back
-        elif self.arriving is not None:
-            self.arriving.end()
-        for kept in self.held.values():
-            kept.put_back(self._state)
+        def hold(names: Iterable[str]) -> None:
+            for name in names:
+                held[name] = _Kept.of(name, state, self._owners[name])
+                state.owed.pop(name, None)
+                for piece in state.residuals.slices.get(name, ()):
+                    piece.values.zero_()
+
+        arriving = None
+        if self._is_alone:
+            hold(unused)
+        else:
+            left_out = set(unused)
+            arriving = self._aside.any([name not in left_out for name in self._owners])
+            if unused:
+                used = arriving
+                runtime.gradients.before_packing.append(lambda: hold(_nobodys(self._owners, used)))
+        try:
+            yield held.keys()
+            if arriving is not None:
+                arriving.end()
+        except BaseException:
+            runtime.side.meet()  # lines that have gone aside may still write what is put back
+            raise
+        finally:
+            runtime.gradients.before_packing.clear()
+            for kept in held.values():
+                kept.put_back(state)
+
+
+def _nobodys(names: Iterable[str], used: Coming) -> list[str]:
+    """List what no rank uses, once that is known."""
+    return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 
 
 # Gradients that somebody else's backward pass makes

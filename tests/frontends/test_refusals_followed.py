@@ -1,4 +1,4 @@
-"""Each refusal of capture/ and frontends/ is provoked, its advice followed, and the result trained as in eager PyTorch.
+"""Provoke each refusal of capture/, frontends/ and checkpoints, follow its advice, and train as in eager PyTorch.
 
 Refusals that need several ranks, or a library, have tests of their own, which are named here.
 """
@@ -85,9 +85,10 @@ class Place:
 
 @cache
 def places() -> list[Place]:
-    """List the places in capture/ and frontends/ that raise an error of fxcomp's."""
+    """List the places in capture/, frontends/ and state/checkpoint.py that raise an error of fxcomp's."""
     found: list[Place] = []
-    for path in sorted(path for part in ("capture", "frontends") for path in (SOURCE / part).rglob("*.py")):
+    paths = sorted(path for part in ("capture", "frontends") for path in (SOURCE / part).rglob("*.py"))
+    for path in (*paths, SOURCE / "state" / "checkpoint.py"):
         for scope, node in functions(ast.parse(path.read_text())):
             for each in _raised(node):
                 words = [n.value for n in ast.walk(each) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -148,7 +149,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     ("capture/user_collectives.py::_check_batch_norm", "is a SyncBatchNorm"): COLLECTIVES,
     ("capture/user_collectives.py::_refuse", "which a compiled step cannot repeat"): COLLECTIVES,
-    ("frontends/average_replicas.py::_Shards.of", "hold different shards"): AVERAGED,
+    ("frontends/average_replicas.py::_averaged_modules", "hold different shards"): AVERAGED,
     ("frontends/average_replicas.py::_check_all_are_sharded", "is trained and not sharded"): AVERAGED,
     ("frontends/average_replicas.py::ReplicaAverage._of_this_shard", "this state is of"): (
         "frontends/test_average_replicas.py"
@@ -171,12 +172,18 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "recipes/test_lightning.py::test_a_strategy_is_of_the_library_that_the_script_imports"
     ),
     ("frontends/planned_average.py::PlannedAverage.report", "there is no plan yet"): SCATTERED,
-    ("frontends/read_checkpoint.py::read_checkpoint", "holds no state of a step"): (
+    ("state/checkpoint.py::_state", "is not whole"): (
+        "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
+    ),
+    ("state/checkpoint.py::saved_plan", "this is not a saved state"): (
+        "state/test_checkpoint.py::test_the_plan_that_was_followed_is_read_back"
+    ),
+    ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
     ("frontends/scatter_job.py::ScatterJob._compress", "scatters with a divisor"): SCATTERED,
-    ("frontends/scattered_modules.py::_check", "by a collective of somebody else's"): SCATTERED,
-    ("frontends/scattered_modules.py::told_plan", "the plan has no bucket of"): SCATTERED,
+    ("frontends/sharded_modules.py::_check_is_scattered", "by a collective of somebody else's"): SCATTERED,
+    ("frontends/scatter_plan.py::told_plan", "the plan has no bucket of"): SCATTERED,
     ("frontends/shard_feed.py::ShardFeed._check", "got no gradient in this backward pass"): AVERAGED,
     ("frontends/shard_feed.py::ShardFeed._check", "that runs when its gradient is there"): AVERAGED,
     ("frontends/sharded_modules.py::checked_modules", "has found nothing that is sharded"): AVERAGED,
@@ -216,7 +223,7 @@ OPEN: tuple[tuple[str, str], ...] = (
     ("capture/whole_step.py::_check_symbols", "treats sizes that are symbols"),
     ("frontends/hook_job.py::HookJob._take", "came again where bucket"),
     ("frontends/hook_job.py::HookJob._feed", "has changed its buckets"),
-    ("frontends/scattered_modules.py::_check", "is cut along another dimension"),
+    ("frontends/sharded_modules.py::_check_is_scattered", "is cut along another dimension"),
     ("frontends/shard_feed.py::ShardFeed._check", "reduced its gradients twice"),
     ("frontends/shard_feed.py::ShardFeed._check", "fully_shard reduces gradients as"),
     ("frontends/sharded_modules.py::checked_modules", "sharded over different ranks"),

@@ -25,7 +25,7 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.compressor_states import CompressorStates
 from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
-from fxcomp.state.saved_state import Here, read_together, restore, state_dict
+from fxcomp.state.saved_state import read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica
 from helpers.legs import Walker, walk
 from helpers.virtual_ranks import VirtualRank, run_virtual
@@ -182,10 +182,9 @@ class Job:
     def load(self, given: Sequence[Any]) -> None:
         def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
-            here = Here(SIZES, sorted(SIZES))
-            agreed = read_together(given[peer.rank], here, peer.sharing())
+            agreed = read_together(given[peer.rank], SIZES, peer.sharing())
             assert agreed is not None
-            restore(agreed, kept, here, peer.sharing("restoring"))
+            restore(agreed, kept, {name: SIZES[name] for name in sorted(SIZES)}, peer.sharing("restoring"))
             return agreed.steps
 
         self.steps = run_virtual(self.cluster.world_size, work)[0]

@@ -17,12 +17,12 @@ from fxcomp.frontends.average_replicas import _check_module
 from fxcomp.frontends.backend_options import read_options
 from fxcomp.frontends.ddp_hook import _wrapped
 from fxcomp.frontends.job import load_job
-from fxcomp.frontends.read_checkpoint import read_checkpoint
 from fxcomp.frontends.what_if import WhatIf
 from fxcomp.options import StepOptions
+from fxcomp.state.checkpoint import read_checkpoint
 from helpers.advised import Row, small
 
-JOB, OPTIONS, FOLDER = "frontends/job.py", "frontends/backend_options.py", "frontends/read_checkpoint.py"
+JOB, OPTIONS, FOLDER = "frontends/job.py", "frontends/backend_options.py", "state/checkpoint.py"
 
 TEXT = """
 import torch, fxcomp

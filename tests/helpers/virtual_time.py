@@ -65,5 +65,5 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
 
     really_run = Execution._run
     wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
-    with patch.object(Execution, "_run", run), patch.object(step_times, "clock_of", lambda _: wall):
+    with patch.object(Execution, "_run", run), patch.object(step_times, "Clock", lambda _: wall):
         yield

@@ -69,9 +69,9 @@ def looks() -> tuple[float | None, float | None]:
     import torch
     from helpers import late
 
-    from fxcomp.runtime.clock import clock_of
+    from fxcomp.runtime.clock import Clock
 
-    machine, clock = late.start(), clock_of(torch.device(late.DEVICE))
+    machine, clock = late.start(), Clock(torch.device(late.DEVICE))
     machine.goes_on = False
     value = torch.ones(4, device=late.DEVICE)
     machine.begin(0)
@@ -111,7 +111,7 @@ def brought_back() -> list[tuple[int, bool, list[str]]]:
     for number, size in enumerate((1, 1, 1000, 1000, 1)):
         with late.schedule(number):
             sent, is_free = runtime.d2h("sent", torch.full((size,), number, device=device)), threading.Event()
-            sent.future.result()
+            sent.result()
             machine.give(1, compute, machines.Job(may_begin=is_free.is_set))
             runtime.d2h("stuck", torch.zeros(size, device=device))
             back = runtime.h2d("back", sent)

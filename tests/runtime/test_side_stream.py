@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.ranks import run_alone
 
-from fxcomp.runtime.clock import HostClock, Waits
+from fxcomp.runtime.clock import Clock, Waits
 
 
 def crossed() -> dict[str, object]:
@@ -12,7 +12,7 @@ def crossed() -> dict[str, object]:
     import torch
     from helpers import late
 
-    from fxcomp.runtime.clock import HostClock
+    from fxcomp.runtime.clock import Clock
     from fxcomp.runtime.runtime import Runtime
     from fxcomp.runtime.stopwatch import Stopwatch
     from fxcomp.runtime.transport import NullTransport
@@ -31,7 +31,7 @@ def crossed() -> dict[str, object]:
     found: dict[str, object] = {"aside": known(False), "in line": known(True)}
     side.is_in_line = False
 
-    watch = Stopwatch(runtime, ("launch",), HostClock())
+    watch = Stopwatch(runtime, ("launch",), Clock())
     watch.start()
     found["timed"] = side.is_in_line
     watch.stop()
@@ -93,8 +93,8 @@ def test_streams_wait_for_each_other_where_they_cross():
 def test_compute_waits_for_the_network_where_both_stand_still():
     """Compute stands still from 10 to 30 and from 50 to 60 for what is aside, which waits from 0 to 15 and 25 to 55."""
     waits = Waits(for_aside=[(10_000, 30_000), (50_000, 60_000)], network_aside=[(0, 15_000), (25_000, 55_000)])
-    assert waits.exposed_us(HostClock(), 0) == 5 + 5 + 5
+    assert waits.exposed_us(Clock(), 0) == 5 + 5 + 5
     waits.for_network.append((70_000, 72_000))
-    assert waits.exposed_us(HostClock(), 0) == 17
-    assert Waits(network_aside=[(0, 9_000)]).exposed_us(HostClock(), 0) == 0
-    assert Waits(for_aside=[(0, 9_000)]).exposed_us(HostClock(), 0) == 0
+    assert waits.exposed_us(Clock(), 0) == 17
+    assert Waits(network_aside=[(0, 9_000)]).exposed_us(Clock(), 0) == 0
+    assert Waits(for_aside=[(0, 9_000)]).exposed_us(Clock(), 0) == 0

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState
-from fxcomp.frontends.read_checkpoint import read_checkpoint
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import PLAN, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import PLAN, read_checkpoint, saved_plan, states_of, to_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

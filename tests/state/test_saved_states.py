@@ -15,7 +15,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState, PeerFailed
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.saved_state import Here, read_together
+from fxcomp.state.saved_state import read_together
 
 State = dict[str, Any]
 
@@ -40,7 +40,7 @@ def refusals(given: list[Any], ranks: int = 2) -> list[str]:
     """Return what each rank is told, all of them errors."""
 
     def work(peer: Any) -> None:
-        read_together(given[peer.rank], Here(SIZES, sorted(SIZES)), peer.sharing())
+        read_together(given[peer.rank], SIZES, peer.sharing())
 
     outcomes = try_virtual(ranks, work)
     assert all(isinstance(outcome, BadState | PeerFailed) for outcome in outcomes), outcomes
@@ -135,10 +135,9 @@ def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_w
         from fxcomp.state.saved_state import restore
 
         kept = job.carried[peer.rank]
-        here = Here(SIZES, sorted({*SIZES} - {"a", "b"}))
-        agreed = read_together(states[peer.rank], here, peer.sharing())
+        agreed = read_together(states[peer.rank], SIZES, peer.sharing())
         assert agreed is not None
-        restore(agreed, kept, here, peer.sharing("restoring"))
+        restore(agreed, kept, {name: SIZES[name] for name in sorted({*SIZES} - {"a", "b"})}, peer.sharing("restoring"))
 
     with pytest.warns(UserWarning, match="'a' gets no gradient any more, and 1 others: what compression left out"):
         assert not any(isinstance(outcome, Exception) for outcome in try_virtual(2, work))
@@ -148,7 +147,7 @@ def test_where_nobody_has_a_state_nothing_changes():
     job, books = trained(compressed("int4"))
 
     def work(peer: Any) -> Any:
-        return read_together(None, Here(SIZES, sorted(SIZES)), peer.sharing())
+        return read_together(None, SIZES, peer.sharing())
 
     assert try_virtual(2, work) == [None, None]
     assert books.off_by(job.owed()) < 1e-5

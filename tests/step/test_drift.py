@@ -27,7 +27,7 @@ from fxcomp.planning import measure_machine
 from fxcomp.planning.measure_machine import with_links_of_now
 from fxcomp.site import Site
 from fxcomp.step.calendar import WINDOW as FULL
-from fxcomp.step.drift import FACTOR, Drift, judged, median_of_window
+from fxcomp.step.drift import FACTOR, judged, median_of_window
 
 AUTO = {"replan": "auto"}
 
@@ -39,8 +39,8 @@ AUTO = {"replan": "auto"}
     [
         (None, [20.0, 21.0], 21.0, None),
         (None, [20.0, -1.0], None, None),
-        (20.0, [30.0, 19.0], 20.0, 30.0),
-        (20.0, [7.0, 7.0], 20.0, 7.0),
+        (20.0, [41.234, 19.0], 20.0, "41.23"),
+        (20.0, [7.0, 7.0], 20.0, "7"),
         (20.0, [24.0, 20.0], 20.0, None),
         (20.0, [17.0, 16.0], 20.0, None),
         (20.0, [40.0, -1.0], 20.0, None),
@@ -48,11 +48,12 @@ AUTO = {"replan": "auto"}
     ids=["settles", "not all have timed", "one slow rank", "faster", "a little slower", "a little faster", "one knows"],
 )
 def test_a_median_that_moves_by_more_than_the_factor_is_drift_up_or_down(
-    settled_ms: float | None, medians_ms: list[float], settles_ms: float | None, drifts_to: float | None
+    settled_ms: float | None, medians_ms: list[float], settles_ms: float | None, drifts_to: str | None
 ):
     settles, drift = judged(300, settled_ms, medians_ms)
     assert settles == settles_ms
-    assert drift == (None if drifts_to is None or settled_ms is None else Drift(300, settled_ms, drifts_to))
+    said = f"step 300: steps take {drifts_to} ms, and took 20 when their plan was settled."
+    assert drift == ("" if drifts_to is None else said)
 
 
 def test_noise_and_a_moment_that_is_shorter_than_half_a_window_do_not_move_the_median():
@@ -60,11 +61,6 @@ def test_noise_and_a_moment_that_is_shorter_than_half_a_window_do_not_move_the_m
     disturbed = [10 * ms if step < FULL // 3 else ms for step, ms in enumerate(calm)]
     assert median_of_window(disturbed) < FACTOR * median_of_window(calm)
     assert median_of_window(calm[: FULL // 4 - 1]) == -1.0
-
-
-def test_a_drift_says_both_times():
-    assert str(Drift(300, 20.0, 41.23)) == "step 300: steps take 41.23 ms, and took 20 when their plan was settled."
-    assert FACTOR > 1
 
 
 # On real ranks, in virtual time

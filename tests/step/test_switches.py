@@ -63,7 +63,7 @@ class DeviceTime:
 def test_plans_are_compared_by_what_the_device_took_and_not_by_how_soon_it_was_given_work():
     clock = DeviceTime()
     with (
-        patch.object(step_times, "clock_of", lambda _: clock),
+        patch.object(step_times, "Clock", lambda _: clock),
         patch.object(step_times.compat, "synchronize", clock.synchronize),
     ):
         times = StepTimes(torch.device("cpu"))

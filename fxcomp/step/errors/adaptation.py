@@ -196,7 +196,7 @@ _SAID = 4  # changes that a note tells
 def changes_of(before: Plan, after: Plan) -> list[str]:
     """Say what travels by other strategies, the most elements first; empty for equal plans."""
     diff = diff_plans(PlanFile(before), PlanFile(after))
-    found = [f"{each.what} for {mb(each.dense_bytes)} MB" for each in diff.strategies]
+    found = [f"{each.what} for {mb(each.bytes)} MB" for each in diff.strategies]
     more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []
-    moved = [f"{mb(diff.moved.dense_bytes)} MB in other buckets"] if diff.moved else []
+    moved = [f"{mb(diff.moved.bytes)} MB in other buckets"] if diff.moved else []
     return [*found[:_SAID], *more, *moved]

@@ -30,7 +30,7 @@ from fxcomp.compressors import Compressor
 from fxcomp.error_tables import Rows, measure
 from fxcomp.error_tables.table import LOW_RANK
 from fxcomp.runtime.arena import Arena
-from fxcomp.runtime.clock import clock_of
+from fxcomp.runtime.clock import Clock
 from fxcomp.site import Site
 
 MARGIN = 1.1
@@ -65,7 +65,7 @@ class ErrorLook:
     ):
         self._family, self._number = family, number
         self._shapes, self._residuals, self._site = shapes, residuals, site
-        self._clock, self._spans = clock_of(site.device), list[tuple[Any, Any]]()
+        self._clock, self._spans = Clock(site.device), list[tuple[Any, Any]]()
         spare = compat.spare_bytes(site.device)
         self.lacks_room = spare is not None and spare < needed_bytes(shapes)
         """This rank has no memory for it."""

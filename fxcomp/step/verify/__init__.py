@@ -5,6 +5,5 @@ eager.py         one step by eager PyTorch, as if it had not happened
 differences.py   loss, gradients, auxiliary results and buffers compared, on this rank, up to noise; all tolerances,
                  those of updates too
 update.py        each update compared with the user's own optimizer on a copy, and gradients with the ranks' mean
-moved.py         updates of parameters whose momentum ranks exchange
 replicas.py      parameters and the optimizer's state, compared between ranks
 """

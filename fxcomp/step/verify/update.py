@@ -2,6 +2,16 @@
 
 Updates get the mean of the ranks' gradients, which is checked without sending any gradient again: a weighted sum of a
 mean is the mean of the weighted sums, so ranks exchange two numbers for each parameter.
+
+Where ranks exchange the momentum, what an update should do follows from plain formulas:
+
+    x = m(g) / d              what a rank sends: the mean that its optimizer makes of its own gradient
+    m <- d M                  what the shared mean M becomes, cut off at LARGEST_MEAN
+    g = (d M - m(0)) / (m(1) - m(0))    the gradient of which the optimizer would make it: m is linear
+    v <- v growth             d stays what it is
+
+So the user's optimizer, given that gradient and a second moment that it makes v of, does to a copy what the emitted
+step should do. Source: docs/where_the_mean_stands.md.
 """
 
 from __future__ import annotations
@@ -22,12 +32,12 @@ from fxcomp.capture.optimizer_state import is_fresh, may_change
 from fxcomp.capture.probe import copied
 from fxcomp.capture.shadow import plain_options, shadow_of, step_alone
 from fxcomp.capture.training import Training
+from fxcomp.graph.moments import LARGEST_MEAN
 from fxcomp.graph.work import is_sequence
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.state.moved_state import MovedState
+from fxcomp.state.momenta import MovedState, correction
 from fxcomp.step.verify.differences import FLOOR, HALF, difference, moved_otherwise
 from fxcomp.step.verify.eager import largest
-from fxcomp.step.verify.moved import expected_mean, expected_update
 
 COLUMNS = 128
 
@@ -223,7 +233,7 @@ class UpdateCheck:
             if moved is None:
                 own = self.step_own(owner, state, before, gradient)
             else:
-                own = expected_update(moved, self.step_own, owner, before, gradient)
+                own = self._moved_update(moved, owner, before, gradient)
         except compat.OUT_OF_MEMORY:  # then this one goes unseen
             run()
             self._count(owner)
@@ -253,7 +263,7 @@ class UpdateCheck:
         if moved.magnitude is not None:
             divisor = moved.divisor(owner, tensors[moved.magnitude])
             sent = sent * divisor.reshape(-1)[start : start + sent.numel()].view(sent.shape)
-        return sent, expected_mean(moved, self.step_own, owner, tensors, gradient)
+        return sent, self._own_mean(moved, owner, tensors, gradient)
 
     def step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
@@ -268,6 +278,35 @@ class UpdateCheck:
         state = {} if owner.name in self._fresh else given
         shadow = self._shadows[id(owner.optimizer)]
         return {"": value, **step_alone(shadow, stand_in, plain_options(owner.options), state)}
+
+    def _own_mean(self, moved: MovedState, owner: Owned, before: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
+        """Return the mean that a rank makes of its own gradient."""
+        return self.step_own(owner, owner.state, before, gradient)[moved.mean]
+
+    def _moved_update(
+        self, moved: MovedState, owner: Owned, given: Mapping[str, Tensor], shared: Tensor
+    ) -> dict[str, Any]:
+        """Return a parameter, under the key "", and its state after an update that gets the shared mean.
+
+        In double precision: the squares of a gradient that jumps are far larger than the second moment that stays.
+        """
+        state, key = owner.state, moved.magnitude
+        before = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+        target = shared = shared.double()
+        if key is not None:
+            target = shared.clamp(-LARGEST_MEAN, LARGEST_MEAN) * moved.divisor(owner, before[key])
+        nothing, ones = torch.zeros_like(shared), torch.ones_like(shared)
+        of_nothing = self._own_mean(moved, owner, before, nothing)
+        gradient = (target - of_nothing) / (self._own_mean(moved, owner, before, ones) - of_nothing)
+        if key is None:
+            found = self.step_own(owner, state, before, gradient)
+        else:
+            frozen = before[key] * (correction(owner, 1) / correction(owner))
+            squares = self.step_own(owner, state, {**before, key: nothing}, gradient)[key]
+            kept = self.step_own(owner, state, {**before, key: ones}, gradient)[key] - squares
+            stays = {**before, key: (frozen - squares) / kept}
+            found = {**self.step_own(owner, state, stays, gradient), key: frozen}
+        return {name: value.to(given[name].dtype) if name in given else value for name, value in found.items()}
 
     def _count(self, owner: Owned) -> None:
         sharing = self._sharing[memory_of(owner.parameter)]

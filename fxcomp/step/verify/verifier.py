@@ -36,7 +36,7 @@ from fxcomp.graph.regions import regions
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.state.inputs import Sums
-from fxcomp.state.moved_state import moved_states
+from fxcomp.state.momenta import moved_states
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 from fxcomp.step.verify.differences import Differences
@@ -80,7 +80,7 @@ class Verifier(Observer):
         if is_full:
             self.skip(step.number, needed)
         else:
-            self._under_way = Verification(self, step)
+            self._under_way = Verification(self, step, needed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
         """Compare what the step has made. Raises VerificationFailed on every rank if any rank found a difference."""
@@ -121,7 +121,7 @@ def anywhere(training: Training, runtime: Runtime, *flags: bool) -> list[bool]:
 class Verification:
     """One step under verification."""
 
-    def __init__(self, verifier: Verifier, step: StepUnderWay):
+    def __init__(self, verifier: Verifier, step: StepUnderWay, needed: int):
         self._verifier, self._training, self._program = verifier, verifier.training, step.program
         self._step, self._runtime, self._batch = step.number, step.runtime, step.batch
         state = step.force.state
@@ -129,7 +129,7 @@ class Verification:
         self._is_plain = plan.is_dense and not plan.moves_exchange and not state.owed
         """Updates get the mean of local gradients: nothing is compressed or owed."""
         self._ranks = verifier.ranks.world_size
-        self._needed = needed_bytes(self._training, step.batch)
+        self._needed = needed
         self._seen = Counter[str]()
         """Elements of each gradient that have been compared."""
         self._differences = Differences(step.program.captured)
