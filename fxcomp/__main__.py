@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Sequence
-from typing import Protocol
+from types import ModuleType
 
 from fxcomp import __version__, status_line
 from fxcomp.commands import calibrate, diff, dump, explain, plot
@@ -17,23 +17,10 @@ from fxcomp.commands.bisect import run as bisect
 from fxcomp.commands.demo import run as demo
 from fxcomp.errors import BadOption, FxcompError
 
-
-class Command(Protocol):
-    """A module of `commands/`."""
-
-    @property
-    def NAME(self) -> str: ...
-    @property
-    def HELP(self) -> str: ...
-    @property
-    def EXAMPLES(self) -> str: ...
-    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, arguments: argparse.Namespace) -> int: ...
-
-
 PAGES = "https://github.com/fxcomp/fxcomp/tree/main/docs"
 
-COMMANDS: tuple[Command, ...] = (explain, dump, diff, bisect, plot, calibrate, demo)
+COMMANDS: tuple[ModuleType, ...] = (explain, dump, diff, bisect, plot, calibrate, demo)
+"""Each has NAME, HELP, EXAMPLES, `add_options` and `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

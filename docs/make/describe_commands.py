@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from types import ModuleType
 
-from fxcomp.__main__ import COMMANDS, Command
+from fxcomp.__main__ import COMMANDS
 
 HEAD = """\
 # The command line
@@ -21,7 +22,7 @@ def describe() -> str:
     return "\n".join([HEAD, *(line for command in COMMANDS for line in _described(command))])
 
 
-def _described(command: Command) -> Iterator[str]:
+def _described(command: ModuleType) -> Iterator[str]:
     parser = argparse.ArgumentParser(command.NAME)
     command.add_options(parser)
     actions = [action for action in parser._actions if action.dest != "help"]  # argparse has no public list
