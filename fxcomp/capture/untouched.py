@@ -50,13 +50,14 @@ def untouched(watched: Watched) -> Generator[None]:
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
     caches = _caches(gc.get_referrers(_CACHED))
-    misses = [cache.cache_info().misses for cache in caches]
+    misses, collected = [cache.cache_info().misses for cache in caches], _collections()
     kept: list[tuple[str, str]] = []
     moved: list[str] = []
     try:
         yield
     finally:
-        new = _caches(gc.get_objects(generation=0))  # no garbage is collected meanwhile
+        is_young = _collections() == collected  # the user's Python may collect garbage, which makes objects old
+        new = _caches(gc.get_objects(generation=0) if is_young else gc.get_referrers(_CACHED))
         for cache, missed in zip([*caches, *new], [*misses, *[0] * len(new)], strict=True):
             if cache.cache_info().misses != missed and _holds_fake(cache):
                 cache.cache_clear()
@@ -117,6 +118,10 @@ def _caches(among: list[Any]) -> list[Any]:
     """Select the caches of functools, without those of torch and SymPy."""
     found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
+
+
+def _collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def _holds_fake(cache: Any) -> bool:

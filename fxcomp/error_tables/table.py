@@ -215,15 +215,18 @@ def joined(families: Sequence[Rows]) -> ErrorTable:
 
 
 def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
-    errors, samples = tuple(map(float, data["errors"])), int(data["samples"])
+    errors, shape, samples = tuple(map(float, data["errors"])), tuple(map(int, data["shape"])), int(data["samples"])
+    if min(samples, *shape) < 0:
+        raise ValueError(f"the row of {name!r} has the shape {shape} and {samples} samples, which cannot be")
     if samples and len(errors) != len(COLUMNS):
         raise ValueError(f"the row of {name!r} has {len(errors)} errors, not one for each of {len(COLUMNS)} columns")
-    return ErrorRow(tuple(map(int, data["shape"])), float(data["squares"]), errors, samples)
+    return ErrorRow(shape, float(data["squares"]), errors, samples)
 
 
 def _legal(rows: Rows) -> Rows:
     """Take numbers that cannot be for not measured; raise an error that is smaller where less is kept."""
-    return {name: _repaired(row) for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
+    sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
+    return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 
 
 def _repaired(row: ErrorRow) -> ErrorRow:

@@ -107,7 +107,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
             step = _step_of(bucket, kind, seen[number, kind])
             seen[number, kind] += 1
             source = collective_source(explanation.costs, step.kind, step.level, explanation.cluster)
-            source = source if bucket is None else by_link.get(str(step), source)
+            source = source if bucket is None or kind is None else by_link.get(str(step), source)
             found[task.name] = TaskFacts(number, of, _grounds(source), source)
         else:
             source = _source(task, bucket, explanation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from helpers.followed import compile_alone
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+import fxcomp
 from fxcomp import errors
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
@@ -231,6 +233,22 @@ def test_a_cached_function_forgets_what_it_kept_of_a_trace(maxsize: int | None) 
     model = same_as_eager(lambda: Owner("parameter"), loss_fn, lambda _: factor.__setitem__(0, 2.0))
     assert type(mask(3)) is Tensor
     assert size_of(model.fc.bias) == 3
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_cache_that_was_made_while_tracing_forgets_too(collects: bool) -> None:
+    made = threading.local()  # is not watched
+
+    def loss_fn(model: Owner, batch: Tensor) -> Tensor:
+        if not hasattr(made, "mask"):
+            made.mask = functools.cache(lambda size: torch.ones(size, size).tril())
+            if collects:
+                gc.collect()
+        return (model.fc(batch) @ made.mask(3)).mean()
+
+    model = Owner("parameter")
+    fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), BATCHES[0])
+    assert type(made.mask(3)) is Tensor
 
 
 def test_identity_within_a_step_stays() -> None:

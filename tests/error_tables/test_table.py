@@ -61,6 +61,8 @@ def test_a_table_goes_to_a_file_and_back(tmp_path: Path):
             {"version": VERSION, "rows": {"w": {**asdict(ROW), "errors": [0.1, 0.2]}}},
             f"the row of 'w' has 2 errors, not one for each of {len(COLUMNS)} columns",
         ),
+        ({"version": VERSION, "rows": {"w": {**asdict(ROW), "samples": -1}}}, "the row of 'w' has the shape"),
+        ({"version": VERSION, "rows": {"w": {**asdict(ROW), "shape": [-3]}}}, "the row of 'w' has the shape"),
     ],
 )
 def test_what_is_no_table_is_refused_with_its_files_name(text: object, why: str, tmp_path: Path):
@@ -111,6 +113,12 @@ def test_between_columns_errors_lie_on_lines_and_what_is_sent_whole_loses_nothin
 
 
 # Whatever numbers a file holds
+
+
+def test_an_empty_gradient_counts_as_not_measured_whatever_its_row_holds(tmp_path: Path):
+    table = read_back(tmp_path, replace(ROW, shape=(0,)), ROW)
+    assert [row.samples for row in table.rows.values()] == [0, 1]
+    assert table.squares_of("g0", 0) == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1, 1e300])

@@ -80,8 +80,9 @@ class ErrorLooks(Observer):
         self._under_way = look
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Note whether the step was left out: what was seen does not count then."""
-        self._was_left_out = bool(step.runtime.counters.skipped)
+        """Let what was seen not count if the step was left out."""
+        if self._under_way is not None:
+            self._under_way.is_left_out = bool(step.runtime.counters.skipped)
 
     def between(self, steps: int) -> int:
         """Take in the look of the step that has ended. Returns the first step that may take the next one."""
