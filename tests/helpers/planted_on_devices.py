@@ -149,7 +149,7 @@ def updates_stay_as_they_were_traced() -> None:
     exchange(fuse_updates, unchanged)
 
 
-@caught_by("tests/planning/test_launches.py::test_150_parameters_in_6_buckets_take_few_launches[fused]")
+@caught_by("tests/planning/test_launches.py::test_50_parameters_in_6_buckets_take_few_launches[fused]")
 def each_gradient_is_clipped_by_itself() -> None:
     exchange(clip_in_lists, unchanged)
 
