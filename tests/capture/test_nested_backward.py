@@ -167,6 +167,7 @@ def batches(*sizes: int) -> list[Tensor]:
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.filterwarnings("error:fxcomp")
+@pytest.mark.one_in(3)
 def test_gradients_of_nested_backward_passes_are_eagers(rule: Callable[[Any, Tensor], Tensor], trained: bool):
     trains_as_eager(Blocks(rule, trained=trained), square, batches())
 

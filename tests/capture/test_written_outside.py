@@ -94,7 +94,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("verify", [2, "never"])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_written_outside_the_model_are_eagers_in_every_capture(name: str, verify: Any):

@@ -24,6 +24,7 @@ def told(command: str, job: str, *options: str) -> str:
     ("job", "gradients"),
     [("nanogpt", 28), ("trainer", 27), ("images", 17), pytest.param("lora_7b", 128, marks=pytest.mark.slow)],
 )
+@pytest.mark.one_in(2)
 def test_a_training_script_for_a_gpu_is_predicted_and_dumped(job: str, gradients: int) -> None:
     explained = told("explain", job, "--cluster", "4x1", "--inter", "25gbit")
     assert f"{gradients} gradients" in explained

@@ -272,6 +272,7 @@ def unusual_ones(plan: str) -> dict[str, float | str]:
 
 
 @pytest.mark.parametrize(("plan", "empty_on", "within"), [("dense", None, 1e-5), ("dense", 1, 1e-5), ("int8", 0, 0.02)])
+@pytest.mark.one_in(2)
 def test_models_with_empty_parameters_train_as_in_eager_also_with_an_empty_batch(
     plan: str, empty_on: int | None, within: float
 ):
@@ -281,6 +282,7 @@ def test_models_with_empty_parameters_train_as_in_eager_also_with_an_empty_batch
 
 
 @pytest.mark.parametrize("plan", ["topk(0.5)", "powersgd(2)", "balanced"])
+@pytest.mark.one_in(3)
 def test_empty_parameters_are_taken_by_every_kind_of_plan(plan: str):
     for found in run_ranks(2, some_empty_ones, plan):
         assert found == {case: pytest.approx(0.0, abs=1.0) for case in found}, "compression leaves out less than that"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from fxcomp.capture import fake_mode, optimizer, probe, step_guard, untouched, updates, watch, whole_step
+from fxcomp.capture import fake_mode, optimizer, probe, step_guard, untouched, updates, watch
 from fxcomp.runtime import packing
-from fxcomp.state import checkpoint, momenta, saved_state
+from fxcomp.state import checkpoint, inputs, momenta, saved_state
 from fxcomp.step import drift, race, schedule
 from fxcomp.step.alike import Alike
 from fxcomp.step.calendar import Calendar
@@ -190,12 +190,15 @@ def a_live_float_that_decides_stays_live() -> None:
 
 @caught_by(LIVE)
 def a_live_float_is_read_when_the_step_is_captured() -> None:
-    def read_once(own: Any, training: Any, batch: Any, varying: Any, live: Any) -> Any:
-        captured = own(training, batch, varying, live)
-        fixed = {name: SimpleNamespace(value=place.value) for name, place in live.items()}
-        return replace(captured, live=fixed)
+    first = dict[str, Any]()
 
-    wrap(whole_step, "_capture", read_once)
+    def read_once(own: Any, self: Any, *given: Any) -> Any:
+        live = self.training.watch.live
+        fixed = {name: first.setdefault(name, SimpleNamespace(value=place.value)) for name, place in live.items()}
+        with patch.object(watch.Watch, "live", fixed):
+            return own(self, *given)
+
+    wrap(inputs.Inputs, "of", read_once)
 
 
 # Optimizers

@@ -121,6 +121,7 @@ def over_the_freeze(optimizer: str, shots: str, loads: bool) -> list[tuple[float
         ("sgd", TWO_SHOTS, True, 2),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_gradients_owe_is_owed_by_momenta(optimizer: str, shots: str, loads: bool, ranks: int):
     for found in run_ranks(ranks, over_the_freeze, optimizer, shots, loads):
         assert any(norm for norm, _ in found), "int4 leaves something out"

@@ -142,6 +142,7 @@ def stood_or_moved(optimizer: str, strategy: str) -> tuple[list[str], str, int]:
         ("nesterov", "two shots", 3),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_no_rank_uses_stands_still_and_replicas_stay_alike(optimizer: str, strategy: str, ranks: int):
     results = run_ranks(ranks, stood_or_moved, optimizer, strategy)
     assert all(wrong == [] for wrong, _, _ in results), results[0][0]
