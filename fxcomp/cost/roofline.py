@@ -1,4 +1,4 @@
-"""Time operations that nobody measured, by the peaks of a device."""
+"""Time operations that were not measured, by the peaks of a device."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def losses_by_rank(
     A sketch finds no more than there is: of falling spectra it misses little, of white noise a quarter of what the best
     basis would keep. A matrix with a side of no more than the sketch's columns is not sketched.
 
-    `matrices` gives this rank's parts, in order, as often as it is called; one that brings nothing gives zeros.
+    `matrices` gives this rank's parts, in order, at each call; a matrix without a part here gives zeros.
     """
     is_small = [min(shape) <= _SKETCH for shape in shapes]
 

@@ -100,7 +100,7 @@ class ErrorTable:
         return self.errors_of([gradient], compressor, ranks)[0]
 
     def squares_of(self, gradient: str, elements: int) -> float:
-        """Return |g|² of a gradient; for one that is not in the table, of its elements times the mean square."""
+        """Return |g|² of a gradient; the number of elements times the mean square where the table has no row."""
         row = self.rows.get(gradient)
         return row.squares if row is not None else elements * self.mean_square
 

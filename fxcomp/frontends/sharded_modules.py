@@ -109,7 +109,7 @@ class ScatteredModule:
         return Bucket(bucket.names, bucket.sizes, strategy, element_type=ElementType.of(bucket.dtype))
 
     def in_parts(self, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Lay flat parameters out in parts; zeros stand for those that are not there."""
+        """Lay flat parameters out in parts; missing parts are zeros."""
         found = torch.zeros(self.elements, device=device)
         sizes = self.parts.sizes
         for (k, extent), part in zip(

@@ -71,7 +71,7 @@ class Size(int):
         return made
 
     def now(self, size: int) -> Size:
-        """So many bytes of the same."""
+        """Return a size of the same measure and compressor."""
         return Size(size, self.measure, self.compressor, is_whole=self.is_whole)
 
 
