@@ -179,7 +179,7 @@ def averaged(before: Rows, look: Rows) -> Rows:
         new = old + a (look - old)        a = max(1 / looks, WEIGHT)
 
     of each error, and of each gradient's share of the squares of all. Shares, not squares: one step with a gradient a
-    thousand times as long would otherwise be the only one that counts, for dozens of looks.
+    thousand times as long would otherwise outweigh all others for dozens of looks.
     """
     looks = max((row.samples for row in before.values()), default=0)
     total = sum(row.squares for row in look.values()) or 1.0

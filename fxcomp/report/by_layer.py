@@ -154,7 +154,7 @@ def _source(explanation: Explanation) -> str:
 
 
 def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], list[Row]]:
-    """Separate the layers with a row of their own from those that share one."""
+    """Separate layers with a row of their own from layers that are listed together in one row."""
     budget = explanation.allowed or 0.0
     saved_us = sum(layer.saved_us for layer in layers)
 

@@ -122,8 +122,8 @@ def metrics_of(
     """Sum up what has run so far in a flat dictionary of numbers, for logs, without a wait.
 
     `steps` were taken, or backward passes, of which `skipped` were left out because a gradient was not finite on some
-    rank. `payload_bytes` are those that this rank put into collectives in the last one, by kind and level. Before there
-    is a plan, what needs one is nan, and its name empty.
+    rank. `payload_bytes` are the bytes that this rank put into collectives in the last step, by kind and level. Before
+    there is a plan, numbers that need one are nan, and its name is empty.
     """
     sent = sum(payload_bytes.values())
     dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan

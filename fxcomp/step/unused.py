@@ -122,7 +122,7 @@ class FindsUnused:
             arriving = self._aside.any([name not in left_out for name in self._owners])
             if unused:
                 used = arriving
-                runtime.gradients.before_packing.append(lambda: hold(_nobodys(self._owners, used)))
+                runtime.gradients.before_packing.append(lambda: hold(_unused_everywhere(self._owners, used)))
         try:
             yield held.keys()
             if arriving is not None:
@@ -136,7 +136,7 @@ class FindsUnused:
                 kept.put_back(state)
 
 
-def _nobodys(names: Iterable[str], used: Coming) -> list[str]:
+def _unused_everywhere(names: Iterable[str], used: Coming) -> list[str]:
     """List what no rank uses, once that is known."""
     return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 

@@ -118,7 +118,7 @@ class Adaptation:
         answer = yield from self._answer()
         self._solved_at = step
         if "failed" in answer:
-            if answer["failed"] != self._last_failure:  # once for one that comes again
+            if answer["failed"] != self._last_failure:  # a repeated failure is noted once
                 self._last_failure = answer["failed"]
                 self._note(f"step {step}: the plan stays; choosing it again raised {self._last_failure}")
             return
