@@ -226,6 +226,11 @@ class StepOptions:
         checks = self.checks
         return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
 
+    @property
+    def begins_dense(self) -> bool:
+        """A plan may wait for the first steps, which train densely and are timed."""
+        return self.races and self.costs is None
+
     def facts(self) -> dict[str, Any]:
         """List what must be the same on all ranks."""
         costs = None if self.costs is None else "a table" if isinstance(self.costs, CostTable) else "a file"

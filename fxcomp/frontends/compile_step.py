@@ -15,7 +15,6 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import GivenOptimizers, all_optimizers
 from fxcomp.capture.step_capture import StepCapture, capture_first, check_parameters_are_read, facts_to_agree_on
 from fxcomp.capture.step_guard import surroundings
-from fxcomp.capture.structures import flatten
 from fxcomp.capture.training import LossFn, Training
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption
@@ -26,7 +25,7 @@ from fxcomp.options import CHECKED, Checks, GivenCosts, StepOptions
 from fxcomp.plan.compress import Compress, GivenCompress
 from fxcomp.progress import compiling, log, phase
 from fxcomp.ranks import Ranks
-from fxcomp.state.inputs import Example, Inputs
+from fxcomp.state.inputs import Inputs
 from fxcomp.state.rank_0s_state import share_optimizer_state
 from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.plan_in_force import PlanInForce
@@ -120,8 +119,7 @@ def compile_step(
         compiler = start.compiler(skip_nonfinite=options.skip_nonfinite, micro_batches=options.accumulate)
         kinds, inputs = update_kinds(first.graph), Inputs(training, options.accumulate)
         planner = start.planner(compiler, first.graph, kinds)
-        example = Example(first, inputs, flatten(example_batch)[0], capture.guard)
-        decision = start.decide(planner, example, kinds)
+        decision = start.decide(planner, kinds, may_wait=options.begins_dense)
         warmup = options.compress.warmup_for(decision.plan)
         with phase("writing the step"):
             force = PlanInForce(decision, compiler, start.trained, capture, inputs, warmup)

@@ -28,7 +28,6 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.question import Terms
 from fxcomp.site import Beside, Site
 from fxcomp.state.gradient_state import Shapes
-from fxcomp.state.inputs import Example
 from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
@@ -108,13 +107,17 @@ class Start:
     def decide(
         self,
         planner: Planner,
-        example: Example | None = None,
         kinds: Collection[UpdateKind] = (),
         fitted: Callable[[Decision], Decision] = lambda decision: decision,
+        *,
+        may_wait: bool = False,
     ) -> Decision:
-        """Decide on a plan, and make its process groups; every rank calls it. Raises BadPlan and BadOption."""
+        """Decide on a plan, and make its process groups; every rank calls it. Raises BadPlan and BadOption.
+
+        If it may wait, a step that no one has timed yet begins with the dense plan.
+        """
         site = self.site
-        decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), example))
+        decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), may_wait=may_wait))
         self.options.check_moves(decision.plan, kinds)
         decision = planner.with_momenta(decision)
         check_plan(self.trained.feedback, decision.plan, self.trained.shapes, site.cluster, kinds)

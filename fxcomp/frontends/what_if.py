@@ -8,7 +8,7 @@ names a device: then a preset's roofline prices them, nothing is run, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxcomp import compat
+from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.step_capture import SharedBuffers
 from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.structures import flatten
@@ -48,8 +50,9 @@ from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
-from fxcomp.planning.measure_step import apportion, feed_costs, feed_us, measure_step
+from fxcomp.planning.timed_steps import TimedStep, Way, apportion, around_us, feed_costs, measurement
 from fxcomp.report.explanation import Explanation
+from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.choose import Choice, choose, flip_gbit, uniform
 from fxcomp.search.descent.engine import search_notes
@@ -58,7 +61,7 @@ from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.inputs import Example, Inputs
+from fxcomp.state.inputs import Inputs
 
 MEASURING_US, MOST_REPEATS = 200_000.0, 5
 """A step is timed as often as it fits into this time, once at least and so many times at most."""
@@ -296,15 +299,57 @@ def measured_here(
     program = finished(compiler.emit(captured, plan, costs))
     inputs = Inputs(training)
     state = GradientState.fresh(plan, inputs.shapes, Site.imagined(cluster, device), compiler.feedback)
-    example = Example(captured, inputs, flatten(batch)[0], StepGuard(training))
-    arguments = example.arguments(program, state)
-    measured = measure_step(program, arguments, [NullTransport()], MOST_REPEATS, MEASURING_US)[0]
-    compute = apportion(program, measured, f"measured in the emitted step, {_threads(device)}")
+    leaves, guard = flatten(batch)[0], StepGuard(training)
+
+    def feed() -> Sequence[Sequence[Any]]:
+        guard.key()
+        return inputs.of(program, batch_type(batch)[1], state)
+
+    steps = _timed_on_a_copy(program, inputs.of(program, leaves, state))
+    measured = measurement([step for step in steps if step.way is Way.OVERLAPPED])
+    node_us = {name: us for step in steps for name, us in step.node_us.items()}
+    compute = {
+        **costs.compute,
+        **apportion(program, measured, node_us, f"measured in the emitted step, {_threads(device)}"),
+    }
     pack = measured.pack_gb_per_s or costs.pack_gb_per_s
-    around_us = feed_us(measured, lambda: example.feed(program, state))
-    compute = {**costs.compute, **compute}
-    costs = replace(costs, compute=compute, pack_gb_per_s=pack, **feed_costs(device, around_us))
+    host_us = around_us(feed) + measured.between_us
+    costs = replace(costs, compute=compute, pack_gb_per_s=pack, **feed_costs(device, host_us))
     return costs, compiler.analyze(captured.graph, costs)
+
+
+def _timed_on_a_copy(program: Program, arguments: Sequence[Sequence[Any]]) -> list[TimedStep]:
+    """Time steps without a network that train a copy; random numbers and tensors outside the model are put back."""
+    device = program.captured.device
+    copies = [[value.detach().clone() if isinstance(value, Tensor) else value for value in each] for each in arguments]
+    outside = [getattr(program.graph, str(node.target)) for node in program.graph.graph.nodes if node.op == "get_attr"]
+    before = [(value, value.detach().clone()) for value in outside if isinstance(value, Tensor)]
+    runtime, steps, spent_us = _NeverSkips(NullTransport(), device), list[TimedStep](), 0.0
+    ways = [Way.ONE_BY_ONE, *[Way.OVERLAPPED] * (MOST_REPEATS + compat.works_later(device))]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):  # pyright: ignore[reportUnknownMemberType]  # untyped
+            for way in ways:
+                steps.append(TimedStep(program, runtime, way))
+                steps[-1].run(copies)
+                compat.synchronize(device)
+                spent_us += steps[-1].us or 0.0
+                if way is Way.OVERLAPPED and spent_us > MEASURING_US:
+                    break
+    finally:
+        with torch.no_grad():
+            for value, was in before:
+                value.copy_(was)
+        runtime.close()
+    return steps
+
+
+class _NeverSkips(Runtime):
+    """Lets updates run whatever gradients are: a step that is left out has none to time."""
+
+    def all_finite(self, values: Sequence[Tensor]) -> bool:
+        super().all_finite(values)
+        self.counters.skipped = False
+        return True
 
 
 def _threads(device: torch.device) -> str:

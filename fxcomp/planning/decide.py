@@ -1,10 +1,13 @@
-"""Decide on a plan, all ranks together: the dense step is measured, rank 0 chooses by its costs, and all follow."""
+"""Decide on a plan, all ranks together: rank 0 chooses by the costs of the job's own steps, and all follow.
+
+first          at once where costs are known: given, or measured by an earlier job; else dense, to be timed
+after_steps    by the first steps, which trained and were timed
+again          by links as they are now
+"""
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,26 +17,22 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.edit import clone
-from fxcomp.graph.run_passes import finished
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
-from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
-from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, step_costs
+from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step
 from fxcomp.planning.exchange_point import PointChooser
-from fxcomp.planning.measure_contention import as_slowest, contention_of, networks
 from fxcomp.planning.measure_machine import gathered_costs, hardware, with_links_of_now
-from fxcomp.planning.measure_step import StepMeasurement, apportion, feed_costs, feed_us, measure_step
+from fxcomp.planning.timed_steps import TimedStep, Way, apportion, contention_of, feed_costs, measurement
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
 from fxcomp.search.choose import Choice, choose, uniform
@@ -42,12 +41,6 @@ from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Workload
 from fxcomp.site import Site
-from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.inputs import Example
-
-MEASURED_STEPS = ((0.3e6, 8), (1e6, 5), (2e6, 3), (6e6, 2), (math.inf, 1))
-"""Numbers of dense steps that are timed with the network and without, in turns, by the longest that one is predicted to
-take, in µs: the same number on every rank. One of each goes before them and does not count."""
 
 SMALLEST_ERROR = 0.05
 """A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""
@@ -55,67 +48,38 @@ SMALLEST_ERROR = 0.05
 LARGEST_ERROR = 0.5
 
 
-def measured_on_job(
-    compiler: Compiler, site: Site, example: Example, costs: CostTable, earlier: EarlierJobs
-) -> CostTable:
-    """Add to a table what this job's regions cost and how far its prediction is off; every rank calls it.
+def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
+    """Add to a table what timed steps of a dense program took on the slowest rank, for which the others wait.
 
-    What an earlier job measured of the same step is taken over.
+    Every rank calls it, with steps that ran HELD and OVERLAPPED among its own, and with the time around a step. Ranks
+    are taken to share compute out to operators alike.
     """
-    ranks, cluster = site.ranks, site.cluster
-    workload = compiler.analyze(example.captured.graph, costs)
-    facts = facts_of_step(example.captured.graph, compiler, site, costs.processors)
-    dense_bytes = workload.dense_bytes
-    now_us = costs.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster).us
-    topic = "what an earlier job measured"
-    known = ranks.from_rank_0(topic, lambda: earlier.find(facts, cluster, dense_bytes, now_us))
-    if known is not None:
-        return replace(costs, **step_costs(known, costs.compute))
-    data = ranks.from_rank_0("the dense plan", lambda: uniform("dense", workload, costs, cluster).to_json())
-    measured = replace(costs, **_measured_now(compiler, site, example, costs, Plan.from_json(data)))
-    if site.rank == 0:
-        earlier.keep(measured.to_json())
-    return measured
-
-
-def _starting_us(alone: StepMeasurement, others: Sequence[StepMeasurement]) -> float:
-    """Return what starting collectives takes the host over a network, beyond what it takes without one."""
-    return statistics.fmean(on.starting_us for on in others) - alone.starting_us if others else 0.0
-
-
-def _measured_now(compiler: Compiler, site: Site, example: Example, costs: CostTable, plan: Plan) -> dict[str, Any]:
-    """Run the dense step over and without the network; return the fields of a cost table that are the step's own."""
-    ranks, cluster = site.ranks, site.cluster
-    program = finished(compiler.emit(example.captured, plan, costs))
-    state = GradientState.fresh(plan, example.inputs.shapes, site, compiler.feedback)
-    arguments = example.arguments(program, state)
-    predicted_us = program.timeline.step_time_us
-    mine = next(repeats for limit_us, repeats in MEASURED_STEPS if predicted_us < limit_us)
-    repeats = int(ranks.from_rank_0("how many steps are timed", lambda: mine))  # a rank that times one more would wait
-    here = measure_step(program, arguments, networks(program.graph, site.transport, costs.processors, cluster), repeats)
-    starting_us = _starting_us(here[0], here[1:])
-    mine_us = feed_us(here[0], lambda: example.feed(program, state)) + starting_us
-    around_us = ranks.gather("timing what feeds a step", mine_us)
-    everyone = ranks.gather("timing the dense step", [[on.step_us, on.compute_us] for on in here])
-    alone, *others = as_slowest(here, everyone)
-    compute = apportion(program, alone, "measured in the emitted step, all ranks running")
-    starts = [on.launch_us for on in others if on.launch_us is not None]
-    found: dict[str, Any] = {
-        "compute": {**costs.compute, **compute},
-        "pack_gb_per_s": alone.pack_gb_per_s or costs.pack_gb_per_s,
-        "launch_us": statistics.fmean(starts) if starts else costs.launch_us,
-        "host_us": alone.between_us + starting_us if compat.works_later(site.device) else 0.0,
-    }
+    ranks, program = site.ranks, steps[0].program
+    by_way = {way: [step for step in steps if step.way is way] for way in Way}
+    mine = [measurement(by_way[way]) for way in (Way.HELD, Way.OVERLAPPED)]
+    numbers = [feed_us + mine[0].between_us, *(us for on in mine for us in (on.step_us, on.compute_us))]
+    everyone = ranks.gather("what the first steps took", numbers)
+    slowest = max(everyone, key=lambda each: each[2])
+    factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
+    held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
+    node_us = {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
+    compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
+    around_us = max(each[0] for each in everyone)
+    own = replace(
+        costs,
+        compute={**costs.compute, **compute},
+        pack_gb_per_s=held.pack_gb_per_s or costs.pack_gb_per_s,
+        launch_us=costs.launch_us if overlapped.launch_us is None else overlapped.launch_us,
+        **feed_costs(site.device, around_us),
+    )
 
     def fitted() -> dict[str, float]:
-        own = replace(costs, **found)
-        graph = annotate_costs(clone(program.graph), own, cluster)
-        return asdict(contention_of(own, graph, cluster, [alone, *others]))
+        graph = annotate_costs(clone(program.graph), own, site.cluster)
+        return asdict(contention_of(own, graph, held, overlapped))
 
     # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
     fit = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
-    error = min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR)
-    return {**found, "contention": fit.factor, "error": error, **feed_costs(site.device, max(around_us))}
+    return replace(own, contention=fit.factor, error=min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +97,56 @@ class Planner:
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
     """Remembers what this step costs, for the next job."""
 
-    def first(self, costs: CostTable | None, example: Example | None = None) -> Decision:
-        """Decide by given costs, or by what is measured now: with an example, on the job itself.
+    def first(self, costs: CostTable | None, *, may_wait: bool = False) -> Decision:
+        """Decide by given costs, by what is measured now, or, if it may wait, provisionally for the dense plan.
 
-        Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
+        A step that an earlier job has timed need not be timed first. Raises BadPlan where a given plan does not fit,
+        and BadOption where what is pinned does not.
         """
-        cluster = self.site.cluster
         compress = self.options.compress
-        if cluster.world_size == 1 or compress.plan is not None:
+        if self.site.cluster.world_size == 1 or compress.plan is not None:
             table = costs or CostTable()
             return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
         self.check_pins()
+        known = self.earlier.find(self._facts(), self.site.ranks) if costs is None and may_wait else None
+        if costs is None and (known is not None or not may_wait):
+            costs = self._gathered()
+        if known is not None and costs is not None:
+            workload = self.compiler.analyze(self.graph, costs)
+            costs = self.earlier.with_step(costs, known, workload.dense_bytes, self.site)
         if costs is None:
-            offered = () if compress.budget is None else LADDER_COMPRESSORS
-            offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
-            with phase("measuring the machine and the links"):
-                costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
-            if example is not None:
-                with phase("measuring the dense step"):
-                    costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
+            return self._dense()
         with phase("choosing a plan"):
             return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
+
+    def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
+        """Decide by steps of the dense plan that were timed, and by the time around one; every rank calls it."""
+        costs = costs_of_steps(self.site, steps, feed_us, self._gathered())
+        if self.site.rank == 0:
+            self.earlier.keep(costs.to_json())
+        topic = "choosing a plan"
+        workload = self.site.ranks.attempt(
+            f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs)
+        )
+        return self._best(workload, costs, topic)
+
+    def _dense(self) -> Decision:
+        """Follow the dense plan of assumed costs, the same on all ranks."""
+        costs = CostTable()
+        workload = self.compiler.analyze(self.graph, costs)
+        plan = uniform("dense", workload, costs, self.site.cluster)
+        return Decision(plan, costs, workload, is_provisional=True)
+
+    def _gathered(self) -> CostTable:
+        """Measure what the machine and the links cost; every rank calls it."""
+        compress = self.options.compress
+        offered = () if compress.budget is None else LADDER_COMPRESSORS
+        offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
+        with phase("measuring the machine and the links"):
+            return gathered_costs(self.site, (*compress.pinned.compressors, *offered))
+
+    def _facts(self) -> Sequence[str]:
+        return facts_of_step(self.graph, self.compiler, self.site)
 
     def check_pins(self) -> None:
         """Raise BadOption where what is pinned does not fit the cluster."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Cluster, Level, Processors
-from fxcomp.cost.roofline import Measured
+from fxcomp.cluster.cluster import Level
+from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.graph.work import work_key
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_machine import hardware, versions
+from fxcomp.ranks import Ranks
 from fxcomp.site import Site
 
 LIKE, NOISE_US = 2.0, 1e3
@@ -44,24 +45,38 @@ class EarlierJobs:
     path: Path | None = None
     """The step's file, once the step is known."""
 
-    def find(self, facts: Sequence[str], cluster: Cluster, dense_bytes: int, now_us: float) -> dict[str, Any] | None:
-        """Return the step's own costs as JSON, which `step_costs` reads; None if there are none.
+    def find(self, facts: Sequence[str], ranks: Ranks) -> CostTable | None:
+        """Return the table by which an earlier job decided about the same step; None if there was none.
 
-        `now_us` is what summing all gradients takes now.
+        Every rank calls it; the file is rank 0's.
         """
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-        self.path = compat.cache_directory() / "jobs" / f"{key}.json"
-        known = load_table(self.path)
-        if known is None:
+        path = self.path = compat.cache_directory() / "jobs" / f"{key}.json"
+
+        def read() -> dict[str, Any] | None:
+            known = load_table(path)
+            return None if known is None else known.to_json()
+
+        data = ranks.from_rank_0("what an earlier job measured", read)
+        return None if data is None else CostTable.from_json(data)
+
+    def with_step(self, costs: CostTable, known: CostTable, dense_bytes: int, site: Site) -> CostTable | None:
+        """Add the step's own costs of an earlier job to the links of now; None where the network is another one.
+
+        `dense_bytes` are those of all gradients. Every rank calls it.
+        """
+
+        def is_like() -> bool:
+            what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, site.cluster
+            before_us, now_us = (table.collective(*what).us for table in (known, costs))
+            return abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
+
+        if not site.ranks.from_rank_0("whether the network is as it was", is_like):
             return None
-        before_us = known.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, cluster).us
-        is_like = abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
-        if not is_like:
-            return None
-        data = known.to_json()
         source = f"measured in the emitted step, all ranks running, by an earlier job ({known.date})"
-        compute = {key: {**found, "source": source} for key, found in data["compute"].items()}
-        return {"compute": compute, **{name: data[name] for name in _OF_THE_STEP}}
+        compute = {key: replace(found, source=source) for key, found in known.compute.items()}
+        own = {name: getattr(known, name) for name in _OF_THE_STEP}
+        return replace(costs, compute={**costs.compute, **compute}, **own)
 
     def keep(self, costs: Mapping[str, Any]) -> None:
         """Write a cost table, given as JSON; without it, the next job measures again."""
@@ -87,14 +102,10 @@ _OF_THE_STEP = ("pack_gb_per_s", "launch_us", "contention", "error", "feed_us", 
 """Fields of a cost table that are the step's own, besides `compute`."""
 
 
-def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site, processors: Processors) -> list[str]:
+def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site) -> list[str]:
     """List what a step's time follows from; every rank calls it."""
     machines = site.ranks.gather("the machines", f"{hardware(site.device)}; {versions()}")
+    processors = site.processors() if site.device.type == "cpu" else ""
     compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {processors}"
     keys = (work_key(node) for node in graph.graph.nodes if node.op == "call_function")
     return [str(site.cluster.topology_at(Level.WORLD)), compiled, *machines, *keys]
-
-
-def step_costs(data: Mapping[str, Any], others: Mapping[str, Measured]) -> dict[str, Any]:
-    """Read what `EarlierJobs.find` returned: the fields of a cost table that are a step's own; other operators stay."""
-    return {**data, "compute": {**others, **{key: Measured(**found) for key, found in data["compute"].items()}}}

@@ -124,6 +124,8 @@ class Decision:
     choice: Choice | None = None
     """The comparison of plans; None where the plan was given."""
     notes: tuple[str, ...] = ()
+    is_provisional: bool = False
+    """The dense plan of steps that are timed, by which the plan is chosen then."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:

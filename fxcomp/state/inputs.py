@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxcomp.capture.batch_type import batch_type
 from fxcomp.capture.optimizer import fresh_states, is_kept, live_numbers, read_together
 from fxcomp.capture.optimizer_state import is_fresh, materialize_state, may_change, renew_state
 from fxcomp.capture.probe import check_habits
-from fxcomp.capture.step_guard import StepGuard
 from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.program import Program
 from fxcomp.errors import StepChanged
-from fxcomp.graph.captured import Captured
 from fxcomp.graph.info import ARGUMENTS, InputKind, Source
 from fxcomp.state.gradient_state import GradientState
 
@@ -243,23 +239,3 @@ def _kept(source: Source, state: GradientState) -> Tensor:
             return state.residuals.of(source.index, source.slot)
         case _:
             return state.compressor_states.of(source.index, source.slot)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A captured step with the batch that it was captured for: enough to run it."""
-
-    captured: Captured
-    inputs: Inputs
-    leaves: Sequence[Any]
-    guard: StepGuard
-
-    def feed(self, program: Program, state: GradientState) -> None:
-        """Do what comes before each run of a program: look for changes, and find its arguments."""
-        self.guard.key()
-        batch_type(self.leaves)
-        self.arguments(program, state)
-
-    def arguments(self, program: Program, state: GradientState) -> tuple[list[Any], ...]:
-        """The arguments of a program that was made from the capture."""
-        return self.inputs.of(program, self.leaves, state)

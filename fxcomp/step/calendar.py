@@ -1,6 +1,6 @@
 """Say what a step is for. Data that all ranks have agreed on, and a step's number: nothing else is asked.
 
-    verified ─► a turn of a race ─► none, before the plan that stays ─► a look
+    verified ─► one of the first steps ─► a turn of a race ─► none, before the plan that stays ─► a look
 
 The first that holds takes the step, so a step is for one thing at most: each makes the step longer, and would spoil the
 times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
@@ -36,6 +36,8 @@ class Use(Enum):
 
     VERIFY = "verify"
     """It is compared with eager PyTorch."""
+    TIME = "time"
+    """Its lines are timed, so that a plan can be chosen."""
     TURN = "turn"
     """It counts for the plan whose turn it is."""
     LOOK = "look"
@@ -64,6 +66,8 @@ class Calendar:
     """The first steps of the stages of a warm-up, and of the plan that stays."""
     followed_from: int = 0
     """The first step of the plan that is followed now."""
+    timed: tuple[int, ...] = ()
+    """The first steps of a job, by which its plan is chosen; empty once it has one."""
     turn: RaceTurn | None = None
     """The turn that is on, or the first one to come; None while no plans race."""
     patience: int = 1
@@ -80,6 +84,8 @@ class Calendar:
         """Say what a step is for; None for most."""
         if self.is_verified(step):
             return Use.VERIFY
+        if self.timed:
+            return Use.TIME if step in self.timed else None
         if self.turn is not None:
             return Use.TURN if step in self.turn.steps else None
         if not self.is_quiet_at(step):
@@ -102,7 +108,7 @@ class Calendar:
 
     def is_quiet_at(self, step: int) -> bool:
         """Tell a step that follows the plan that stays, with no race on or due."""
-        return self.turn is None and self.is_warm_at(step)
+        return not self.timed and self.turn is None and self.is_warm_at(step)
 
     # After a step
 

@@ -75,7 +75,7 @@ class Execution(Executor):
         if self._scales_with_lr:
             state.scale_to_rates(inputs.rates(inputs.numbers), inputs.names_by_group())
         self.has_begun = True
-        schedule.begin(step.number, program)
+        schedule.begin(step)
         check_lengths = self.group.compare_lengths()
         runtime.gradients.before_packing = [] if check_lengths is None else [check_lengths]
         with self._holding_unused(program) as unused:

@@ -1,6 +1,7 @@
 """Keep the schedule of a job: what each step is for, and which plan it follows. All ranks keep the same one.
 
                     before a step                        after it
+    first steps     its lines are timed                  the plan is chosen by them
     warm-up         the next stage is entered            momenta are exchanged, or gradients again
     a race          the plan whose turn it is            the next turn, or the best plan stays
     drift                                                a window is judged: measure links, plan again, race
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxcomp.cluster.cluster import Level
-from fxcomp.codegen.program import Program
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import CannotReplan
 from fxcomp.options import StepOptions
@@ -28,11 +28,13 @@ from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
 from fxcomp.step.alike import SELDOM, Alike
-from fxcomp.step.calendar import WINDOW, Calendar
+from fxcomp.step.calendar import WINDOW, Calendar, Use
 from fxcomp.step.drift import judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
+from fxcomp.step.first_steps import FirstSteps
 from fxcomp.step.freeze import Freeze
+from fxcomp.step.observer import StepUnderWay
 from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
@@ -126,7 +128,26 @@ class StepSchedule(Schedule):
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
         """Lets the plan follow the gradients; None without an error budget."""
-        self._race_plans(0, "compiling")
+        self._first: FirstSteps | None = None
+        """The steps by which the plan will be chosen; None once there is one."""
+        if force.decision.is_provisional:
+            self._time_from(0)
+        else:
+            self._race_plans(0, "compiling")
+
+    @property
+    def is_racing(self) -> bool:
+        """Plans take turns, or will soon, or are yet to be chosen: nothing is compared with its prediction."""
+        return self._first is not None or super().is_racing
+
+    def note_on_race(self, step: int) -> str:
+        """Describe the first steps, or a race that is on, or due; empty if there is none."""
+        if self._first is None:
+            return super().note_on_race(step)
+        last = self._first.numbers[-1]
+        return (
+            f"gradients travel as they are until step {last + 1}: the first steps are timed, and a plan chosen by them"
+        )
 
     @property
     def moves(self) -> Sequence[PlanMove]:
@@ -144,9 +165,14 @@ class StepSchedule(Schedule):
         if self._force.enter_stage_of(step):
             self._settle_anew(step)
 
-    def begin(self, step: int, program: Program) -> None:
-        """Let ranks compare what their updates read, and agree on a step to verify after a new capture on some rank."""
+    def begin(self, under_way: StepUnderWay) -> None:
+        """Have a first step timed; let ranks compare what their updates read, and agree on a step to verify after a new
+        capture on some rank.
+        """
         force, calendar, alike = self._force, self.calendar, self._alike
+        step, program = under_way.number, under_way.program
+        if under_way.use is Use.TIME and self._first is not None:
+            self._first.before(under_way)
         programs = force.programs
         if alike is not None:
             alike.begin(step, program, force.runtime, force.inputs.numbers, programs.options)
@@ -162,6 +188,9 @@ class StepSchedule(Schedule):
 
     def between(self, steps: int) -> None:
         """Do the work that is due between two steps; `steps` is the number of steps taken."""
+        if self._first is not None and self._first.between(steps):
+            self._choose(steps, self._first)
+        self.calendar.timed = () if self._first is None else self._first.numbers
         if self._errors is not None:
             self.calendar.look_from = self._errors.between(steps)
         self._freeze.between(steps)
@@ -174,6 +203,21 @@ class StepSchedule(Schedule):
         """Follow another plan from a step on; a race that was on is over."""
         self.call_off()
         self._settle_anew(step)
+
+    def _time_from(self, step: int) -> None:
+        """Time steps from one on, to choose a plan by them."""
+        self._first = FirstSteps(self._site, self.calendar.free_steps, step)
+        self.calendar.timed = self._first.numbers
+
+    def _choose(self, step: int, first: FirstSteps) -> None:
+        """Choose the plan by steps that were timed, and follow it; every rank calls it."""
+        topic, options = "choosing a plan", self._options
+        with self._site.ranks.together(topic):
+            decision = self._planner.after_steps(first.steps, first.feed_us)
+            self._first = None
+            self._force.begin(decision, step, options.compress.warmup_for(decision.plan), topic)
+            self._settle_anew(step)
+            self._race_plans(step, topic)
 
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:
         """Look at gradients from a step on, and let the plan follow what compressors lose."""
@@ -247,6 +291,11 @@ class StepSchedule(Schedule):
             )
         if self._options.why_not_replan:
             raise CannotReplan(self._options.why_not_replan)
+        if self._first is not None:
+            raise CannotReplan(
+                f"there is no plan yet, and this is step {step}: one is chosen by the first steps.\n"
+                f"  Plan again after step {self._first.numbers[-1] + 1}."
+            )
         if not self._force.is_warm:
             last = self.calendar.warm_from[-1]
             raise CannotReplan(

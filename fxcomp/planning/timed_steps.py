@@ -1,0 +1,290 @@
+"""Time steps of the job's own emitted program line by line, while they train, and read what each part of them took.
+
+    OVERLAPPED    as any other step: compute and the network slow each other
+    HELD          collectives start where compute first waits for one: it runs without a network, and the network alone
+    ONE_BY_ONE    held, and regions run operator by operator, which says how a region's time is shared out
+
+All of them send and train the same bits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxcomp import compat
+from fxcomp.codegen.load import rebound
+from fxcomp.codegen.program import Program
+from fxcomp.cost.contention import FittedContention, SeenStep, fit_contention
+from fxcomp.cost.roofline import Measured
+from fxcomp.cost.table import CostTable
+from fxcomp.graph.edit import collective_kind, is_collective, value_bytes
+from fxcomp.graph.lines import timed_lines
+from fxcomp.graph.regions import Region, cut, regions
+from fxcomp.graph.work import is_free
+from fxcomp.passes.annotate_costs import cost_key
+from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.runtime.clock import Clock
+from fxcomp.runtime.runtime import Runtime
+from fxcomp.runtime.stopwatch import Call, Reading, Stopwatch
+from fxcomp.search.plan_tasks import handing_out
+from fxcomp.search.read_workload import graph_tasks
+
+METHODS = ("pack", "launch", "wait")
+"""The lines that are timed beside regions; what the rest takes counts as the host's."""
+
+FEEDS = 5
+"""The number of timings of feeding a step; the first one fills caches and does not count."""
+
+
+class Way(Enum):
+    """The ways to run a timed step."""
+
+    OVERLAPPED = "overlapped"
+    HELD = "held"
+    ONE_BY_ONE = "one by one"
+
+
+class HeldCollectives:
+    """A runtime whose collectives start where one of them is first waited for, in the order of their lines."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._held: list[tuple[int, Callable[[], Any]]] = []
+        self._results: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def launch(self, *arguments: Any, **options: Any) -> int:
+        """Put a collective off; returns its number."""
+        self._held.append((len(self._results), lambda: self._runtime.launch(*arguments, **options)))
+        self._results.append(None)
+        return self._held[-1][0]
+
+    def wait(self, number: int) -> Any:
+        """Start what was put off, and wait for all of it."""
+        started = [(held, launch()) for held, launch in self._held]
+        self._held.clear()
+        for held, flight in started:
+            self._results[held] = self._runtime.wait(flight)
+        return self._results[number]
+
+
+class TimedStep:
+    """One step of a program that is run in one of these ways."""
+
+    def __init__(self, program: Program, runtime: Runtime, way: Way) -> None:
+        self.program, self.way = program, way
+        self._runtime, self._clock = runtime, runtime.clock
+        lines: Any = runtime if way is Way.OVERLAPPED else HeldCollectives(runtime)
+        self._watch = Stopwatch(lines, METHODS, self._clock)
+        self.node_us: dict[str, float] = {}
+        """The time of each operator by itself; empty where regions ran as a whole."""
+        around = self._watch.region if way is not Way.ONE_BY_ONE else OneByOne(program, self.node_us).region
+        self._step = rebound(program.module, around)
+        self._begin: Any = None
+        self._end: Any = None
+        self.handed_us = 0.0
+        """The host's time for running the program."""
+
+    def run(self, arguments: Sequence[Sequence[Any]]) -> Any:
+        """Run the program; returns what it returns."""
+        begun = time.perf_counter()
+        self._begin = self._clock.look()
+        self._watch.start()
+        try:
+            return self._step(self._watch.lines, *arguments)
+        finally:
+            self._watch.stop()
+            self._end = None if self._runtime.counters.skipped else self._clock.look()
+            self.handed_us = 1e6 * (time.perf_counter() - begun)
+
+    @property
+    def us(self) -> float | None:
+        """The time of the whole program, in µs; None while a device has not finished it, or where it was left out."""
+        return None if self._end is None else self._clock.us(self._begin, self._end)
+
+    def reading(self) -> Reading | None:
+        """The times of its lines; None while a device has not finished it."""
+        return None if self.us is None else self._watch.reading()
+
+
+class OneByOne:
+    """Runs regions operator by operator, and keeps what each operator took."""
+
+    def __init__(self, program: Program, us: dict[str, float]) -> None:
+        """`us` takes the times, by the node's name."""
+        self._graph, self._device, self._us = program.graph, program.captured.device, us
+        self._clock = Clock(self._device)
+        self._regions = {region.name: region for region in regions(self._graph)}
+
+    def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a stand-in for a region's function."""
+        if name not in self._regions:
+            return run
+        region = self._regions[name]
+        dead = _dead_after(region)
+        constants = {n: getattr(self._graph, str(n.target)) for n in _constants(region)}
+
+        def step_by_step(*inputs: Any) -> Any:
+            values: dict[Node, Any] = {**constants, **dict(zip(region.inputs, inputs, strict=True))}
+            for node in region.nodes:
+                values[node] = self._run(node, values)
+                for used in dead[node]:
+                    del values[used]
+            outputs = tuple(values[node] for node in region.outputs)
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        return step_by_step
+
+    def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        target: Any = node.target
+        args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+        compat.synchronize(self._device)
+        start = self._clock.look()
+        result = target(*args, **kwargs)
+        end = self._clock.look()
+        compat.synchronize(self._device)
+        us = self._clock.us(start, end)
+        assert us is not None, "a device that was waited for knows its times"
+        self._us[node.name] = us
+        return result
+
+
+def _constants(region: Region) -> dict[Node, None]:
+    return dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
+
+
+def _dead_after(region: Region) -> dict[Node, list[Node]]:
+    """List the values that nobody needs after each node."""
+    needed = set(region.outputs)
+    dead: dict[Node, list[Node]] = {}
+    for node in reversed(region.nodes):
+        last_used = [used for used in dict.fromkeys((*node.all_input_nodes, node)) if used not in needed]
+        needed.update(last_used)
+        dead[node] = last_used
+    return dead
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """A step as it ran in one way, the median of a few, in µs: as a whole, and each region."""
+
+    step_us: float
+    spread: float
+    region_us: Mapping[str, float]
+    pack_us: float
+    """Filling all buckets."""
+    launch_us: float | None
+    """Time of compute for starting a collective, the median; None if there are none."""
+    pack_gb_per_s: float | None
+    """The rate of filling buckets; None if there are none."""
+    between_us: float = 0.0
+    """The host's time between regions, buckets and collectives; on a device that works later, for the whole step."""
+
+    @property
+    def compute_us(self) -> float:
+        """The main thread's compute, packing included."""
+        return sum(self.region_us.values()) + self.pack_us
+
+    def times(self, factor: float, step_us: float) -> StepMeasurement:
+        """Return the same on a rank whose compute takes `factor` times as long, in a step of `step_us`."""
+        scaled = {name: us * factor for name, us in self.region_us.items()}
+        return replace(self, step_us=step_us, region_us=scaled, pack_us=self.pack_us * factor)
+
+
+def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
+    """Read steps of one program that ran in the same way and are over."""
+    program = steps[0].program
+    nodes = {call: node for node, call, _ in timed_lines(cut(program.graph))}
+    found: dict[Call, list[float]] = {}
+    for step in steps:
+        reading = step.reading()
+        assert reading is not None, "a device that was waited for knows its times"
+        for call, (start, end) in reading.main.items():
+            found.setdefault(call, []).append(end - start)
+    totals = [step.us or 0.0 for step in steps]
+    step_us = statistics.median(totals)
+    packs = {nodes[call]: us for call, us in found.items() if call[0] == "pack"}
+    starts = [us for call, us in found.items() if call[0] == "launch" and not _is_broadcast(nodes[call])]
+    region_us = {call[0]: statistics.median(us) for call, us in found.items() if call not in nodes}
+    pack_us = _sum_of_medians(packs.values())
+    told_us = _sum_of_medians(found.values())
+    works_later = compat.works_later(program.captured.device)
+    return StepMeasurement(
+        step_us=step_us,
+        spread=(max(totals) - min(totals)) / step_us,
+        region_us=region_us,
+        pack_us=pack_us,
+        launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
+        pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
+        between_us=statistics.median(s.handed_us for s in steps) if works_later else max(0.0, step_us - told_us),
+    )
+
+
+def _is_broadcast(launch: Node) -> bool:
+    """Buffers travel by it, whose start is in the region that made them."""
+    return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
+
+
+def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
+    return sum(map(statistics.median, times))
+
+
+# What steps tell of costs
+
+
+def apportion(
+    program: Program, step: StepMeasurement, node_us: Mapping[str, float], source: str
+) -> dict[str, Measured]:
+    """Share each region's time out to its nodes, by what each took alone; equally where that is not known.
+
+    A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
+    """
+    found: dict[str, list[float]] = {}
+    for region in (region for region in regions(program.graph) if region.name in step.region_us):
+        working = [node for node in region.nodes if not is_free(node)]
+        alone = sum(node_us.get(node.name, 0.0) for node in working)
+        for node in working:
+            share = node_us.get(node.name, 0.0) / alone if alone else 1 / len(working)
+            found.setdefault(cost_key(node), []).append(share * step.region_us[region.name])
+    return {key: Measured(statistics.fmean(us), step.spread, source) for key, us in found.items()}
+
+
+def feed_costs(device: torch.device, us: float) -> dict[str, float]:
+    """Charge the host's time before compute, or overlapping it on a device that works later: fields of a cost table."""
+    return {"feed_us": 0.0, "host_us": us} if compat.works_later(device) else {"feed_us": us}
+
+
+def around_us(feed: Callable[[], object]) -> float:
+    """Return what comes before each run of the program, in us; `feed` does it."""
+    feed()
+    times: list[float] = []
+    for _ in range(FEEDS):
+        start = time.perf_counter()
+        feed()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def contention_of(
+    costs: CostTable, graph: GraphModule, held: StepMeasurement, overlapped: StepMeasurement
+) -> FittedContention:
+    """Fit the contention that dense steps showed, with the error of a step predicted by it.
+
+    The graph is annotated with its regions' times, and knows of no contention. A step that the host bounds
+    (`costs.host_us`) is not taken for one that the network slows.
+    """
+    tasks = (*handing_out(costs.host_us), *graph_tasks(graph))
+    slowed_us = max(0.0, overlapped.compute_us - held.compute_us)
+    return fit_contention([SeenStep(tasks, overlapped.step_us, slowed_us)], costs.processors)

@@ -1,0 +1,87 @@
+"""Time the first steps of a job, which train densely; the plan is chosen by them. All ranks time the same steps.
+
+    step         first       then in turns             last
+    way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE, but on a device that works later
+    counts       if others do not follow: it allocates
+
+Nothing here communicates but `between`, which agrees on how many steps are timed, and on whether they were enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fxcomp import compat
+from fxcomp.planning.timed_steps import TimedStep, Way, around_us
+from fxcomp.site import Site
+from fxcomp.step.observer import StepUnderWay
+
+LONG_US = 3e6
+"""Of a dense step that takes longer, fewer are timed."""
+
+WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
+WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
+
+MOST_TRIES = 3
+"""Where batches unlike the first one leave too few steps to read, so many times as many are timed; then costs of the
+machine and the links alone choose."""
+
+
+class FirstSteps:
+    """The timed steps of a job that has no plan yet."""
+
+    def __init__(self, site: Site, free_steps: Callable[[int, int], tuple[int, ...]], step: int = 0):
+        """Begin at a step of the job; the calendar gives `free_steps`."""
+        self._site, self._free_steps, self._tries = site, free_steps, 0
+        self._ways: Sequence[Way] = WAYS
+        self.numbers = free_steps(step, len(WAYS))
+        """The steps that are timed."""
+        self._timed: dict[int, TimedStep] = {}
+        self.feed_us = 0.0
+        """What a step takes around its program."""
+
+    def before(self, step: StepUnderWay) -> None:
+        """Have a step with a batch like the first one timed."""
+        if not step.is_like_first or step.number not in self.numbers:
+            return
+        way = self._ways[self.numbers.index(step.number)]
+        if way is Way.ONE_BY_ONE and compat.works_later(self._site.device):
+            way = Way.OVERLAPPED
+        timed = self._timed[step.number] = TimedStep(step.program, step.runtime, way)
+        step.run = timed.run
+        if step.number == self.numbers[-1]:
+            self.feed_us = around_us(lambda: step.force.feed(step.batch))
+
+    def between(self, steps: int) -> bool:
+        """Return whether all of them are over after so many steps of the job; every rank calls it."""
+        if steps == self.numbers[0] + 1 and self._ways is WAYS:
+            self._shorten()
+        if steps <= self.numbers[-1]:
+            return False
+        if self._are_enough() or self._tries == MOST_TRIES:
+            return True
+        self._tries += 1
+        self.numbers = self._free_steps(steps, len(self._ways))
+        return False
+
+    def _shorten(self) -> None:
+        """Time fewer steps where one takes long on any rank."""
+        compat.synchronize(self._site.device)
+        took = max((timed.us or 0.0 for timed in self._timed.values()), default=0.0)
+        everyone = self._site.gather_numbers("how long the first step takes", [took])
+        if max(us for (us,) in everyone) > LONG_US:
+            self._ways, self.numbers = WAYS_IF_LONG, self.numbers[: len(WAYS_IF_LONG)]
+
+    def _are_enough(self) -> bool:
+        """Return whether every rank has steps of both ways to read."""
+        compat.synchronize(self._site.device)
+        ways = {timed.way for timed in self.steps}
+        everyone = self._site.gather_numbers("which first steps were timed", [{Way.HELD, Way.OVERLAPPED} <= ways])
+        return all(are_enough for (are_enough,) in everyone)
+
+    @property
+    def steps(self) -> list[TimedStep]:
+        """The steps that count. The first one allocates, and counts only without others."""
+        whole = [timed for timed in self._timed.values() if timed.us is not None]
+        others = [timed for timed in whole[1:] if timed.way is Way.OVERLAPPED]
+        return whole[1:] if others else whole
