@@ -144,10 +144,8 @@ class StepSchedule(Schedule):
         """Describe the first steps, or a race that is on, or due; empty if there is none."""
         if self._first is None:
             return super().note_on_race(step)
-        last = self._first.numbers[-1]
-        return (
-            f"gradients travel as they are until step {last + 1}: the first steps are timed, and a plan chosen by them"
-        )
+        ends = self._first.numbers[-1] + 1
+        return f"gradients travel dense until step {ends}: the first steps are timed, and a plan is chosen by them"
 
     @property
     def moves(self) -> Sequence[PlanMove]:

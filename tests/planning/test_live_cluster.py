@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,11 @@ from fxcomp.errors import BadCall
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.strategy import Strategy
 from fxcomp.planning import decide
+from fxcomp.planning.timed_steps import StepMeasurement, TimedStep
 from fxcomp.ranks import LOCAL_LINK, Ranks, cluster_of_group
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.site import Site
+from fxcomp.step import first_steps
 
 INTRA, INTER = Link(1.0, 100.0), Link(10.0, 1.0)
 
@@ -160,23 +161,26 @@ def forget_earlier_jobs() -> None:
 
 
 def priced_by_its_own_step() -> tuple[int, CostTable]:
-    """Measure a step with other answers on each rank; return this rank's fits of contention, and the plan's costs."""
+    """Time first steps with other answers on each rank; return this rank's fits of contention, and the plan's costs."""
     forget_earlier_jobs()
-    asked, rank, measure = list[int](), dist.get_rank(), decide.measure_step
+    asked, rank, measure = list[int](), dist.get_rank(), decide.measurement
 
     def fitted(*_: object) -> FittedContention:
         asked.append(1)
         return FittedContention(1.5 + rank, 0.1 + 0.1 * rank)
 
-    def measured(*arguments: Any) -> list[Any]:
-        return [replace(on, launch_us=700.0 + 200 * rank) for on in measure(*arguments)]
+    def measured(steps: Sequence[TimedStep]) -> StepMeasurement:
+        return replace(measure(steps), launch_us=700.0 + 200 * rank, between_us=0.0)
 
-    decide.contention_of, decide.measure_step, decide.feed_us = fitted, measured, lambda *_: 600.0 + 300 * rank
+    decide.contention_of, decide.measurement = fitted, measured
+    first_steps.around_us = lambda _: 600.0 + 300 * rank
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, rank)
-    costs = fxcomp.compile_step(model, cross_entropy, optimizer, batch).costs
-    return len(asked), costs
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, batch)
+    while step.in_force.decision.is_provisional:
+        step(batch)
+    return len(asked), step.costs
 
 
 def test_all_ranks_plan_with_one_fit_of_contention_one_cost_of_a_start_and_the_slowest_ranks_feeding():

@@ -3,20 +3,17 @@
 import copy
 import statistics
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers.jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
-from helpers.ranks import run_alone
 from torch import nn
 
 import fxcomp
-from fxcomp.capture.step_guard import StepGuard
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.codegen.program import Program
@@ -24,20 +21,35 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate, step_time_us
 from fxcomp.frontends.what_if import capture_job, measured_here
 from fxcomp.graph.captured import Captured
-from fxcomp.graph.regions import regions
+from fxcomp.graph.lines import timed_lines
+from fxcomp.graph.regions import cut, regions
 from fxcomp.graph.run_passes import finished
+from fxcomp.graph.work import is_free
+from fxcomp.passes.annotate_costs import cost_key
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import ErrorFeedback
 from fxcomp.plan.plan import Plan
-from fxcomp.planning import decide, measure_step
-from fxcomp.planning.measure_step import FEEDS, StepMeasurement, _MeasuredRun, feed_costs, feed_us
+from fxcomp.planning import timed_steps
+from fxcomp.planning.timed_steps import (
+    FEEDS,
+    HeldCollectives,
+    StepMeasurement,
+    TimedStep,
+    Way,
+    apportion,
+    around_us,
+    feed_costs,
+    measurement,
+)
+from fxcomp.runtime.group import Work
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.transport import NullTransport
+from fxcomp.runtime.stopwatch import Reading
+from fxcomp.runtime.transport import NullTransport, Transport
 from fxcomp.search.choose import uniform
 from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.site import Site
 from fxcomp.state.gradient_state import GradientState
-from fxcomp.state.inputs import Example, Inputs
+from fxcomp.state.inputs import Inputs
 
 PAIR = Cluster(2, 1, intra=Link(1, 10), inter=Link(10, 1))
 
@@ -76,18 +88,17 @@ class _Clock:
         self.fed += 1
 
 
-def test_feeding_is_the_median_of_a_few_times_and_what_lies_between_the_lines(monkeypatch: pytest.MonkeyPatch):
+def test_feeding_is_the_median_of_a_few_times(monkeypatch: pytest.MonkeyPatch):
     clock = _Clock()
-    monkeypatch.setattr(measure_step, "time", clock)
-    alone = StepMeasurement(100.0, 0.0, {"a": 80.0}, 10.0, None, None, {}, between_us=7.0)
-    assert feed_us(alone, clock.feed) == pytest.approx(30e6 + 7.0)
+    monkeypatch.setattr(timed_steps, "time", clock)
+    assert around_us(clock.feed) == pytest.approx(30e6)
     assert clock.fed == FEEDS + 1
 
 
 def test_what_feeds_a_step_stands_beside_compute_where_a_device_works_later(monkeypatch: pytest.MonkeyPatch):
     device = torch.device("cpu")
     assert feed_costs(device, 5.0) == {"feed_us": 5.0}
-    monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
+    monkeypatch.setattr(timed_steps.compat, "works_later", lambda _: True)
     assert feed_costs(device, 5.0) == {"feed_us": 0.0, "host_us": 5.0}
 
 
@@ -138,101 +149,126 @@ def test_updates_are_timed_where_gradients_are_not_finite_and_the_step_would_be_
     assert all(map(torch.equal, before, model.parameters()))
 
 
+class Told(TimedStep):
+    """A step that took what is told: buckets 10 us and more, starts 1 us and more, of buffers 1,000, waits 500."""
+
+    def __init__(self, program: Program, buffers: int) -> None:
+        self.program, self.way, self.node_us, self.handed_us = program, Way.OVERLAPPED, {}, 80.0
+        calls = [call for _, call, _ in timed_lines(cut(program.graph))]
+        self.told = {("region_0", 0): 100.0}
+        for method, number in calls:
+            us = {"pack": 10.0 * (number + 1), "launch": 1.0 + 2.0 * number, "wait": 500.0}.get(method)
+            if us is not None:
+                self.told[method, number] = 1000.0 if (method, number) == ("launch", buffers) else us
+
+    @property
+    def us(self) -> float:
+        return 1e4
+
+    def reading(self) -> Reading:
+        return Reading({call: (50.0, 50.0 + us) for call, us in self.told.items()}, {}, {})
+
+    def sum_of(self, method: str) -> float:
+        return sum(us for call, us in self.told.items() if call[0] == method)
+
+
 def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest.MonkeyPatch):
-    """Buckets take 10 us and more, starts 1 us and more, a start of buffers 1,000, and the regions 100."""
-    run = _MeasuredRun(dense_program(captured_step("conv")), Runtime(NullTransport(), torch.device("cpu")))
-    run.runtime.close()
-    packs = {call: 10.0 * (call[1] + 1) for call in run._nodes if call[0] == "pack"}
-    starts = {call: 1.0 + 2.0 * call[1] for call in run._nodes if call[0] == "launch"}
-    assert len(packs) == len(starts) > 1
-    buffers = starts.popitem()[0]
-    monkeypatch.setattr(measure_step, "_is_broadcast", lambda node: node is run._nodes[buffers])
-    for call, us in {**packs, **starts, buffers: 1000.0, ("region_0", 0): 100.0}.items():
-        run._us[call] = [us, us]
-    run.totals.append(1e4)
-    found = run.measurement({})
-    assert found.launch_us == statistics.median(starts.values())
-    assert found.pack_us == sum(packs.values())
-    assert found.compute_us == 100.0 + sum(packs.values())
-    assert found.between_us == 1e4 - 100.0 - sum(packs.values()) - sum(starts.values())
-    monkeypatch.setattr(measure_step.compat, "works_later", lambda _: True)
-    run._handed += [70.0, 90.0, 80.0]
-    run._starting_us |= {call: [40.0, 60.0, 50.0] for call in starts}
-    found = run.measurement({})
-    assert found.between_us == 80.0, "a device hides what the host takes to hand a step out"
-    assert found.launch_us == statistics.median(starts.values()), "it does not hide what its own stream takes"
-    assert found.starting_us == 50.0 * len(starts)
+    program = dense_program(captured_step("conv"))
+    last = sum(call[0] == "launch" for _, call, _ in timed_lines(cut(program.graph))) - 1
+    step = Told(program, last)
+    buffers = next(node for node, call, _ in timed_lines(cut(program.graph)) if call == ("launch", last))
+    monkeypatch.setattr(timed_steps, "_is_broadcast", lambda node: node is buffers)
+    found = measurement([step, step])
+    starts = [us for call, us in step.told.items() if call[0] == "launch" and us < 1000.0]
+    assert len(starts) >= 1
+    assert found.launch_us == statistics.median(starts)
+    assert found.pack_us == step.sum_of("pack") > 0
+    assert found.compute_us == 100.0 + step.sum_of("pack")
+    assert found.between_us == 1e4 - sum(step.told.values()), "a wait for the network is not the host's"
+    monkeypatch.setattr(timed_steps.compat, "works_later", lambda _: True)
+    assert measurement([step]).between_us == 80.0, "a device hides what the host takes to hand a step out"
 
 
-def test_what_the_host_takes_to_start_collectives_is_the_mean_over_networks_beyond_what_it_takes_without_one():
-    alone, *others = (StepMeasurement(1.0, 0.0, {}, 0.0, None, None, {}, starting_us=us) for us in (2.0, 10.0, 20.0))
-    assert decide._starting_us(alone, others) == 13.0
-    assert decide._starting_us(alone, []) == 0.0
-
-
-def test_every_region_bucket_and_start_of_a_step_is_timed():
-    job = JOBS["conv"]
+def run_once(name: str, way: Way, transport: Transport | None = None) -> tuple[list[torch.Tensor], TimedStep]:
+    """Train one step in a way; return the loss, parameters, buffers and optimizer state, and the step."""
+    job = JOBS[name]
     model = job.build()
-    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["plain"](model.parameters()), job.batch(0, 0))
+    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["adamw"](model.parameters()), job.batch(0, 0))
     training, captured = capture_job(asked)
     program, inputs = dense_program(captured), Inputs(training)
     site = Site.imagined(PAIR, torch.device("cpu"))
     state = GradientState.fresh(dense_plan(captured), inputs.shapes, site, ErrorFeedback())
-    example = Example(captured, inputs, pytree.tree_leaves(asked.batch), StepGuard(training))
-    (found,) = measure_step.measure_step(program, example.arguments(program, state), [NullTransport()], 2)
-    assert set(found.region_us) == {region.name for region in regions(program.graph)}
+    arguments = inputs.of(program, pytree.tree_leaves(asked.batch), state)
+    runtime = Runtime(transport or NullTransport(), torch.device("cpu"))
+    step = TimedStep(program, runtime, way)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        loss, _ = step.run(arguments)
+    runtime.close()
+    kept = [value for owner in training.owned for value in owner.state.values() if isinstance(value, torch.Tensor)]
+    return [loss, *model.parameters(), *model.buffers(), *kept], step
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_trains_the_same_bits_in_every_way(name: str):
+    as_any_other, _ = run_once(name, Way.OVERLAPPED)
+    for way in (Way.HELD, Way.ONE_BY_ONE):
+        found, _ = run_once(name, way)
+        assert all(map(torch.equal, found, as_any_other)), way
+
+
+@pytest.mark.parametrize("way", Way)
+def test_every_region_bucket_and_start_of_a_step_is_timed(way: Way):
+    _, step = run_once("conv", way)
+    found = measurement([step])
+    names = {region.name for region in regions(step.program.graph)}
+    assert set(found.region_us) == (set() if way is Way.ONE_BY_ONE else names)
+    working = {node.name for region in regions(step.program.graph) for node in region.nodes}
+    assert set(step.node_us) == (working if way is Way.ONE_BY_ONE else set())
     assert found.pack_us > 0
     assert found.launch_us is not None
     assert found.pack_gb_per_s is not None
     assert found.step_us >= found.compute_us
 
 
-STARTING_US = 1e9
+class Recording(NullTransport):
+    """Notes what a step launches and packs, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def all_reduce(self, value: torch.Tensor, level: str, lane: str, how: str = "sum") -> Work:
+        self.sizes.append(value.numel())
+        return super().all_reduce(value, level, lane, how)
 
 
-def measured() -> tuple[int, int, int, bool, list[CostTable]]:
-    """Return the most memory of a step and of measuring it, the parameters' bytes, if all is as it was, and costs."""
-    from helpers import late
-
-    machine, device = late.start(), torch.device(late.DEVICE)
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to(device)
-    batch = torch.randn(2, 128).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    training, captured = capture_job(fxcomp.Job(model, lambda m, b: m(b).square().mean(), optimizer, batch))
-    program, inputs = dense_program(captured), Inputs(training)
-    state = GradientState.fresh(dense_plan(captured), inputs.shapes, Site.imagined(PAIR, device), ErrorFeedback())
-    arguments = Example(captured, inputs, [batch], StepGuard(training)).arguments(program, state)
-    held = machine.held_bytes[1]
-
-    def most(run: Callable[[], object]) -> int:
-        machine.most_bytes[1] = machine.held_bytes[1]
-        run()
-        machine.drain()
-        return machine.most_bytes[1] - held
-
-    with torch.no_grad():
-        of_step = most(lambda: program.module.step(Runtime(NullTransport(), device), *arguments))
-    before = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
-    of_measuring = most(lambda: measure_step.measure_step(program, arguments, [NullTransport()], 2))
-    after = [value.detach().cpu() for values in arguments for value in values if isinstance(value, torch.Tensor)]
-    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    is_as_before = all(map(torch.equal, before, after))
-    compiler, site = Compiler(PAIR), Site.imagined(PAIR, device)
-    example, plan = Example(captured, inputs, [batch], StepGuard(training)), dense_plan(captured)
-    with patch.object(decide, "_starting_us", return_value=STARTING_US):
-        costs = CostTable(**decide._measured_now(compiler, site, example, CostTable(), plan))
-    asked, _ = measured_here(training, captured, batch, CostTable(), compiler)
-    return of_step, of_measuring, parameter_bytes, is_as_before, [costs, asked]
+def test_held_collectives_start_in_their_order_where_one_is_waited_for():
+    runtime = Runtime(network := Recording(), torch.device("cpu"))
+    held = HeldCollectives(runtime)
+    first, second = (held.launch(f"sum_{n}", "all_reduce", torch.full((n,), 1.0 * n), 1, "world") for n in (3, 5))
+    assert network.sizes == []
+    assert held.wait(second).tolist() == [5.0] * 5
+    assert network.sizes == [3, 5]
+    third = held.launch("sum_2", "all_reduce", torch.ones(2), 1, "world")
+    assert held.wait(first).tolist() == [3.0] * 3
+    assert network.sizes == [3, 5, 2], "what was launched since goes out with the next wait"
+    assert held.wait(third).tolist() == [1.0] * 2
+    runtime.close()
+    plain, overlapped = Recording(), Recording()
+    run_once("conv", Way.HELD, plain)
+    run_once("conv", Way.OVERLAPPED, overlapped)
+    assert plain.sizes == overlapped.sizes
 
 
-def test_measuring_a_step_holds_no_second_copy_on_the_device_and_keeps_the_hosts_time_beside_compute():
-    of_step, of_measuring, parameter_bytes, is_as_before, tables = run_alone(measured)
-    assert is_as_before
-    assert of_measuring < of_step + parameter_bytes / 2
-    for costs in tables:
-        assert costs.feed_us == 0.0
-        assert costs.host_us > 0.0
-    assert tables[1].host_us < STARTING_US < tables[0].host_us, "the host starts collectives besides"
+def test_shares_of_a_region_are_equal_where_no_operator_was_timed_alone():
+    program = dense_program(captured_step("mlp"))
+    names = [region.name for region in regions(program.graph)]
+    step = StepMeasurement(100.0, 0.1, dict.fromkeys(names, 12.0), 0.0, None, None)
+    found = apportion(program, step, {}, "told")
+    working = [[n for n in region.nodes if not is_free(n)] for region in regions(program.graph)]
+    priced = sum(found[cost_key(node)].us for nodes in working for node in nodes)
+    assert priced == pytest.approx(12.0 * sum(bool(nodes) for nodes in working))
 
 
 class Unwritable(nn.Module):

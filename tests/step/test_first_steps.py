@@ -1,0 +1,164 @@
+"""A job begins dense: its first steps train and are timed, and all ranks choose a plan by them at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
+from helpers.ranks import run_ranks
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fxcomp
+from fxcomp.planning.timed_steps import TimedStep, Way
+from fxcomp.site import Site
+from fxcomp.step import first_steps
+from fxcomp.step.calendar import Calendar, Use
+from fxcomp.step.first_steps import LONG_US, MOST_TRIES, WAYS, FirstSteps
+from fxcomp.step.observer import StepUnderWay
+
+# On virtual steps
+
+
+class Alone:
+    """A site of one rank, or of ranks whose numbers are told."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, others: Sequence[float] = ()) -> None:
+        self.others = list(others)
+        """What the other rank brings to each agreement, in order; as this one where nothing is told."""
+
+    def gather_numbers(self, _: str, mine: Sequence[float]) -> list[list[float]]:
+        return [list(mine), [self.others.pop(0)] if self.others else list(mine)]
+
+
+class Ran(TimedStep):
+    """A step that took what is told."""
+
+    def __init__(self, way: Way, us: float | None) -> None:
+        self.way, self._took = way, us
+
+    @property
+    def us(self) -> float | None:
+        return self._took
+
+
+def virtual(
+    monkeypatch: pytest.MonkeyPatch, site: Alone, us: float = 1e3, unlike: Sequence[int] = ()
+) -> tuple[FirstSteps, list[tuple[int, Way]]]:
+    """Run steps until the plan is chosen; return what was timed, by the step's number."""
+    calendar, ran = Calendar(verified=fxcomp.Checks().verified), list[tuple[int, Way]]()
+    first = FirstSteps(cast_site(site), calendar.free_steps)
+    monkeypatch.setattr(first_steps, "TimedStep", lambda _, __, way: Ran(way, us))
+    monkeypatch.setattr(first_steps, "around_us", lambda _: 7.0)
+    for number in range(100):
+        calendar.timed = first.numbers
+        if calendar.use_of(number) is Use.TIME:
+            step = StepUnderWay(number, Use.TIME, Force(), None, number not in unlike)
+            first.before(step)
+            if step.run is not None:
+                ran.append((number, step.run.__self__.way))
+        if first.between(number + 1):
+            return first, ran
+    raise AssertionError("no plan after 100 steps")
+
+
+class Force:
+    program = runtime = None
+
+
+def cast_site(site: Any) -> Site:
+    return site
+
+
+def test_steps_are_timed_in_turns_beside_those_that_are_verified(monkeypatch: pytest.MonkeyPatch):
+    first, ran = virtual(monkeypatch, Alone())
+    assert [number for number, _ in ran] == [0, 1, 3, 4, 6, 7, 8, 9]
+    assert [way for _, way in ran] == list(WAYS)
+    assert [step.way for step in first.steps] == list(WAYS[1:]), "the first one allocates"
+
+
+@pytest.mark.parametrize("others", [[], [2 * LONG_US]])
+def test_of_long_steps_three_are_timed_whichever_rank_takes_long(monkeypatch: pytest.MonkeyPatch, others: list[float]):
+    first, ran = virtual(monkeypatch, Alone(others), us=1e3 if others else 2 * LONG_US)
+    assert [way for _, way in ran] == [Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE]
+    assert {Way.OVERLAPPED, Way.HELD} <= {step.way for step in first.steps}, "the first one is all there is"
+
+
+def test_more_steps_are_timed_where_batches_were_unlike_the_first_on_any_rank(monkeypatch: pytest.MonkeyPatch):
+    assert len(virtual(monkeypatch, Alone(), unlike=[1, 4, 7])[1]) > len(WAYS)
+    assert len(virtual(monkeypatch, Alone([0.0, 0.0]))[1]) == 2 * len(WAYS), "another rank lacks some"
+
+
+def test_where_no_batch_is_like_the_first_the_plan_is_chosen_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    first, ran = virtual(monkeypatch, Alone(), unlike=range(1, 100))
+    assert len(ran) == 1
+    assert first.steps
+    assert MOST_TRIES < 5
+
+
+# On ranks
+
+
+def batches(rank: int, count: int = 24) -> list[Any]:
+    return [JOBS["mlp"].batch(k, rank) for k in range(count)]
+
+
+def losses_of_ddp() -> list[float]:
+    model = DistributedDataParallel(JOBS["mlp"].build())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    found: list[float] = []
+    for batch in batches(dist.get_rank()):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def begun() -> dict[str, Any]:
+    model = JOBS["mlp"].build()
+    step = fxcomp.compile_step(
+        model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), batches(dist.get_rank())[0], compress="balanced"
+    )
+    said, is_dense = step.explain(), step.plan.is_dense
+    with pytest.raises(fxcomp.errors.CannotReplan, match=r"there is no plan yet.*\n.*Plan again after step 10"):
+        step.replan()
+    chosen_at, losses, plans = None, list[float](), list[str]()
+    for number, batch in enumerate(batches(dist.get_rank())):
+        losses.append(float(step(batch)))
+        plans.append(step.plan.digest)
+        if chosen_at is None and not step.in_force.decision.is_provisional:
+            chosen_at = number + 1
+    whole: list[Tensor] = [p.detach().clone() for p in model.parameters()]
+    found = {
+        "said": said,
+        "is_dense": is_dense,
+        "chosen_at": chosen_at,
+        "losses": losses,
+        "plans": plans,
+        "bits": [p.numpy().tobytes() for p in whole],
+        "sources": [cost.source for cost in step.costs.compute.values()],
+        "verified": step.metrics()["step"],
+        "ddp": losses_of_ddp(),
+    }
+    step.close()
+    return found
+
+
+def test_all_ranks_begin_dense_as_ddp_trains_and_choose_at_the_same_step():
+    found = run_ranks(2, begun)
+    for each in found:
+        assert each["is_dense"]
+        assert "dense until step 10: the first steps are timed" in " ".join(each["said"].split())
+        assert each["chosen_at"] == 10
+        assert each["losses"][:11] == pytest.approx(each["ddp"][:11], rel=1e-6)
+        assert all("measured in the emitted step" in source for source in each["sources"])
+    assert found[0]["plans"] == found[1]["plans"]
+    assert found[0]["bits"] == found[1]["bits"]
