@@ -28,7 +28,10 @@ SETTLED = 20
 
 
 LASTS = ("patience", "patient_until")
-"""The part of a calendar that a saved state holds."""
+"""The part of a calendar that a saved state holds, beside IS_SETTLED."""
+
+IS_SETTLED = "is_settled"
+"""In a saved state: the plan had been chosen, and no race was on or due."""
 
 
 class Use(Enum):
@@ -140,8 +143,8 @@ class Calendar:
     # Saved and loaded
 
     def to_json(self) -> dict[str, int]:
-        """Return what lasts when a job is started again: what it has waited for already."""
-        return {name: getattr(self, name) for name in LASTS}
+        """Return what lasts when a job is started again: what it has waited for already, and if its plan stays."""
+        return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: not self.timed and self.turn is None}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Go on at another step of the job, under the same plan. Raises BadState.

@@ -23,7 +23,7 @@ from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import GENERATORS, PLAN, generators, restore_generators, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import GENERATORS, generators, restore_generators, saved_plan, states_of, to_tensors
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
@@ -259,18 +259,20 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and compressors' states; the model and the optimizer have their own."""
+        """This rank's residuals and compressors' states, and the plan; the model and the optimizer have their own.
+
+        A job that loads it before its first step goes on with that plan, where the saved one had settled on it.
+        """
         self._execution.group.check_is_over()
         return self.in_force.state_dict(self.steps)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.
 
-        The plan, in a warm-up the one that it leads to, and the states of the default random generators are there, too.
+        The states of the default random generators are there, too.
         `load_state_dict` takes it back: the rank of this number, of as many, goes on with the same random numbers.
         """
-        about = {PLAN: self.in_force.lasting.to_json(), GENERATORS: generators(self._site.device)}
-        return to_tensors({**self.state_dict(), **about})
+        return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
     def load_state_dict(self, state: Given) -> None:
         """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, with None where there is nothing.
@@ -287,6 +289,7 @@ class CompiledStep:
         with self._site.ranks.together("load_state_dict", after_a_stop=True):
             self._execution.group.clear()
             states = self._site.ranks.attempt("reading a checkpoint", lambda: states_of(state))
+            self._schedule.follow_saved(states, self.steps)
             steps = self.in_force.load(states, self._schedule.go_on)
             if steps is not None:
                 self.steps = steps

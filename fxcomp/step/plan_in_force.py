@@ -26,6 +26,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
+from fxcomp.state.checkpoint import PLAN
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.momenta import Momenta, SavedMomenta, check_momenta
@@ -276,11 +277,15 @@ class PlanInForce:
     # State
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Copy this rank's state under the plan in force, and its residuals under plans that race with it."""
+        """Copy this rank's state under the plan in force, and its residuals under plans that race with it.
+
+        The plan that the job leads to is there, too.
+        """
         if self._follower.racing:
             self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
-        return {**saved, **self.momenta.saved(self.plan), CALENDAR: self.calendar.to_json()}
+        about = {PLAN: self.lasting.to_json(), CALENDAR: self.calendar.to_json()}
+        return {**saved, **self.momenta.saved(self.plan), **about}
 
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Take back saved states and their stage; every rank calls it. Raises BadState.

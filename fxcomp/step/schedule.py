@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.error_tables import ASSUMED
-from fxcomp.errors import CannotReplan
+from fxcomp.errors import BadPlan, CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
@@ -27,15 +27,16 @@ from fxcomp.search.decision import Decision, PlanMove, Raced
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
+from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.alike import SELDOM, Alike
-from fxcomp.step.calendar import WINDOW, Calendar, Use
+from fxcomp.step.calendar import IS_SETTLED, WINDOW, Calendar, Use
 from fxcomp.step.drift import judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.first_steps import FirstSteps
 from fxcomp.step.freeze import Freeze
 from fxcomp.step.observer import StepUnderWay
-from fxcomp.step.plan_in_force import PlanInForce
+from fxcomp.step.plan_in_force import CALENDAR, PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
@@ -217,6 +218,30 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
             self._race_plans(step, topic)
 
+    def follow_saved(self, given: Given, steps: int) -> None:
+        """Let a job that has not begun follow the plan on which a saved one had settled; every rank calls it.
+
+        A plan that does not fit here, or has a warm-up, is chosen anew, as where costs were given.
+        """
+        if steps or not self._options.begins_dense:
+            return
+        settled = [plan_of([state]) for state in states_given(given) if state.get(CALENDAR, {}).get(IS_SETTLED, True)]
+        plans = self._site.ranks.gather("the plans of loaded states", next(iter(settled), None))
+        decision = self._force.decision
+        saved = next((Plan.from_json(plan) for plan in plans if plan is not None), None)
+        if saved is None or self._options.compress.warmup_for(saved):
+            return
+        try:
+            saved.check_covers(decision.workload.sizes, decision.workload.types)
+            saved.check_fits(self._site.cluster)
+        except BadPlan:
+            return
+        self._first, self.calendar.timed = None, ()
+        self.call_off()
+        said = "the plan is the loaded state's, and was not chosen anew"
+        followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
+        self._force.switch(followed, "following the saved plan")
+
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:
         """Look at gradients from a step on, and let the plan follow what compressors lose."""
         self._errors, self.calendar.look_from = errors, step
@@ -233,6 +258,8 @@ class StepSchedule(Schedule):
         """Go on at another step of the job; a race that was not over begins again."""
         self._freeze.resume(steps)
         self._settle_anew(steps)
+        if self._first is not None:
+            self._time_from(steps)
         if not self._force.is_racing:
             self.call_off()
         if self._errors is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.planning.timed_steps import TimedStep, Way
 from fxcomp.site import Site
 from fxcomp.step import first_steps
@@ -123,6 +126,7 @@ def losses_of_ddp() -> list[float]:
 
 
 def begun() -> dict[str, Any]:
+    forget()
     model = JOBS["mlp"].build()
     step = fxcomp.compile_step(
         model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), batches(dist.get_rank())[0], compress="balanced"
@@ -162,3 +166,53 @@ def test_all_ranks_begin_dense_as_ddp_trains_and_choose_at_the_same_step():
         assert all("measured in the emitted step" in source for source in each["sources"])
     assert found[0]["plans"] == found[1]["plans"]
     assert found[0]["bits"] == found[1]["bits"]
+
+
+def forget() -> None:
+    """Let the next job time its own steps; what compressors cost on this machine stays known."""
+    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)
+    dist.barrier()
+
+
+def trained_on(step: Any, numbers: range) -> None:
+    for number in numbers:
+        step(JOBS["mlp"].batch(number, dist.get_rank()))
+
+
+def resumed(plan: str, knows: bool) -> tuple[str, str, bool, list[bool]]:
+    """Save in a job of a plan, and load in one that has none yet, or has chosen; train both on."""
+    models = [JOBS["mlp"].build() for _ in range(2)]
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    steps: list[Any] = []
+    for model, optimizer, compress in zip(models, optimizers, (plan, "balanced"), strict=True):
+        if not knows:
+            forget()
+        batch = JOBS["mlp"].batch(0, dist.get_rank())
+        steps.append(fxcomp.compile_step(model, cross_entropy, optimizer, batch, compress=compress))
+        if not steps[1:]:
+            trained_on(steps[0], range(5))
+    for kind in (models, optimizers, steps):
+        kind[1].load_state_dict(copy.deepcopy(kind[0].state_dict()))
+    digests = [step.plan.digest for step in steps]
+    for step in steps:
+        trained_on(step, range(5, 9))
+    is_racing = steps[1].is_racing
+    same = [torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True)]
+    for step in steps:
+        step.close()
+    return digests[0], digests[1], is_racing, same
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["first job", "second job"])
+@pytest.mark.parametrize("plan", ["int8", "dense"])
+def test_a_job_that_has_not_begun_goes_on_with_the_saved_plan_bit_for_bit(plan: str, knows: bool):
+    for saved, followed, is_racing, same in run_ranks(2, resumed, plan, knows):
+        assert saved == followed
+        assert not is_racing
+        assert all(same)
+
+
+def test_a_job_goes_on_choosing_where_the_saved_one_had_not_settled():
+    for _, _, is_racing, same in run_ranks(2, resumed, "balanced", False):
+        assert is_racing
+        assert all(same)
