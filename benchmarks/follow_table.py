@@ -1,4 +1,4 @@
-"""Follow a cost table at run time, from `measured_on_job` to the choice: through which functions does it pass?
+"""Follow a cost table at run time, from `costs_of_steps` to the choice: through which functions does it pass?
 
     python benchmarks/follow_table.py                  the walk of today, one line a function
     python benchmarks/follow_table.py --json FILE      and as data
@@ -22,7 +22,7 @@ from records import options
 
 HERE = Path(__file__).parents[1]
 
-BEGINS, ENDS = "measured_on_job", "_best"
+BEGINS, ENDS = "costs_of_steps", "_best"
 """The functions of `planning/decide.py` that the walk begins with, and whose return is the choice."""
 
 
@@ -100,7 +100,11 @@ def compile_traced(rank: int, store: str, answer: str) -> None:
     follower = Follower()
     if rank == 0:
         sys.setprofile(follower)
-    fxcomp.compile_step(model, lambda m, b: m(b).square().mean(), optimizer, torch.ones(4, 64)).close()
+    batch = torch.ones(4, 64)
+    step = fxcomp.compile_step(model, lambda m, b: m(b).square().mean(), optimizer, batch)
+    while step.in_force.decision.is_provisional:
+        step(batch)
+    step.close()
     sys.setprofile(None)
     if rank == 0:
         Path(answer).write_text(json.dumps(asdict(follower.walk)))

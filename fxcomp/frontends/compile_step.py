@@ -119,7 +119,7 @@ def compile_step(
         compiler = start.compiler(skip_nonfinite=options.skip_nonfinite, micro_batches=options.accumulate)
         kinds, inputs = update_kinds(first.graph), Inputs(training, options.accumulate)
         planner = start.planner(compiler, first.graph, kinds)
-        decision = start.decide(planner, kinds, may_wait=options.begins_dense)
+        decision = start.decide(planner, kinds, is_whole=True)
         warmup = options.compress.warmup_for(decision.plan)
         with phase("writing the step"):
             force = PlanInForce(decision, compiler, start.trained, capture, inputs, warmup)

@@ -110,14 +110,14 @@ class Start:
         kinds: Collection[UpdateKind] = (),
         fitted: Callable[[Decision], Decision] = lambda decision: decision,
         *,
-        may_wait: bool = False,
+        is_whole: bool = False,
     ) -> Decision:
         """Decide on a plan, and make its process groups; every rank calls it. Raises BadPlan and BadOption.
 
-        If it may wait, a step that no one has timed yet begins with the dense plan.
+        A whole step that no one has timed yet may begin with the dense plan.
         """
         site = self.site
-        decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), may_wait=may_wait))
+        decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), is_whole=is_whole))
         self.options.check_moves(decision.plan, kinds)
         decision = planner.with_momenta(decision)
         check_plan(self.trained.feedback, decision.plan, self.trained.shapes, site.cluster, kinds)

@@ -97,25 +97,30 @@ class Planner:
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
     """Remembers what this step costs, for the next job."""
 
-    def first(self, costs: CostTable | None, *, may_wait: bool = False) -> Decision:
-        """Decide by given costs, by what is measured now, or, if it may wait, provisionally for the dense plan.
+    def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
+        """Decide by given costs, by what is measured now, or provisionally for the dense plan.
 
-        A step that an earlier job has timed need not be timed first. Raises BadPlan where a given plan does not fit,
-        and BadOption where what is pinned does not.
+        A whole step, which runs its optimizer, takes over what an earlier job has timed of it; where no one has, it
+        begins dense if its plans may race. Raises BadPlan where a given plan does not fit, and BadOption where what is
+        pinned does not.
         """
         compress = self.options.compress
         if self.site.cluster.world_size == 1 or compress.plan is not None:
             table = costs or CostTable()
             return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
         self.check_pins()
-        known = self.earlier.find(self._facts(), self.site.ranks) if costs is None and may_wait else None
-        if costs is None and (known is not None or not may_wait):
-            costs = self._gathered()
-        if known is not None and costs is not None:
-            workload = self.compiler.analyze(self.graph, costs)
-            costs = self.earlier.with_step(costs, known, workload.dense_bytes, self.site)
         if costs is None:
-            return self._dense()
+            known = self.earlier.find(self._facts(), self.site.ranks) if is_whole else None
+            waits = is_whole and self.options.begins_dense
+            if known is None and waits:
+                return self._dense()
+            costs = measured = self._gathered()
+            if known is not None:
+                dense_bytes = self.compiler.analyze(self.graph, costs).dense_bytes
+                costs = self.earlier.with_step(costs, known, dense_bytes, self.site)
+            if costs is None and waits:
+                return self._dense()
+            costs = costs or measured
         with phase("choosing a plan"):
             return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
 
