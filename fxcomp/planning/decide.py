@@ -27,7 +27,6 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
 from fxcomp.plan.kinds import CollectiveKind
-from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step, step_costs
 from fxcomp.planning.exchange_point import PointChooser
@@ -145,10 +144,8 @@ class Planner:
             return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
         self.check_pins()
         if costs is None:
-            offered = () if compress.budget is None else LADDER_COMPRESSORS
-            offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
             with phase("measuring the machine and the links"):
-                costs = gathered_costs(self.site, (*compress.pinned.compressors, *offered))
+                costs = gathered_costs(self.site, compress.offered)
             if example is not None:
                 with phase("measuring the dense step"):
                     costs = measured_on_job(self.compiler, self.site, example, costs, self.earlier)
