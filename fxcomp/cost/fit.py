@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -106,20 +106,6 @@ def medians(samples: Sequence[Sample]) -> list[Sample]:
     for size, us in samples:
         by_size.setdefault(float(size), []).append(max(us, 1e-3))
     return [(size, statistics.median(by_size[size])) for size in sorted(by_size)]
-
-
-def left_out_errors(
-    samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Callable[[float], float]]
-) -> list[float]:
-    """Return the relative error at each size, smallest and largest included, of a fit that never saw this size."""
-    points = medians(samples)
-    if len(points) < 2:
-        return []
-    errors: list[float] = []
-    for size, us in points:
-        rest = [(other, time) for other, time in samples if float(other) != size]
-        errors.append(abs(fitted(rest)(size) - us) / us)
-    return errors
 
 
 def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:

@@ -35,8 +35,8 @@ LONG = 1 / 16
 SLOWER = 1.1
 """A byte of a long transfer may take so many times what one of a shorter one took (assumed)."""
 RANKS = 2  # that a compressor is bound to
-FEW, MANY = 1, 8
-"""The numbers of payloads that decoding is timed with; others lie on the line through both. One through 1 and 4 tells
+MANY = 8
+"""Decoding is timed with one payload and with so many; others lie on the line through both. One through 1 and 4 tells
 34 % less than 16 payloads take, because four still fit a cache (int8, measured, 2026-11)."""
 
 
@@ -146,10 +146,13 @@ def _sample(
 
 # Compressors
 
+SIZES = (8_192, 1_048_576, 4_194_304)
+"""In elements. Of any three up to these, lines through these err least at ten other sizes (measured, 2026-11)."""
+
 
 def measure_compressors(
     compressors: Sequence[Compressor],
-    sizes: Sequence[int] = (4_096, 16_384, 65_536, 262_144, 1_048_576, 2_097_152, 8_388_608),
+    sizes: Sequence[int] = SIZES,
     *,
     device: Device = Device.GPU,
     on: torch.device | None = None,
@@ -161,15 +164,16 @@ def measure_compressors(
     before. (bf16 of 65,536 values takes 0.02 ms again and again, and 0.14 ms like this; in a step it took 0.1 to 0.2;
     measured, 2026-11.)
     `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
-    threads are those that the caller allows, and part of the key). A compressor stops at a smaller size where more
-    would take it longer than `each_s`. One that knows shapes is given a matrix, as square as its size allows.
+    threads are those that the caller allows, and part of the key). A compressor is timed at two sizes, and at a further
+    one if that takes `each_s` at most. One that knows shapes is given a matrix, as square as its size allows.
     """
     on = on or torch.device("cpu")
-    source = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).to(on)
+    values = torch.zeros(4, max(sizes), device=on)
+    values[0] = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0))
     other = torch.zeros((CPU_CACHES if on.type == "cpu" else GPU_CACHES) // 4, device=on)
     threads = torch.get_num_threads() if on.type == "cpu" else None
     return {
-        compressor_key(str(c), device.value, threads): _measure_compressor(c, source, other, sorted(sizes), each_s)
+        compressor_key(str(c), device.value, threads): _measure_compressor(c, values, other, sorted(sizes), each_s)
         for c in compressors
     }
 
@@ -179,30 +183,33 @@ CPU_CACHES, GPU_CACHES = 64 << 20, 256 << 20
 
 
 def _measure_compressor(
-    compressor: Compressor, source: torch.Tensor, other: torch.Tensor, sizes: Sequence[int], budget_s: float
+    compressor: Compressor, values: torch.Tensor, other: torch.Tensor, sizes: Sequence[int], budget_s: float
 ) -> CompressorCost:
     points: list[CompressorPoint] = []
-    spent_s = 0.0
     for size in sizes:
-        if points and spent_s + _cost_of_s(points[-1], size) > budget_s:
+        if len(points) > 1 and _cost_of_s(points[-1], size) > budget_s:
             break
-        points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), source[:size], other))
-        spent_s += _cost_of_s(points[-1], size)
-    return CompressorCost.fitted(points)
+        points.append(_measure_point(compressor.bound_to([near_square(size)], RANKS), values[:, :size], other))
+    return CompressorCost(tuple(points))
 
 
-def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
-    """Time one size; all ranks bring the same. `other` is what caches hold meanwhile."""
-    bucket = source.clone()
+def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
+    """Time one size; all ranks bring the same. `other` is what caches hold meanwhile.
+
+    `values` has a row of gradients, and three that all compressors use: touching new memory takes longer than timing.
+    """
+    source, bucket, residual, out = values
     facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
 
     def median(run: Callable[[], object]) -> float:
-        return median_us(run, on=on, before=other.sum)
+        return median_us(run, on=on, repeats=REPEATS, before=other.sum)
 
     def median_after_packing(run: Callable[[], object]) -> float:
-        return median_us(run, on=on, before=lambda: (other.sum(), bucket.copy_(source)))
+        # Packing is part of what goes through the caches.
+        rest = other[2 * len(bucket) :]
+        return median_us(run, on=on, repeats=REPEATS, before=lambda: (rest.sum(), bucket.copy_(source)))
 
-    residual = torch.zeros_like(bucket) if compressor.needs_error_feedback else None
+    residual = residual.zero_() if compressor.needs_error_feedback else None
     state = compressor.fresh_state(bucket.numel(), 0, 0).to(on) if compressor.has_state else None
     proposal = torch.zeros(compressor.proposal_elements(segments), dtype=facts.proposal_dtype, device=on)
     propose_us, agreed = 0.0, None
@@ -211,21 +218,20 @@ def _measure_point(compressor: Compressor, source: torch.Tensor, other: torch.Te
         agreed = proposal
     payload = torch.zeros(compressor.payload_elements(segments), dtype=compressor.payload_dtype, device=on)
     encode_us = median_after_packing(lambda: compressor.encode(bucket, residual, payload, segments, state, agreed))
-    out, known = torch.zeros_like(bucket), state if facts.decode_needs_state else None
+    known = state if facts.decode_needs_state else None
 
-    def decode_us(ranks: int) -> float:
-        payloads = payload.repeat(ranks)
+    def decode_us(ranks: int, payloads: torch.Tensor) -> float:
         return median(lambda: compressor.decode(payloads, ranks, segments, out, agreed, known))
 
-    first_us, all_us = decode_us(FEW), decode_us(MANY)
-    further_us = max(0.0, all_us - first_us) / (MANY - FEW)
+    first_us, all_us = decode_us(1, payload), decode_us(MANY, payload.repeat(MANY))
+    further_us = max(0.0, all_us - first_us) / (MANY - 1)
     return CompressorPoint(bucket.numel(), encode_us, first_us, propose_us, further_us)
 
 
 def _cost_of_s(last: CompressorPoint, size: int) -> float:
     """Estimate the seconds of timing a size from the last one; emptying caches in between is not counted."""
-    once_us = last.propose_us + last.encode_us + 2 * last.decode_us + (MANY - FEW) * (last.decode_more_us or 0.0)
-    return 1e-6 * size / last.elements * 2 * REPEATS * once_us
+    once_us = last.propose_us + last.encode_us + 2 * last.decode_us + (MANY - 1) * (last.decode_more_us or 0.0)
+    return 1e-6 * size / last.elements * (REPEATS + 1) * once_us
 
 
 # Memory

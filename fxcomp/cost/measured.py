@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,8 +13,7 @@ from typing import Any
 from fxcomp.cluster.link import MOST_RANKS, format_gbit
 from fxcomp.compressors import Compressor
 from fxcomp.cost import collectives as formulas
-from fxcomp.cost.fit import fit, left_out_errors
-from fxcomp.cost.piecewise import Fit, Sample, interpolate
+from fxcomp.cost.piecewise import Fit, interpolate
 from fxcomp.cost.reading import TEXT, listed, null_or, number, record, whole, wrong
 from fxcomp.plan.kinds import CollectiveKind
 
@@ -207,84 +205,46 @@ class CompressorPoint:
 
 @dataclass(frozen=True, slots=True)
 class CompressorCost:
-    """A compressor as it was measured, and fits where they tell sizes that were left out better than the points do."""
+    """A compressor as it was measured; its times lie on lines from point to point, and go on beyond them."""
 
     points: tuple[CompressorPoint, ...]
-    encode: Fit | None = None
-    decode: Fit | None = None
-    propose: Fit | None = None
-    decode_more: Fit | None = None
 
     @classmethod
     def of(cls, *points: CompressorPoint) -> CompressorCost:
-        """Make one that interpolates its points."""
         return cls(points)
-
-    @classmethod
-    def fitted(cls, points: Sequence[CompressorPoint]) -> CompressorCost:
-        return cls(
-            tuple(points),
-            better_fit([(p.elements, p.encode_us) for p in points]),
-            better_fit([(p.elements, p.decode_us) for p in points]),
-            better_fit([(p.elements, p.propose_us) for p in points]),
-            better_fit(_further(points)),
-        )
 
     @property
     def breaks(self) -> list[float]:
         """The numbers of elements between which its times are lines."""
-        fits = (self.encode, self.decode, self.propose, self.decode_more)
-        return [*(float(p.elements) for p in self.points), *(size for fit in fits if fit for size in fit.breaks)]
+        return [float(p.elements) for p in self.points]
 
     def encode_us(self, elements: float) -> float:
-        if self.encode is not None:
-            return self.encode.at(elements)
         return interpolate([(p.elements, p.encode_us) for p in self.points], elements)
 
     def decode_us(self, elements: float, payloads: int = 1) -> float:
         """Time decoding the payloads of so many ranks into their mean: first + (payloads - 1) · further."""
-        first_us = self._first_us(elements)
-        return first_us if payloads == 1 else first_us + (payloads - 1) * self._further_us(elements)
-
-    def _first_us(self, elements: float) -> float:
-        if self.decode is not None:
-            return self.decode.at(elements)
-        return interpolate([(p.elements, p.decode_us) for p in self.points], elements)
-
-    def _further_us(self, elements: float) -> float:
-        if self.decode_more is not None:
-            return self.decode_more.at(elements)
-        further = _further(self.points)
-        return interpolate(further, elements) if further else self._first_us(elements)
+        first_us = interpolate([(p.elements, p.decode_us) for p in self.points], elements)
+        if payloads == 1:
+            return first_us
+        further = [(p.elements, p.decode_more_us) for p in self.points if p.decode_more_us is not None]
+        return first_us + (payloads - 1) * (interpolate(further, elements) if further else first_us)
 
     def propose_us(self, elements: float) -> float:
-        if self.propose is not None:
-            return self.propose.at(elements)
         return interpolate([(p.elements, p.propose_us) for p in self.points], elements)
 
     def to_json(self) -> dict[str, Any]:
-        fits = {name: getattr(self, name) for name in _FITTED}
-        points = [asdict(point) for point in self.points]
-        return {"points": points, **{name: known.to_json() for name, known in fits.items() if known is not None}}
+        return {"points": [asdict(point) for point in self.points]}
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the compressor") -> CompressorCost:
         """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
-        fits = dict.fromkeys(_FITTED, Fit.from_json)
-        cost = record(cls, optional=tuple(fits), points=listed(_POINT), **fits)(data, place)
+        cost = record(cls, points=listed(_POINT))(data, place)
         for k, (one, after) in enumerate(pairwise(cost.points), start=1):
             if after.elements <= one.elements:
                 expected = f"more than the point before it has, {one.elements}"
                 raise wrong(f"{place}.points[{k}].elements", expected, after.elements)
         return cost
 
-
-def _further(points: Sequence[CompressorPoint]) -> list[Sample]:
-    """List the times of further payloads, where they were measured."""
-    return [(p.elements, p.decode_more_us) for p in points if p.decode_more_us is not None]
-
-
-_FITTED = ("encode", "decode", "propose", "decode_more")
 
 _POINT = record(
     CompressorPoint,
@@ -294,23 +254,3 @@ _POINT = record(
     propose_us=number(),
     decode_more_us=null_or(number()),
 )
-
-
-FEWEST_FOR_FIT = 4
-"""Fewer sizes leave nothing to judge a fit by."""
-
-
-def better_fit(samples: Sequence[Sample]) -> Fit | None:
-    """Fit one or two lines if they predict left-out sizes better than lines from point to point; else None.
-
-    Judged between the smallest and the largest size: beyond them both guess.
-    """
-    if len(samples) < FEWEST_FOR_FIT or not any(us for _, us in samples):
-        return None
-
-    def fitted(rest: Sequence[Sample]) -> Callable[[float], float]:
-        return fit(rest, most_pieces=2).at
-
-    by_fit = statistics.fmean(left_out_errors(samples, fitted)[1:-1])
-    by_points = statistics.fmean(left_out_errors(samples, lambda rest: lambda size: interpolate(rest, size))[1:-1])
-    return fit(samples, most_pieces=2) if by_fit < by_points else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from fxcomp.errors import BadOption
@@ -98,8 +98,8 @@ def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
     return read
 
 
-def record(make: Callable[..., T], *, optional: Sequence[str] = (), **readers: Reader[Any]) -> Reader[T]:
-    """Make a reader of objects with these entries alone, which `make` takes; the `optional` ones may be missing."""
+def record(make: Callable[..., T], **readers: Reader[Any]) -> Reader[T]:
+    """Make a reader of objects with these entries alone, which `make` takes."""
 
     def read(value: Any, place: str) -> T:
         entries = dict(_object(value, place))
@@ -109,7 +109,7 @@ def record(make: Callable[..., T], *, optional: Sequence[str] = (), **readers: R
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise BadOption(f"{_inside(place, name)} is not known; {hint}There may be {', '.join(readers)}.")
         for name in readers:
-            if name not in entries and name not in optional:
+            if name not in entries:
                 raise BadOption(f"{_inside(place, name)} is missing")
         return make(**{name: readers[name](one, _inside(place, name)) for name, one in entries.items()})
 

@@ -34,7 +34,7 @@ from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.prices import CollectivePrice
 
-VERSION = 4
+VERSION = 5
 
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 

@@ -44,7 +44,6 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.compress import BALANCED, Compress
 from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
-from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import foreign_note, plan_as_given
 from fxcomp.planning.device_use import device_use
@@ -102,12 +101,8 @@ class WhatIf:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressors that must have a price. bf16 everywhere is compared with in any mode."""
-        compress = self.compress
-        offered = compress.mode if compress.mode is Mode.LOSSY else Mode.BALANCED
-        candidates = compressors_of(offered) if compress.budget is None else LADDER_COMPRESSORS
-        candidates = (*candidates, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
-        return (*candidates, *_compressors_of(compress.plan), *compress.pinned.compressors)
+        """The compressors that must have a price."""
+        return (*self.compress.offered, *_compressors_of(self.compress.plan))
 
     @property
     def terms(self) -> Terms:

@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxcomp.compressors import CastCompressor, Compressor, Int4, Int8
+from fxcomp.compressors import BF16, CastCompressor, Compressor, Int4, Int8
 from fxcomp.errors import BadOption, BadStrategy
 from fxcomp.plan.budget import ErrorBudget, like, within_budget
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback, check_experiment, check_is_feedback
 from fxcomp.plan.given import GivenPlan, asked_plan, check_is_plan
-from fxcomp.plan.modes import MODES, Mode
+from fxcomp.plan.modes import LADDER_COMPRESSORS, MODES, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
@@ -272,6 +272,13 @@ class Compress:
     def pinned(self) -> Pins:
         """The pins, read."""
         return Pins.read(self.pins)
+
+    @property
+    def offered(self) -> tuple[Compressor, ...]:
+        """The compressors that a choice needs the prices of. Any choice is compared with bf16 everywhere."""
+        candidates = compressors_of(self.mode) if self.budget is None else LADDER_COMPRESSORS
+        at_momenta = MOMENTUM_COMPRESSORS if self.chooses_point else ()
+        return tuple(dict.fromkeys((BF16(), *candidates, *at_momenta, *self.pinned.compressors)))
 
     def facts(self) -> dict[str, Any]:
         """List what must be the same on all ranks."""

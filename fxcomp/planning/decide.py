@@ -27,7 +27,6 @@ from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
-from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step
 from fxcomp.planning.exchange_point import PointChooser
@@ -144,11 +143,8 @@ class Planner:
 
     def _gathered(self) -> CostTable:
         """Measure what the machine and the links cost; every rank calls it."""
-        compress = self.options.compress
-        offered = () if compress.budget is None else LADDER_COMPRESSORS
-        offered = (*offered, *(MOMENTUM_COMPRESSORS if compress.chooses_point else ()))
         with phase("measuring the machine and the links"):
-            return gathered_costs(self.site, (*compress.pinned.compressors, *offered))
+            return gathered_costs(self.site, self.options.compress.offered)
 
     def _facts(self) -> Sequence[str]:
         return facts_of_step(self.graph, self.compiler, self.site)
@@ -177,10 +173,10 @@ class Planner:
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again, and decide by them and by errors of this job's gradients.
 
-        Ranks meet for a topic of its own.
+        Ranks meet for a topic of its own. What nothing has priced yet, as under a saved plan, is measured, too.
         """
         ranks = self.site.ranks
-        costs = with_links_of_now(costs, self.site)
+        costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
         return self._best(workload, costs, topic, errors)
 

@@ -22,7 +22,6 @@ from fxcomp.cost.measure import measure_compressors, measure_copy, measure_memor
 from fxcomp.cost.measured import CompressorCost
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import cached_table
-from fxcomp.plan.modes import Mode, compressors_of
 from fxcomp.plan.strategy import Device
 from fxcomp.planning.measure_links import live_links
 from fxcomp.runtime.transport import Groups
@@ -30,7 +29,7 @@ from fxcomp.site import Site
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Return memory's and compressors' costs, from the user's cache or measured now (about a second each)."""
+    """Return memory's and compressors' costs, from the user's cache or measured now (0.2 s each)."""
 
     def complete(known: CostTable | None) -> CostTable:
         table = known or costs_of_memory(device)
@@ -105,12 +104,12 @@ def versions() -> str:
     return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
 
 
-def gathered_costs(site: Site, pinned: Sequence[Compressor] = ()) -> CostTable:
-    """Measure the costs that were not given: compressors that may be chosen or are pinned, and the links.
+def gathered_costs(site: Site, offered: Sequence[Compressor]) -> CostTable:
+    """Measure the costs that were not given: of the compressors on offer, and of the links.
 
     A given cluster's links are not measured.
     """
-    return with_ranks(machine_costs((*compressors_of(Mode.LOSSY), *pinned), site.device), site)
+    return with_ranks(machine_costs(offered, site.device), site)
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:

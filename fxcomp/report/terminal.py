@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fxcomp.cost.measured import CompressorCost, format_bytes
+from fxcomp.cost.measured import format_bytes
 from fxcomp.cost.table import CostTable
 from fxcomp.report.document import Block, Section, Table
 from fxcomp.report.draw_timeline import draw_timelines, legend
@@ -52,23 +52,16 @@ def _collectives(costs: CostTable) -> Table:
 
 
 def _compressors(costs: CostTable) -> Table:
-    names = ("compressor", "elements", "encode us", "decode us", "8 payloads us", "lines", "off by")
+    names = ("compressor", "elements", "encode us", "decode us", "8 payloads us", "points")
     rows: list[Sequence[str]] = []
     for key, known in costs.compressors.items():
-        name, ends = costs.shown(key), _fit(known)
+        name, count = costs.shown(key), str(len(known.points))
         for elements in sorted({known.points[0].elements, known.points[-1].elements}):
             prices = known.encode_us(elements), known.decode_us(elements), known.decode_us(elements, 8)
             times = [f"{us:.4g}" for us in prices]
-            rows.append((name, f"{elements:,}", *times, *ends))
-            name, ends = "", ("", "")
+            rows.append((name, f"{elements:,}", *times, count))
+            name, count = "", ""
     return Table(names, rows, text=("compressor",))
-
-
-def _fit(cost: CompressorCost) -> tuple[str, str]:
-    """The number of lines that encoding was fitted with and their error, or the number of points that are joined."""
-    if cost.encode is None:
-        return f"{len(cost.points)} points", ""
-    return str(len(cost.encode.pieces)), f"{cost.encode.residual:.1%}"
 
 
 def _machine(costs: CostTable) -> Table:

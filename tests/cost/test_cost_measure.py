@@ -4,9 +4,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cluster.link import Link
@@ -198,9 +200,35 @@ def test_decoding_one_payload_and_several_tells_what_each_adds(monkeypatch: pyte
     assert [cost.decode_us(1024, payloads) for payloads in (1, 2, 4, 8, 16)] == pytest.approx([32, 34, 38, 46, 62])
 
 
-def test_a_compressor_that_takes_too_long_stops_early():
+def test_a_compressor_that_takes_too_long_stops_after_two_sizes():
     (cost,) = measure_compressors([parse_compressor("int8")], sizes=(1024, 4096, 1 << 20), each_s=0.0).values()
-    assert [point.elements for point in cost.points] == [1024]
+    assert [point.elements for point in cost.points] == [1024, 4096]
+    (cost,) = measure_compressors([parse_compressor("int8")], sizes=(4096, 1024, 8192), each_s=10.0).values()
+    assert [point.elements for point in cost.points] == [1024, 4096, 8192]
+
+
+class Passed(TorchDispatchMode):
+    """Counts the bytes that sums read and copies move."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.sum.default, torch.ops.aten.copy_.default):
+            self.bytes += sum(tensor.nbytes for tensor in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16", "powersgd(2)"])
+def test_every_timing_begins_with_caches_that_hold_something_else(name: str, monkeypatch: pytest.MonkeyPatch):
+    def median_us(_: Callable[[], object], *, before: Callable[[], object], **__: object) -> float:
+        with Passed() as passed:
+            before()
+        assert passed.bytes >= measure.CPU_CACHES
+        return 1.0
+
+    monkeypatch.setattr(measure, "median_us", median_us)
+    (cost,) = measure_compressors([parse_compressor(name)], sizes=(1024, 1 << 20, 9 << 20)).values()
+    assert len(cost.points) == 3
 
 
 def test_compressors_that_a_cached_table_lacks_are_measured_and_only_those(

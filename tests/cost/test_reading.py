@@ -45,7 +45,7 @@ FULL = CostTable(
     },
     compressors={
         "int8@gpu": CompressorCost.of(*POINTS[:2]),
-        "int8@cpu*1": CompressorCost(tuple(POINTS), encode=BENT, decode=Fit.line(1.0, 0.1)),
+        "int8@cpu*1": CompressorCost(tuple(POINTS)),
     },
     copy_gb_per_s=12.0,
     processors=Processors(1.5, 1.0),
@@ -96,7 +96,7 @@ MEASURED = st.builds(Measured, TIMES, TIMES, TEXTS)
 COLLECTIVES = st.builds(lambda ranks, samples: MeasuredCollective(ranks, fit(samples)), st.integers(2, 4096), SAMPLES)
 COSTS = st.lists(
     st.tuples(st.integers(1, 1 << 26), TIMES, TIMES), min_size=1, max_size=7, unique_by=lambda p: p[0]
-).map(lambda points: CompressorCost.fitted([CompressorPoint(*point) for point in sorted(points)]))
+).map(lambda points: CompressorCost(tuple(CompressorPoint(*point) for point in sorted(points))))
 TABLES = st.builds(
     CostTable,
     hardware=TEXTS,
@@ -191,7 +191,7 @@ def test_no_value_may_be_an_object_of_another_kind_and_no_entry_missing(place: t
     del inner[last]
     if place[0] in ("compute", "collectives", "compressors", "transport") and len(place) == 2:
         assert loads_sensibly_or_not(data)  # one that was not measured
-    elif "points" not in place[2:3] and place[-1] not in (0, 1, "encode", "decode", "bf16"):
+    elif "points" not in place[2:3] and place[-1] not in (0, 1, "bf16"):
         assert not loads_sensibly_or_not(data)
 
 
@@ -230,7 +230,7 @@ PIECES = "collectives.all_reduce@4x1.fit.pieces"
             1,
             "compressors.int8@gpu.points[1].elements must be more than the point before it has, 1, not 1",
         ),
-        (("compressors", "int8@gpu", "zip"), {}, "compressors.int8@gpu.zip is not known; There may be points, encode"),
+        (("compressors", "int8@gpu", "zip"), {}, "compressors.int8@gpu.zip is not known; There may be points."),
         (("lunch_us",), 1.0, "lunch_us is not known; did you mean 'launch_us'?"),
         (("transport", "all_refuse"), {}, "the key transport.all_refuse must be a collective: all_reduce, all_gather"),
         (("date",), 5, "date must be a text, not 5"),
@@ -245,7 +245,7 @@ def test_an_error_says_where_what_may_stand_there_and_what_does(path: tuple[Any,
     assert text in str(told.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"version": 4, "launch_us": NaN}', "\udc80"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"version": 5, "launch_us": NaN}', "\udc80"])
 def test_a_file_of_nonsense_is_told_with_its_name(tmp_path: Path, text: str):
     path = tmp_path / "costs.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
