@@ -25,9 +25,9 @@ from fxcomp.errors import RanksApart, Unsupported
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.frontends.hook_plan import fitted
 from fxcomp.frontends.hook_program import DdpBucket, HookProgram, Layout, Wrapped, arriving
+from fxcomp.frontends.sparse_mean import SparseMean
 from fxcomp.frontends.start import Start, has_whole_plan
 from fxcomp.report.terminal import to_text
-from fxcomp.runtime.group import Work
 from fxcomp.search.decision import Decision
 from fxcomp.state.saved_state import Given
 from fxcomp.step.explain import explanation_of
@@ -60,14 +60,13 @@ class Arrived:
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])
     futures: list[Future] = field(default_factory=list[Future])
-    sparse: dict[int, tuple[Tensor, Work]] = field(default_factory=dict[int, tuple[Tensor, Work]])
+    sparse: dict[int, SparseMean] = field(default_factory=dict[int, SparseMean])
     """Sparse gradients on their way to be the mean, by the number of their bucket."""
 
     def deliver(self) -> None:
         """Let DDP have its buffers back: they hold the means."""
-        for number, (mean, work) in self.sparse.items():
-            work.wait()
-            self.buffers[number] = mean
+        for number, mean in self.sparse.items():
+            self.buffers[number] = mean.finish()
         for future, buffer in zip(self.futures, self.buffers, strict=True):
             future.set_result(buffer)
 
@@ -149,7 +148,8 @@ class HookJob(BackwardPasses):
             self.enter()
             self._begin_pass(kind)
         if buffer.is_sparse:
-            arrived.sparse[number] = self._sparse(buffer)
+            mean = arrived.sparse[number] = SparseMean(buffer, self.site)
+            self.runtime.counters.count("all_gather", "world", mean.sent_bytes)
             arrived.buffers[number] = buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         elif not self.is_planned:
             buffer.mul_(1 / self.site.ranks.world_size)
@@ -158,12 +158,6 @@ class HookJob(BackwardPasses):
         if self.is_planned and not self._gathers:
             self._feed(number)
         return future
-
-    def _sparse(self, gradient: Tensor) -> tuple[Tensor, Work]:
-        """Start to average a sparse gradient, as DDP does: its backend gathers indices and values, and adds."""
-        mean = gradient.div_(self.site.ranks.world_size).coalesce()
-        self.runtime.counters.count("all_gather", "world", mean.indices().nbytes + mean.values().nbytes)
-        return mean, self.site.transport.all_reduce(mean, "world", "main")
 
     def _kind(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
         key = tuple(map(id, parameters))
