@@ -1,11 +1,13 @@
-"""Time compile_step on the example GPT: a first job on a machine, and a second one that finds the first one's table.
+"""Time the way from the call to full speed on the example GPT: a first job on a machine, a second one, and DDP.
 
     python benchmarks/compile_time.py --json compile_time.json
 
-Each job is a process a rank. `compile` is the whole call; `capture`, `choose` and `emit` are parts of it on rank 0, and
-what is left is measuring the machine, the links and the job's own dense step, and agreeing. The first job begins
-with an empty cache, the second with what the first one left. Importing is not counted. A record is
-`{ranks, job, compile_s, capture_s, choose_s, emit_s}`, the median of the turns.
+Each job is a process a rank. `call` is the whole call of `compile_step`, or of the wrapper; `capture` and `emit` are
+parts of it on rank 0, and what is left is agreeing, and in a second job measuring the links. `first` is the first step,
+`later` the median of the third and fourth, `processor` the processor time of the call and the first step, `plan` the
+number of the step from which a chosen plan is followed, and `wait` the longest pause between two steps until then. The
+first job begins with an empty cache, the second with what the first one left. Importing is not counted. A record has
+the median of the turns.
 """
 
 from __future__ import annotations
@@ -15,23 +17,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from records import Records, options
 from shaped import Teller, ends_well, is_rank, join, run
+from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
+from fxcomp import pipeline
 from fxcomp.capture import step_capture
 from fxcomp.commands.demo.gpt import gpt_job
-from fxcomp.pipeline import Compiler
-from fxcomp.planning import decide
+from fxcomp.frontends.job import Job
+from fxcomp.graph.run_passes import finished, run_in_turns
 
-PARTS = ("capture", "choose", "emit")
+PARTS = ("capture", "emit")
+STEPS = 12
+"""So many steps choose a plan."""
 
 
-def rank_main() -> None:
+def rank_main(name: str) -> None:
     torch.set_num_threads(1)
     join()
     spent = dict.fromkeys(PARTS, 0.0)
@@ -47,20 +53,56 @@ def rank_main() -> None:
         return call
 
     step_capture.capture = timed("capture", step_capture.capture)
-    decide.choose = timed("choose", decide.choose)
-    Compiler.emit = timed("emit", Compiler.emit)  # pyright: ignore[reportAttributeAccessIssue]
+    pipeline.run_in_turns = timed("emit", lambda *given: iter_of(finished(run_in_turns(*given))))
     gpt = gpt_job()
-    begun = time.perf_counter()
-    step = fxcomp.compile_step(gpt.model, gpt.loss_fn, gpt.optimizer, gpt.batch, max_grad_norm=gpt.max_grad_norm)
-    found = {"compile_s": time.perf_counter() - begun}
-    Teller().send({**found, **{f"{part}_s": seconds for part, seconds in spent.items()}})
-    step.close()
+    worked, begun = time.process_time(), time.perf_counter()
+    step = ddp_step(gpt) if name == "ddp" else compiled(gpt)
+    found: dict[str, float] = {
+        "call_s": time.perf_counter() - begun,
+        **{f"{part}_s": seconds for part, seconds in spent.items()},
+    }
+    took, plan = list[float](), 0
+    for number in range(STEPS):
+        begun = time.perf_counter()
+        step(gpt.batch)
+        took.append(time.perf_counter() - begun)
+        if number == 0:
+            found["processor_s"] = time.process_time() - worked
+        if not plan and isinstance(step, fxcomp.CompiledStep) and not step.in_force.decision.is_provisional:
+            plan = number + 1
+    found |= {"first_s": took[0], "later_s": statistics.median(took[3:5]), "wait_s": max(took[1:]), "plan": float(plan)}
+    Teller().send(found)
     torch.distributed.destroy_process_group()
+
+
+def iter_of(result: Any) -> Generator[None, None, Any]:
+    """Turns of which the last returns what is made already: made in one go, it is timed as a whole."""
+    yield
+    return result
+
+
+def compiled(gpt: Job) -> fxcomp.CompiledStep:
+    return fxcomp.compile_step(gpt.model, gpt.loss_fn, gpt.optimizer, gpt.batch, max_grad_norm=gpt.max_grad_norm)
+
+
+def ddp_step(gpt: Job) -> Callable[[Any], object]:
+    optimizer: Any = gpt.optimizer
+    model = DistributedDataParallel(gpt.model) if torch.distributed.get_world_size() > 1 else gpt.model
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        loss: Any = gpt.loss_fn(model, batch)
+        loss.backward()
+        if gpt.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.max_grad_norm)
+        optimizer.step()
+
+    return step
 
 
 def main() -> None:
     if is_rank():
-        rank_main()
+        rank_main(sys.argv[1])
         return
     parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -68,16 +110,16 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = Records(arguments.json)
     for ranks in arguments.ranks:
-        turns: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
+        turns: dict[str, list[dict[str, float]]] = {"ddp": [], "first": [], "second": []}
         for _ in range(arguments.turns):
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["XDG_CACHE_HOME"] = cache
-                for found in turns.values():
-                    run([__file__], found.append, hosts=None, ranks_per_host=ranks, timeout_s=300)
+                for name, found in turns.items():
+                    run([__file__, name], found.append, hosts=None, ranks_per_host=ranks, timeout_s=300)
         for name, found in turns.items():
             medians = {key: round(statistics.median(each[key] for each in found), 3) for key in found[0]}
             kept.add({"ranks": ranks, "job": name, **medians})
-            print(f"{ranks} ranks, {name} job: " + ", ".join(f"{key[:-2]} {s:.2f} s" for key, s in medians.items()))
+            print(f"{ranks} ranks, {name}: " + ", ".join(f"{key} {value:.2f}" for key, value in medians.items()))
 
 
 if __name__ == "__main__":

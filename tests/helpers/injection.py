@@ -24,7 +24,7 @@ DISTRIBUTED = str(Path(dist.__file__).parent)
 
 TALKING = (
     *("frontends/compile_step", "frontends/torch_compile", "frontends/compiled_model", "pipeline", "ranks", "site"),
-    *("planning/decide", "planning/measure_step", "planning/measure_contention"),
+    *("planning/decide", "planning/timed_steps", "planning/earlier_jobs", "step/first_steps"),
     *("step/compiled_step", "step/schedule", "step/drift", "step/plan_in_force", "step/executor", "step/programs"),
     *("step/execution", "step/errors/error_looks"),
     *("state/gradient_state", "state/inputs", "state/saved_state"),

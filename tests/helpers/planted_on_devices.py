@@ -18,7 +18,7 @@ from fxcomp.frontends.backend_options import Options
 from fxcomp.passes.clip_in_lists import clip_in_lists
 from fxcomp.passes.fuse_updates import fuse_updates
 from fxcomp.plan.kinds import Stream
-from fxcomp.planning import measure_step
+from fxcomp.planning.timed_steps import HeldCollectives
 from fxcomp.runtime import transport
 from fxcomp.runtime.aside import Aside, Coming
 from fxcomp.runtime.host_pool import HostCopies
@@ -91,9 +91,7 @@ def memory_of_the_host_is_not_pinned() -> None:
     HostCopies.pins = property(lambda _: False)
 
 
-@caught_by(
-    "tests/planning/test_measure_step.py::test_a_step_is_hidden_by_the_device_until_handing_it_out_takes_longest"
-)
+@caught_by("tests/planning/test_timed_steps.py::test_a_step_is_hidden_by_the_device_until_handing_it_out_takes_longest")
 def the_hosts_time_counts_as_the_devices() -> None:
     exchange(
         plan_tasks.handing_out,
@@ -129,12 +127,14 @@ def rates_are_read_one_by_one() -> None:
 # Memory, and launches
 
 
-@caught_by(
-    "tests/planning/test_measure_step.py"
-    "::test_measuring_a_step_holds_no_second_copy_on_the_device_and_keeps_the_hosts_time_beside_compute"
-)
-def measuring_a_step_copies_all_that_it_is_given() -> None:
-    measure_step._lent = lambda _, arguments: ([list(map(measure_step._copy, values)) for values in arguments], [])
+@caught_by("tests/planning/test_timed_steps.py::test_held_collectives_start_in_their_order_where_one_is_waited_for")
+def a_held_collective_starts_at_once() -> None:
+    def launch(self: HeldCollectives, original: Any, *given: Any, **options: Any) -> int:
+        number = original(self, *given, **options)
+        self.wait(number)
+        return number
+
+    wrap(HeldCollectives, "launch", launch)
 
 
 @caught_by(
