@@ -30,7 +30,7 @@ from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, 
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step
 from fxcomp.planning.exchange_point import PointChooser
-from fxcomp.planning.measure_machine import gathered_costs, hardware, with_links_of_now
+from fxcomp.planning.measure_machine import gathered_costs, hardware, machine_costs, with_links_of_now
 from fxcomp.planning.timed_steps import TimedStep, Way, apportion, contention_of, feed_costs, measurement
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
@@ -99,29 +99,26 @@ class Planner:
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Decide by given costs, by what is measured now, or provisionally for the dense plan.
 
-        A whole step, which runs its optimizer, takes over what an earlier job has timed of it; where no one has, it
-        begins dense if its plans may race. Raises BadPlan where a given plan does not fit, and BadOption where what is
-        pinned does not.
+        A whole step, which runs its optimizer, begins with the plan of what an earlier job has measured, or dense, if
+        plans may race. Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
         """
         compress = self.options.compress
         if self.site.cluster.world_size == 1 or compress.plan is not None:
             table = costs or CostTable()
             return self._as_told(compress.plan, self.compiler.analyze(self.graph, table), table)
         self.check_pins()
-        if costs is None:
-            known = self.earlier.find(self._facts(), self.site.ranks) if is_whole else None
-            waits = is_whole and self.options.begins_dense
-            if known is None and waits:
+        is_remembered = False
+        if costs is None and is_whole and self.options.begins_dense:
+            costs = self.earlier.find(self._facts(), self.site.ranks)
+            if costs is None:
                 return self._dense()
-            costs = measured = self._gathered()
-            if known is not None:
-                dense_bytes = self.compiler.analyze(self.graph, costs).dense_bytes
-                costs = self.earlier.with_step(costs, known, dense_bytes, self.site)
-            if costs is None and waits:
-                return self._dense()
-            costs = costs or measured
+            offered = machine_costs(compress.offered, self.site.device)
+            costs, is_remembered = replace(costs, compressors=offered.compressors), True
+        elif costs is None:
+            costs = self._gathered()
         with phase("choosing a plan"):
-            return self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
+            found = self._best(self.compiler.analyze(self.graph, costs), costs, "the plan")
+        return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
         """Decide by steps of the dense plan that were timed, and by the time around one; every rank calls it."""

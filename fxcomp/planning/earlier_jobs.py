@@ -1,8 +1,8 @@
 """Keep what a job's own step cost, for the next job that takes the same step on the same machines.
 
-    facts of the step ─► rank 0's file ─► is the network as it was? ─► costs of the step, for all ranks
-                             ▲                                             │ it takes another time after all
-                             └── measured now                 forgotten ◄──┘
+    facts of the step ─► rank 0's file ─► costs, for all ranks ─► the first steps take as long as predicted
+                             ▲                                     │ they do not
+                             └── measured now         forgotten ◄──┘
 
 A step is the same if its operators, their shapes and their order are, on the same processors, ranks and versions.
 """
@@ -25,14 +25,9 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.graph.work import work_key
 from fxcomp.pipeline import Compiler
-from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.planning.measure_machine import hardware, versions
 from fxcomp.ranks import Ranks
 from fxcomp.site import Site
-
-LIKE, NOISE_US = 2.0, 1e3
-"""The network is as it was if summing all gradients takes at most so many times as long or as short, or differs by no
-more than noise: links are measured again. What a step takes beside a much faster or slower one was not seen."""
 
 MOST_FILES = 32
 """Steps that are remembered; the oldest go first."""
@@ -58,25 +53,11 @@ class EarlierJobs:
             return None if known is None else known.to_json()
 
         data = ranks.from_rank_0("what an earlier job measured", read)
-        return None if data is None else CostTable.from_json(data)
-
-    def with_step(self, costs: CostTable, known: CostTable, dense_bytes: int, site: Site) -> CostTable | None:
-        """Add the step's own costs of an earlier job to the links of now; None where the network is another one.
-
-        `dense_bytes` are those of all gradients. Every rank calls it.
-        """
-
-        def is_like() -> bool:
-            what = CollectiveKind.ALL_REDUCE, Level.WORLD, dense_bytes, site.cluster
-            before_us, now_us = (table.collective(*what).us for table in (known, costs))
-            return abs(before_us - now_us) <= NOISE_US or 1 / LIKE <= before_us / now_us <= LIKE
-
-        if not site.ranks.from_rank_0("whether the network is as it was", is_like):
+        if data is None:
             return None
+        known = CostTable.from_json(data)
         source = f"measured in the emitted step, all ranks running, by an earlier job ({known.date})"
-        compute = {key: replace(found, source=source) for key, found in known.compute.items()}
-        own = {name: getattr(known, name) for name in _OF_THE_STEP}
-        return replace(costs, compute={**costs.compute, **compute}, **own)
+        return replace(known, compute={key: replace(found, source=source) for key, found in known.compute.items()})
 
     def keep(self, costs: Mapping[str, Any]) -> None:
         """Write a cost table, given as JSON; without it, the next job measures again."""
@@ -96,10 +77,6 @@ class EarlierJobs:
                 self.path.unlink(missing_ok=True)
             except OSError:
                 return
-
-
-_OF_THE_STEP = ("pack_gb_per_s", "launch_us", "contention", "error", "feed_us", "host_us")
-"""Fields of a cost table that are the step's own, besides `compute`."""
 
 
 def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site) -> list[str]:

@@ -126,6 +126,8 @@ class Decision:
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
     """The dense plan of steps that are timed, by which the plan is chosen then."""
+    is_remembered: bool = False
+    """The costs are an earlier job's; the first steps check them."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:

@@ -40,6 +40,13 @@ from fxcomp.step.plan_in_force import CALENDAR, PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
+CHECKED_STEPS = 2
+"""The steps that check an earlier job's costs; the shorter one counts."""
+
+LIKE, NOISE_MS = 2.0, 1.0
+"""Costs still hold if a step takes at most so many times as long or as short as predicted, or differs by no more than
+noise."""
+
 
 class Schedule:
     """The races of a job, one at a time. Every rank calls it after the same steps, or backward passes."""
@@ -131,18 +138,24 @@ class StepSchedule(Schedule):
         """Lets the plan follow the gradients; None without an error budget."""
         self._first: FirstSteps | None = None
         """The steps by which the plan will be chosen; None once there is one."""
+        self._expected: tuple[int, ...] = ()
+        """Steps that tell whether an earlier job's costs still hold; empty once that is known."""
         if force.decision.is_provisional:
             self._time_from(0)
+        elif force.decision.is_remembered:
+            self._expect_from(0)
         else:
             self._race_plans(0, "compiling")
 
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon, or are yet to be chosen: nothing is compared with its prediction."""
-        return self._first is not None or super().is_racing
+        return self._first is not None or bool(self._expected) or super().is_racing
 
     def note_on_race(self, step: int) -> str:
         """Describe the first steps, or a race that is on, or due; empty if there is none."""
+        if self._expected:
+            return f"plans will race after step {self._expected[-1] + 1}: an earlier job's costs are checked until then"
         if self._first is None:
             return super().note_on_race(step)
         ends = self._first.numbers[-1] + 1
@@ -190,6 +203,8 @@ class StepSchedule(Schedule):
         if self._first is not None and self._first.between(steps):
             self._choose(steps, self._first)
         self.calendar.timed = () if self._first is None else self._first.numbers
+        if self._expected and steps > self._expected[-1]:
+            self._check_costs(steps)
         if self._errors is not None:
             self.calendar.look_from = self._errors.between(steps)
         self._freeze.between(steps)
@@ -207,6 +222,31 @@ class StepSchedule(Schedule):
         """Time steps from one on, to choose a plan by them."""
         self._first = FirstSteps(self._site, self.calendar.free_steps, step)
         self.calendar.timed = self._first.numbers
+
+    def _expect_from(self, step: int) -> None:
+        """Compare some steps after this one, which allocates, with their prediction."""
+        self._expected = self.calendar.free_steps(step + 1, CHECKED_STEPS)
+
+    def _check_costs(self, step: int) -> None:
+        """Let plans race if steps take about what an earlier job's costs predict, else plan again first."""
+        slowest = self._times.slowest(self._expected, self._site)
+        self._expected, topic = (), "checking an earlier job's costs"
+        took = [ms for ms in slowest if ms is not None]
+        with self._site.ranks.together(topic):
+            predicted_us = self._force.predicted.step_time_us  # a rank's own: shards may differ
+            predicted_ms = self._site.ranks.from_rank_0(topic, lambda: predicted_us) / 1e3
+            is_like = (
+                not took or abs(min(took) - predicted_ms) <= NOISE_MS or 1 / LIKE <= min(took) / predicted_ms <= LIKE
+            )
+            if is_like or self._options.why_not_replan:
+                self._race_plans(step, topic)
+            else:
+                self._note(
+                    f"step {step}: steps take {min(took):.4g} ms, and {predicted_ms:.4g} was predicted by what an"
+                    " earlier job had measured"
+                )
+                self._planner.measure_next_time()
+                self.replan(step)
 
     def _choose(self, step: int, first: FirstSteps) -> None:
         """Choose the plan by steps that were timed, and follow it; every rank calls it."""
@@ -236,7 +276,7 @@ class StepSchedule(Schedule):
             saved.check_fits(self._site.cluster)
         except BadPlan:
             return
-        self._first, self.calendar.timed = None, ()
+        self._first, self._expected, self.calendar.timed = None, (), ()
         self.call_off()
         said = "the plan is the loaded state's, and was not chosen anew"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
@@ -260,6 +300,8 @@ class StepSchedule(Schedule):
         self._settle_anew(steps)
         if self._first is not None:
             self._time_from(steps)
+        if self._expected:
+            self._expect_from(steps)
         if not self._force.is_racing:
             self.call_off()
         if self._errors is not None:
@@ -316,6 +358,11 @@ class StepSchedule(Schedule):
             )
         if self._options.why_not_replan:
             raise CannotReplan(self._options.why_not_replan)
+        if self._expected:
+            raise CannotReplan(
+                f"an earlier job's costs are being checked, and this is step {step}.\n"
+                f"  Plan again after step {self._expected[-1] + 1}."
+            )
         if self._first is not None:
             raise CannotReplan(
                 f"there is no plan yet, and this is step {step}: one is chosen by the first steps.\n"
