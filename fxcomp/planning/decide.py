@@ -129,7 +129,8 @@ class Planner:
         workload = self.site.ranks.attempt(
             f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs)
         )
-        return self._best(workload, costs, topic)
+        with phase("searching"):
+            return self._best(workload, costs, topic)
 
     def _dense(self) -> Decision:
         """Follow the dense plan of assumed costs, the same on all ranks."""

@@ -23,6 +23,7 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import Planner
+from fxcomp.progress import compiling, phase
 from fxcomp.search.decision import Decision, PlanMove, Raced
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
@@ -251,12 +252,13 @@ class StepSchedule(Schedule):
     def _choose(self, step: int, first: FirstSteps) -> None:
         """Choose the plan by steps that were timed, and follow it; every rank calls it."""
         topic, options = "choosing a plan", self._options
-        with self._site.ranks.together(topic):
+        with compiling(f"step {step}: {topic}"), self._site.ranks.together(topic):
             decision = self._planner.after_steps(first.steps, first.feed_us)
             self._first = None
-            self._force.begin(decision, step, options.compress.warmup_for(decision.plan), topic)
-            self._settle_anew(step)
-            self._race_plans(step, topic)
+            with phase("writing the steps"):
+                self._force.begin(decision, step, options.compress.warmup_for(decision.plan), topic)
+                self._settle_anew(step)
+                self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
         """Let a job that has not begun follow the plan on which a saved one had settled; every rank calls it.
