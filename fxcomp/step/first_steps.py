@@ -38,7 +38,7 @@ class FirstSteps:
         """The steps that are timed."""
         self._timed: dict[int, TimedStep] = {}
         self.feed_us = 0.0
-        """What a step takes around its program."""
+        """The time of what comes before a step's program."""
 
     def before(self, step: StepUnderWay) -> None:
         """Have a step with a batch like the first one timed."""

@@ -263,7 +263,7 @@ class StepSchedule(Schedule):
     def follow_saved(self, given: Given, steps: int) -> None:
         """Let a job that has not begun follow the plan on which a saved one had settled; every rank calls it.
 
-        A plan that does not fit here, or has a warm-up, is chosen anew, as where costs were given.
+        A plan that does not fit here, or has a warm-up, is chosen again, as where costs were given.
         """
         if steps or not self._options.begins_dense:
             return
@@ -280,7 +280,7 @@ class StepSchedule(Schedule):
             return
         self._first, self._expected, self.calendar.timed = None, (), ()
         self.call_off()
-        said = "the plan is the loaded state's, and was not chosen anew"
+        said = "the plan is the loaded state's, and was not chosen again"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
         self._force.switch(followed, "following the saved plan")
 

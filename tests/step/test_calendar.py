@@ -3,12 +3,13 @@
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
-from fxcomp.step.calendar import LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
+from fxcomp.step.calendar import IS_SETTLED, LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
 
 VERIFIED = [NO_STEPS, VerifiedSteps(None), *map(VerifiedSteps, (1, 2, 3, 5, 7, 20))]
 """Never, sampled, each, and others."""
@@ -107,11 +108,17 @@ def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one()
     saved = json.loads(json.dumps(before.to_json()))
     after = Calendar(VerifiedSteps(7))
     after.resume(39, saved)
-    assert after.to_json() == before.to_json()
+    assert after.to_json() == {**before.to_json(), IS_SETTLED: True}
     lasting = {name: getattr(before, name) for name in LASTS}
     assert after == Calendar(VerifiedSteps(7), followed_from=39, **lasting)
     after.resume(10)
     assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10)
+
+
+@pytest.mark.parametrize("uses", [{"timed": (3,)}, {"turn": RaceTurn(0, (4,))}])
+def test_a_saved_calendar_says_whether_the_plan_of_then_was_to_stay(uses: dict[str, Any]):
+    assert Calendar().to_json()[IS_SETTLED]
+    assert not Calendar(**uses).to_json()[IS_SETTLED]
 
 
 def test_a_calendar_that_is_none_is_refused():

@@ -34,7 +34,7 @@ class Alone:
 
     def __init__(self, others: Sequence[float] = ()) -> None:
         self.others = list(others)
-        """What the other rank brings to each agreement, in order; as this one where nothing is told."""
+        """The numbers that the other rank brings to each agreement, in order; as this one where nothing is told."""
 
     def gather_numbers(self, _: str, mine: Sequence[float]) -> list[list[float]]:
         return [list(mine), [self.others.pop(0)] if self.others else list(mine)]
