@@ -2,7 +2,6 @@
 
     python benchmarks/house.py                            the tree that this file stands in
     python benchmarks/house.py --before 023b3660          beside another commit
-    python benchmarks/house.py --minutes minutes.json     with the minutes of commands that a file has
     python benchmarks/house.py --launches FILE            with the launches of ranks of one `make test`
     python benchmarks/house.py --json house.json          rows as data too
 
@@ -11,7 +10,7 @@ that it constructs or holds, in containers too, without frozen dataclasses and p
 and attribute uses of torch's private modules. Modules that torch recommends to users do not count (`PUBLIC_ENOUGH`).
 
 Launches are counted while tests run: `FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of
-ranks. A file of minutes holds `{"here": {"make test": 4.8, ".ci/run": 14}, "before": {...}}`.
+ranks.
 """
 
 import argparse
@@ -152,7 +151,6 @@ def measure_commit(commit: str) -> Row:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="COMMIT")
-    parser.add_argument("--minutes", type=Path, metavar="FILE")
     parser.add_argument("--launches", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
@@ -161,12 +159,6 @@ def main(words: list[str] | None = None) -> None:
     columns["here"] = measure(HERE)
     if args.launches:
         columns["here"]["launches of ranks in `make test`"] = args.launches.stat().st_size
-    if args.minutes:
-        minutes = json.loads(args.minutes.read_text())
-        for name, column in columns.items():
-            given = minutes.get("here" if name == "here" else "before", {})
-            column |= {f"minutes of `{command}`": float(taken) for command, taken in given.items()}
-
     print("| | " + " | ".join(columns) + " |\n|---|" + "--:|" * len(columns))
     for row in dict.fromkeys(row for column in columns.values() for row in column):
         cells = [f"{column[row]:,.12g}" if row in column else "" for column in columns.values()]

@@ -110,10 +110,9 @@ def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, A
 
     timed_only = fxcomp.ErrorFeedback(allow_diverging=True)  # top-k with AdamW
     tell("measuring costs")
-    first, batches, number = compiled(), MODELS[model](), 0
+    first = compiled()
     while first.in_force.decision.is_provisional:
-        first(batches.batch_at(number, dist.get_rank()))
-        number += 1
+        first(MODELS[model]().batch_at(0, dist.get_rank()))
     free = compiled(compress=fxcomp.Compress(plan="dense", feedback=timed_only), costs=first.costs)
     steps: dict[str, Any] = {}
     for name in names:

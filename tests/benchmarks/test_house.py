@@ -76,11 +76,10 @@ def test_collaborators_are_the_classes_that_a_compiled_step_works_with():
 def test_the_table_has_the_project_and_what_was_counted_while_tests_ran(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "minutes.json").write_text('{"here": {"make test": 4.5}}')
     (tmp_path / "launches").write_bytes(b"." * 7)
-    given = {"--json": "rows.json", "--minutes": "minutes.json", "--launches": "launches"}
+    given = {"--json": "rows.json", "--launches": "launches"}
     house.main([word for option, name in given.items() for word in (option, str(tmp_path / name))])
     (row,) = json.loads((tmp_path / "rows.json").read_text()).values()
-    assert set(row) == {*COUNTED, "minutes of `make test`", "launches of ranks in `make test`"}
+    assert set(row) == {*COUNTED, "launches of ranks in `make test`"}
     assert all(isinstance(value, int | float) and value > 0 for value in row.values())
     assert "| launches of ranks in `make test` | 7 |" in capsys.readouterr().out
