@@ -5,8 +5,7 @@
 Each job is a process a rank. `call` is the whole call of `compile_step`, or of the wrapper, `later` the median of the
 fourth and fifth step. `processor` is the processor time of the call and the first step, `plan` the number of steps
 before a chosen plan is followed, and `wait` the longest pause between two steps. A step that is told to be dense takes
-capture, agreement and the emission of one program. The first job has an empty cache, the second one finds what that
-left. Importing is not counted. A record has the median of the turns.
+capture, agreement and the emission of one program. The first job has an empty cache. Records have medians of turns.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ import fxcomp
 from fxcomp.commands.demo.gpt import gpt_job
 from fxcomp.frontends.job import Job, compile_arguments
 
-STEPS = 12
-"""So many steps choose a plan."""
+STEPS = 12  # they choose a plan
 
 
 def rank_main(name: str) -> None:

@@ -9,8 +9,7 @@ Lines of code hold no docstrings, comments, blanks or imports. Collaborators of 
 that it constructs or holds, in containers too, without frozen dataclasses and plain data. Private imports are imports
 and attribute uses of torch's private modules. Modules that torch recommends to users do not count (`PUBLIC_ENOUGH`).
 
-Launches are counted while tests run: `FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of
-ranks.
+`FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of ranks.
 """
 
 import argparse
