@@ -228,8 +228,9 @@ class StepOptions:
 
     @property
     def begins_dense(self) -> bool:
-        """A plan may wait for the first steps, which train densely and are timed."""
-        return self.races and self.costs is None
+        """A plan may wait for the first steps, which train densely and are timed: not one that has a warm-up."""
+        compress = self.compress
+        return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
 
     def facts(self) -> dict[str, Any]:
         """List what must be the same on all ranks."""

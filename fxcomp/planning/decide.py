@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
@@ -27,13 +27,16 @@ from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
+from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step
 from fxcomp.planning.exchange_point import PointChooser
+from fxcomp.planning.measure_links import LARGEST_FROM_DEVICE, TimedCollectives
 from fxcomp.planning.measure_machine import gathered_costs, hardware, machine_costs, with_links_of_now
 from fxcomp.planning.timed_steps import TimedStep, Way, apportion, contention_of, feed_costs, measurement
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
+from fxcomp.runtime.transport import Groups
 from fxcomp.search.choose import Choice, choose, uniform
 from fxcomp.search.decision import Decision
 from fxcomp.search.descent.engine import search_notes
@@ -45,6 +48,14 @@ SMALLEST_ERROR = 0.05
 """A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
+
+
+LIKE, NOISE_US = 2.0, 1e3
+
+
+def is_alike(us: float, other_us: float) -> bool:
+    """Return whether costs still hold: one is at most LIKE times the other, or the difference is noise."""
+    return abs(us - other_us) <= NOISE_US or 1 / LIKE <= us / other_us <= LIKE
 
 
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
@@ -111,7 +122,7 @@ class Planner:
         if costs is None and is_whole and self.options.begins_dense:
             costs = self.earlier.find(self._facts(), self.site.ranks)
             if costs is None:
-                return self._dense()
+                return self.dense()
             offered = machine_costs(compress.offered, self.site.device)
             costs, is_remembered = replace(costs, compressors=offered.compressors), True
         elif costs is None:
@@ -121,10 +132,15 @@ class Planner:
         return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
-        """Decide by steps of the dense plan that were timed, and by the time around one; every rank calls it."""
-        costs = costs_of_steps(self.site, steps, feed_us, self._gathered())
-        if self.site.rank == 0:
-            self.earlier.keep(costs.to_json())
+        """Decide by steps of the dense plan that were timed, and by the time around one; every rank calls it.
+
+        Where none could be timed on some rank, there are none on all: costs of the machine and the links decide.
+        """
+        costs = self._gathered()
+        if steps:
+            costs = costs_of_steps(self.site, steps, feed_us, costs)
+            if self.site.rank == 0:
+                self.earlier.keep(costs.to_json())
         topic = "choosing a plan"
         workload = self.site.ranks.attempt(
             f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs)
@@ -132,8 +148,8 @@ class Planner:
         with phase("searching"):
             return self._best(workload, costs, topic)
 
-    def _dense(self) -> Decision:
-        """Follow the dense plan of assumed costs, the same on all ranks."""
+    def dense(self) -> Decision:
+        """Follow the dense plan of assumed costs, the same on all ranks, until steps have been timed."""
         costs = CostTable()
         workload = self.compiler.analyze(self.graph, costs)
         plan = uniform("dense", workload, costs, self.site.cluster)
@@ -167,6 +183,14 @@ class Planner:
         topic = "reading what momenta cost"
         workload = self.site.ranks.attempt(topic, lambda: self.compiler.analyze(self.graph, costs, moved))
         return replace(decision, workload=workload)
+
+    def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
+        """Return whether summing all gradients takes about what a table says; every rank calls it."""
+        assert isinstance(self.site.transport, Groups), "several ranks have groups"
+        timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
+        what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
+        told_us, took_us = costs.collective(*what, self.site.cluster).us, 1e6 * min(timed(*what) for _ in range(2))
+        return is_alike(told_us, took_us)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again, and decide by them and by errors of this job's gradients.

@@ -20,7 +20,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxcomp import compat
-from fxcomp.cluster.cluster import Level
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.graph.work import work_key
@@ -84,5 +83,6 @@ def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site) -> list[st
     machines = site.ranks.gather("the machines", f"{hardware(site.device)}; {versions()}")
     processors = site.processors() if site.device.type == "cpu" else ""
     compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {processors}"
+    cluster = json.dumps(site.cluster.to_json(), sort_keys=True)  # given links are no measured ones
     keys = (work_key(node) for node in graph.graph.nodes if node.op == "call_function")
-    return [str(site.cluster.topology_at(Level.WORLD)), compiled, *machines, *keys]
+    return [cluster, compiled, *machines, *keys]

@@ -43,7 +43,7 @@ METHODS = ("pack", "launch", "wait")
 """The lines that are timed beside regions; what the rest takes counts as the host's."""
 
 FEEDS = 5
-"""The number of timings of feeding a step; the first one fills caches and does not count."""
+"""The number of timings of feeding a step."""
 
 
 class Way(Enum):
@@ -266,11 +266,11 @@ def feed_costs(device: torch.device, us: float) -> dict[str, float]:
     return {"feed_us": 0.0, "host_us": us} if compat.works_later(device) else {"feed_us": us}
 
 
-def around_us(feed: Callable[[], object]) -> float:
-    """Return what comes before each run of the program, in us; `feed` does it."""
+def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
+    """Return what comes before each run of the program, in us; `feed` does it, and a first time fills caches."""
     feed()
     times: list[float] = []
-    for _ in range(FEEDS):
+    for _ in range(repeats):
         start = time.perf_counter()
         feed()
         times.append(time.perf_counter() - start)

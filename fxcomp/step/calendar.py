@@ -71,6 +71,8 @@ class Calendar:
     """The first step of the plan that is followed now."""
     timed: tuple[int, ...] = ()
     """The first steps of a job, by which its plan is chosen; empty once it has one."""
+    checked: tuple[int, ...] = ()
+    """The first steps of a job that check an earlier job's costs; empty once that is done."""
     turn: RaceTurn | None = None
     """The turn that is on, or the first one to come; None while no plans race."""
     patience: int = 1
@@ -111,7 +113,12 @@ class Calendar:
 
     def is_quiet_at(self, step: int) -> bool:
         """Tell a step that follows the plan that stays, with no race on or due."""
-        return not self.timed and self.turn is None and self.is_warm_at(step)
+        return self.is_settled and self.is_warm_at(step)
+
+    @property
+    def is_settled(self) -> bool:
+        """The plan is to stay: it was chosen, and no race is on or due."""
+        return not self.timed and not self.checked and self.turn is None
 
     # After a step
 
@@ -123,10 +130,13 @@ class Calendar:
     # Entering
 
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
-        """Find the first steps from one on that are not verified."""
+        """Find the first steps from one on that are not verified by plan.
+
+        Ranks learn of `verified_too` at different times. Such a step counts for nothing else.
+        """
         found: list[int] = []
         while len(found) < count:
-            if not self.is_verified(step):
+            if step not in self.verified:
                 found.append(step)
             step += 1
         return tuple(found)
@@ -144,7 +154,7 @@ class Calendar:
 
     def to_json(self) -> dict[str, int]:
         """Return what lasts when a job is started again: what it has waited for already, and if its plan stays."""
-        return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: not self.timed and self.turn is None}
+        return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Go on at another step of the job, under the same plan. Raises BadState.

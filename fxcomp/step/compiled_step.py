@@ -210,7 +210,8 @@ class CompiledStep:
         return self.times.exposed_ms
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=self.is_racing)}>"
+        is_racing = self._schedule.takes_turns(self.steps)
+        return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
         """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""

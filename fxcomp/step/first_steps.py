@@ -9,6 +9,7 @@ Nothing here communicates but `between`, which agrees on how many steps are time
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from fxcomp import compat
@@ -36,21 +37,25 @@ class FirstSteps:
         self._ways: Sequence[Way] = WAYS
         self.numbers = free_steps(step, len(WAYS))
         """The steps that are timed."""
+        self._first = self.numbers[0]
         self._timed: dict[int, TimedStep] = {}
-        self.feed_us = 0.0
-        """The time of what comes before a step's program."""
+        self._feeds_us: list[float] = []
+        """The times of what comes before a step's program."""
+        self.are_enough = False
+        """Every rank has steps of every way to read; known once the steps are over."""
 
     def before(self, step: StepUnderWay) -> None:
         """Have a step with a batch like the first one timed."""
         if not step.is_like_first or step.number not in self.numbers:
             return
-        way = self._ways[self.numbers.index(step.number)]
-        if way is Way.ONE_BY_ONE and compat.works_later(self._site.device):
-            way = Way.OVERLAPPED
+        way = self._way_of(self.numbers.index(step.number))
         timed = self._timed[step.number] = TimedStep(step.program, step.runtime, way)
         step.run = timed.run
-        if step.number == self.numbers[-1]:
-            self.feed_us = around_us(lambda: step.force.feed(step.batch))
+        self._feeds_us.append(around_us(lambda: step.force.feed(step.batch), 1))
+
+    def _way_of(self, place: int) -> Way:
+        way = self._ways[place]
+        return Way.OVERLAPPED if way is Way.ONE_BY_ONE and compat.works_later(self._site.device) else way
 
     def between(self, steps: int) -> bool:
         """Return whether all of them are over after so many steps of the job; every rank calls it."""
@@ -58,7 +63,8 @@ class FirstSteps:
             self._shorten()
         if steps <= self.numbers[-1]:
             return False
-        if self._are_enough() or self._tries == MOST_TRIES:
+        self.are_enough = self._all_have_enough()
+        if self.are_enough or self._tries == MOST_TRIES:
             return True
         self._tries += 1
         self.numbers = self._free_steps(steps, len(self._ways))
@@ -72,16 +78,20 @@ class FirstSteps:
         if max(us for (us,) in everyone) > LONG_US:
             self._ways, self.numbers = WAYS_IF_LONG, self.numbers[: len(WAYS_IF_LONG)]
 
-    def _are_enough(self) -> bool:
-        """Return whether every rank has steps of both ways to read."""
+    def _all_have_enough(self) -> bool:
         compat.synchronize(self._site.device)
-        ways = {timed.way for timed in self.steps}
-        everyone = self._site.gather_numbers("which first steps were timed", [{Way.HELD, Way.OVERLAPPED} <= ways])
-        return all(are_enough for (are_enough,) in everyone)
+        wanted = {self._way_of(place) for place in range(len(self._ways))}
+        has = wanted <= {timed.way for timed in self.steps}
+        return all(everywhere for (everywhere,) in self._site.gather_numbers("which first steps were timed", [has]))
 
     @property
     def steps(self) -> list[TimedStep]:
-        """The steps that count. The first one allocates, and counts only without others."""
-        whole = [timed for timed in self._timed.values() if timed.us is not None]
-        others = [timed for timed in whole[1:] if timed.way is Way.OVERLAPPED]
-        return whole[1:] if others else whole
+        """The steps that count. The job's first one allocates, and counts only without others."""
+        whole = {number: timed for number, timed in self._timed.items() if timed.us is not None}
+        others = [timed for number, timed in whole.items() if number != self._first]
+        return others if any(timed.way is Way.OVERLAPPED for timed in others) else list(whole.values())
+
+    @property
+    def feed_us(self) -> float:
+        """The median time of what comes before a step's program."""
+        return statistics.median(self._feeds_us)

@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from torch import Tensor
-
 from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
@@ -52,33 +50,30 @@ class PlanInForce:
         warmup: Warmup = NO_WARMUP,
     ):
         self._compiler, self._capture, self.inputs, self._site = compiler, capture, inputs, trained.site
-        self.calendar = Calendar()
+        stages = warmup.stages(decision.plan)
+        self.plans: tuple[Plan, ...] = tuple(stages.values())
+        """The plans that are followed one after the other; the last one stays."""
+        self.calendar = Calendar(warm_from=tuple(stages))
         """The uses of the job's steps."""
+        self.stage: int = 0
+        """The place among them of the plan that is followed now."""
+        self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
+        """The second moments that an exchange of momenta freezes."""
         self.first_kind: BatchType = capture.kind
         """The type of the first batch, which predictions are for."""
-        self._follower = Follower(trained, decision)
+        self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
         """The first capture under each plan, by its number."""
-        self._enter(warmup.stages(decision.plan))
+        self._follower.enter_stage(self.plan)
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = lru_cache(CAPTURES)(self._emit_micro_batch)
         if compiler.micro_batches > 1:  # now, and not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
-        self._adopt_all([finished(self.emit(plan)) for plan in self.plans])
+        for number, plan in enumerate(self.plans):
+            self._adopt(finished(self.emit(plan)), number)
         self._go_on()
-
-    def _enter(self, stages: Mapping[int, Plan], units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Begin with the first of the plans to follow, by the first step of each; `units` as Follower takes them."""
-        self.plans: tuple[Plan, ...] = tuple(stages.values())
-        """The plans that are followed one after the other; the last one stays."""
-        self.stage: int = 0
-        """The place among them of the plan that is followed now."""
-        self.calendar.warm_from = tuple(stages)
-        self.momenta = Momenta(self._capture.first.graph, self.inputs.training.owners, stages)
-        """The second moments that an exchange of momenta freezes."""
-        self._follower.enter_stage(self.plan, units)
 
     @property
     def decision(self) -> Decision:
@@ -111,8 +106,8 @@ class PlanInForce:
 
     @property
     def _number(self) -> int:
-        """The number of the plan that is followed; of a stage before the plan that stays, its place from the end."""
-        return self._follower.now.number if self.is_warm else self.stage + 1 - len(self.plans)
+        """The number of the plan that is followed: of a stage its place, of any other plan one of its own."""
+        return self._follower.now.number if self.is_warm else self.stage
 
     @property
     def standing(self) -> Program:
@@ -169,44 +164,19 @@ class PlanInForce:
         Every rank calls it, with the program if that is made already. If making it fails on one rank, all of them go on
         as they were.
         """
-        before, made = self.plan, program
-        programs = self._carry_to(
+        program = self._follower.carry_to(
             decision,
-            topic,
-            lambda: [made or self._made(decision, decision.plan)],
-            lambda: self.momenta.units_between(before, decision.plan),
+            f"{topic}: emitting the step",
+            lambda: program or finished(self._compiler.emit(self._capture.first, decision.plan, decision.costs)),
+            lambda: self.momenta.units_between(self.plan, decision.plan),
         )
         self._stay_with(decision.plan)
-        self._adopt_all(programs)
-        self._go_on()
-
-    def begin(self, decision: Decision, step: int, warmup: Warmup, topic: str) -> None:
-        """Follow the first decision that is not provisional, from a step on, with its warm-up; every rank calls it."""
-        stages = {step + first: plan for first, plan in warmup.stages(decision.plan).items()}
-        programs = self._carry_to(
-            decision, topic, lambda: [self._made(decision, plan) for plan in stages.values()], dict
-        )
-        self._enter(stages, dict)
-        self._adopt_all(programs)
-        self._go_on()
-
-    def _made(self, decision: Decision, plan: Plan) -> Program:
-        return finished(self._compiler.emit(self._capture.first, plan, decision.costs))
-
-    def _carry_to(
-        self,
-        decision: Decision,
-        topic: str,
-        make: Callable[[], list[Program]],
-        units: Callable[[], Mapping[str, Tensor]],
-    ) -> list[Program]:
-        """Let all that is kept change hands, and forget the programs of before."""
-        programs = self._follower.carry_to(decision, f"{topic}: emitting the step", make, units)
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
         for known in (self.programs, self._standing):
             known.clear()
-        return programs
+        self._adopt(program, self._number)
+        self._go_on()
 
     def can_retune(self, plan: Plan) -> bool:
         """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
@@ -322,11 +292,6 @@ class PlanInForce:
 
     def _emit_micro_batch(self, captured: Captured) -> Program:
         return self._compiler.emit_micro_batch(captured, self.decision.costs)
-
-    def _adopt_all(self, programs: Sequence[Program]) -> None:
-        """Take over the first capture's programs under the plans to follow."""
-        for place, program in enumerate(programs, 1 - len(programs)):
-            self._adopt(program, place or self._follower.now.number)
 
     def _adopt(self, program: Program, number: int) -> None:
         """Take over the first capture's program under the plan of a number."""

@@ -15,6 +15,7 @@ the calendar, and has another plan followed. The freeze of second moments (`free
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fxcomp.cluster.cluster import Level
 from fxcomp.error_tables import ASSUMED
@@ -22,7 +23,7 @@ from fxcomp.errors import BadPlan, CannotReplan
 from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
-from fxcomp.planning.decide import Planner
+from fxcomp.planning.decide import Planner, is_alike
 from fxcomp.progress import compiling, phase
 from fxcomp.search.decision import Decision, PlanMove, Raced
 from fxcomp.search.runners import Runner, lined_up
@@ -43,10 +44,6 @@ from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
 """The steps that check an earlier job's costs; the shorter one counts."""
-
-LIKE, NOISE_MS = 2.0, 1.0
-"""Costs still hold if a step takes at most so many times as long or as short as predicted, or differs by no more than
-noise."""
 
 
 class Schedule:
@@ -139,8 +136,6 @@ class StepSchedule(Schedule):
         """Lets the plan follow the gradients; None without an error budget."""
         self._first: FirstSteps | None = None
         """The steps by which the plan will be chosen; None once there is one."""
-        self._expected: tuple[int, ...] = ()
-        """Steps that tell whether an earlier job's costs still hold; empty once that is known."""
         if force.decision.is_provisional:
             self._time_from(0)
         elif force.decision.is_remembered:
@@ -151,12 +146,12 @@ class StepSchedule(Schedule):
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon, or are yet to be chosen: nothing is compared with its prediction."""
-        return self._first is not None or bool(self._expected) or super().is_racing
+        return self._first is not None or bool(self.calendar.checked) or super().is_racing
 
     def note_on_race(self, step: int) -> str:
         """Describe the first steps, or a race that is on, or due; empty if there is none."""
-        if self._expected:
-            return f"plans will race after step {self._expected[-1] + 1}: an earlier job's costs are checked until then"
+        if checked := self.calendar.checked:
+            return f"plans will race after step {checked[-1] + 1}: an earlier job's costs are checked until then"
         if self._first is None:
             return super().note_on_race(step)
         ends = self._first.numbers[-1] + 1
@@ -204,7 +199,7 @@ class StepSchedule(Schedule):
         if self._first is not None and self._first.between(steps):
             self._choose(steps, self._first)
         self.calendar.timed = () if self._first is None else self._first.numbers
-        if self._expected and steps > self._expected[-1]:
+        if self.calendar.checked and steps > self.calendar.checked[-1]:
             self._check_costs(steps)
         if self._errors is not None:
             self.calendar.look_from = self._errors.between(steps)
@@ -226,61 +221,66 @@ class StepSchedule(Schedule):
 
     def _expect_from(self, step: int) -> None:
         """Compare some steps after this one, which allocates, with their prediction."""
-        self._expected = self.calendar.free_steps(step + 1, CHECKED_STEPS)
+        self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
-        """Let plans race if steps take about what an earlier job's costs predict, else plan again first."""
-        slowest = self._times.slowest(self._expected, self._site)
-        self._expected, topic = (), "checking an earlier job's costs"
-        took = [ms for ms in slowest if ms is not None]
+        """Let plans race if links and steps are about as an earlier job's costs say, else begin as a first job."""
+        slowest = self._times.slowest(self.calendar.checked, self._site)
+        took_us = min((1e3 * ms for ms in slowest if ms is not None), default=None)
+        self.calendar.checked, topic, decision = (), "checking an earlier job's costs", self._force.decision
         with self._site.ranks.together(topic):
-            predicted_us = self._force.predicted.step_time_us  # a rank's own: shards may differ
-            predicted_ms = self._site.ranks.from_rank_0(topic, lambda: predicted_us) / 1e3
-            is_like = (
-                not took or abs(min(took) - predicted_ms) <= NOISE_MS or 1 / LIKE <= min(took) / predicted_ms <= LIKE
-            )
-            if is_like or self._options.why_not_replan:
+            mine_us = self._force.predicted.step_time_us  # a rank's own: shards may differ
+            predicted_us = self._site.ranks.from_rank_0(topic, lambda: mine_us)
+            said = "links take another time than an earlier job measured"
+            if took_us is not None and not is_alike(took_us, predicted_us):
+                said = f"steps take {took_us / 1e3:.4g} ms, by an earlier job's costs {predicted_us / 1e3:.4g}"
+            elif self._planner.links_are_as_they_were(decision.costs, decision.workload.dense_bytes):
                 self._race_plans(step, topic)
-            else:
-                self._note(
-                    f"step {step}: steps take {min(took):.4g} ms, and {predicted_ms:.4g} was predicted by what an"
-                    " earlier job had measured"
-                )
-                self._planner.measure_next_time()
-                self.replan(step)
+                return
+            self._note(f"step {step}: {said}; the first steps are timed again")
+            self._planner.measure_next_time()
+            self._force.switch(self._planner.dense(), topic)
+            self._settle_anew(step)
+            self._time_from(step)
 
     def _choose(self, step: int, first: FirstSteps) -> None:
         """Choose the plan by steps that were timed, and follow it; every rank calls it."""
-        topic, options = "choosing a plan", self._options
+        topic = "choosing a plan"
         with compiling(f"step {step}: {topic}"), self._site.ranks.together(topic):
-            decision = self._planner.after_steps(first.steps, first.feed_us)
+            steps, feed_us = (first.steps, first.feed_us) if first.are_enough else ((), 0.0)
+            decision = self._planner.after_steps(steps, feed_us)
             self._first = None
             with phase("writing the steps"):
-                self._force.begin(decision, step, options.compress.warmup_for(decision.plan), topic)
+                self._force.switch(decision, topic)
                 self._settle_anew(step)
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Let a job that has not begun follow the plan on which a saved one had settled; every rank calls it.
+        """Let a job that has not begun follow the plan on which a saved one of as many ranks had settled.
 
-        A plan that does not fit here, or has a warm-up, is chosen again, as where costs were given.
+        Every rank calls it. A plan that does not fit here is chosen again, as where costs were given, or a warm-up.
         """
-        if steps or not self._options.begins_dense:
+        ranks, decision = self._site.ranks, self._force.decision
+        if ranks.world_size == 1 or not self._options.begins_dense:
             return
-        settled = [plan_of([state]) for state in states_given(given) if state.get(CALENDAR, {}).get(IS_SETTLED, True)]
-        plans = self._site.ranks.gather("the plans of loaded states", next(iter(settled), None))
-        decision = self._force.decision
-        saved = next((Plan.from_json(plan) for plan in plans if plan is not None), None)
-        if saved is None or self._options.compress.warmup_for(saved):
+        settled = (
+            plan_of([state])
+            for state in states_given(given)
+            if state.get("ranks") == ranks.world_size and state.get(CALENDAR, {}).get(IS_SETTLED, True)
+        )
+        mine: dict[str, Any] = {"steps": steps, "plan": next(settled, None)}
+        everyone = ranks.gather("the plans of loaded states", mine)
+        saved = next((Plan.from_json(each["plan"]) for each in everyone if each["plan"] is not None), None)
+        if saved is None or any(each["steps"] for each in everyone):
             return
         try:
             saved.check_covers(decision.workload.sizes, decision.workload.types)
             saved.check_fits(self._site.cluster)
         except BadPlan:
             return
-        self._first, self._expected, self.calendar.timed = None, (), ()
+        self._first, self.calendar.timed, self.calendar.checked = None, (), ()
         self.call_off()
-        said = "the plan is the loaded state's, and was not chosen again"
+        said = "the plan is the loaded state's, predicted by costs that nobody has measured since; step.replan() does"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
         self._force.switch(followed, "following the saved plan")
 
@@ -302,7 +302,7 @@ class StepSchedule(Schedule):
         self._settle_anew(steps)
         if self._first is not None:
             self._time_from(steps)
-        if self._expected:
+        if self.calendar.checked:
             self._expect_from(steps)
         if not self._force.is_racing:
             self.call_off()
@@ -360,10 +360,10 @@ class StepSchedule(Schedule):
             )
         if self._options.why_not_replan:
             raise CannotReplan(self._options.why_not_replan)
-        if self._expected:
+        if checked := self.calendar.checked:
             raise CannotReplan(
                 f"an earlier job's costs are being checked, and this is step {step}.\n"
-                f"  Plan again after step {self._expected[-1] + 1}."
+                f"  Plan again after step {checked[-1] + 1}."
             )
         if self._first is not None:
             raise CannotReplan(

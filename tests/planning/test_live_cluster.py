@@ -173,7 +173,7 @@ def priced_by_its_own_step() -> tuple[int, CostTable]:
         return replace(measure(steps), launch_us=700.0 + 200 * rank, between_us=0.0)
 
     decide.contention_of, decide.measurement = fitted, measured
-    first_steps.around_us = lambda _: 600.0 + 300 * rank
+    first_steps.around_us = lambda *_: 600.0 + 300 * rank
     job = JOBS["mlp"]
     model = job.build()
     optimizer, batch = OPTIMIZERS["plain"](model.parameters()), job.batch(0, rank)

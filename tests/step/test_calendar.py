@@ -115,7 +115,14 @@ def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one()
     assert after == Calendar(VerifiedSteps(7), (0,), 10, patient_until=10)
 
 
-@pytest.mark.parametrize("uses", [{"timed": (3,)}, {"turn": RaceTurn(0, (4,))}])
+def test_free_steps_are_the_same_on_a_rank_that_knows_of_one_more_verified_step():
+    here, there = (Calendar(VerifiedSteps(3), verified_too=too) for too in (7, None))
+    assert here.free_steps(5, 4) == there.free_steps(5, 4) == (5, 7, 8, 10)
+    here.timed = here.free_steps(5, 4)
+    assert here.use_of(7) is Use.VERIFY
+
+
+@pytest.mark.parametrize("uses", [{"timed": (3,)}, {"checked": (1, 3)}, {"turn": RaceTurn(0, (4,))}])
 def test_a_saved_calendar_says_whether_the_plan_of_then_was_to_stay(uses: dict[str, Any]):
     assert Calendar().to_json()[IS_SETTLED]
     assert not Calendar(**uses).to_json()[IS_SETTLED]

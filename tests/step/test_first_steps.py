@@ -58,7 +58,7 @@ def virtual(
     calendar, ran = Calendar(verified=fxcomp.Checks().verified), list[tuple[int, Way]]()
     first = FirstSteps(cast_site(site), calendar.free_steps)
     monkeypatch.setattr(first_steps, "TimedStep", lambda _, __, way: Ran(way, us))
-    monkeypatch.setattr(first_steps, "around_us", lambda _: 7.0)
+    monkeypatch.setattr(first_steps, "around_us", lambda *_: 7.0)
     for number in range(100):
         calendar.timed = first.numbers
         if calendar.use_of(number) is Use.TIME:
@@ -95,14 +95,17 @@ def test_of_long_steps_three_are_timed_whichever_rank_takes_long(monkeypatch: py
 
 def test_more_steps_are_timed_where_batches_were_unlike_the_first_on_any_rank(monkeypatch: pytest.MonkeyPatch):
     assert len(virtual(monkeypatch, Alone(), unlike=[1, 4, 7])[1]) > len(WAYS)
-    assert len(virtual(monkeypatch, Alone([0.0, 0.0]))[1]) == 2 * len(WAYS), "another rank lacks some"
+    assert len(virtual(monkeypatch, Alone(), unlike=[9])[1]) > len(WAYS), "no step ran operator by operator"
+    first, ran = virtual(monkeypatch, Alone([0.0, 0.0]))
+    assert len(ran) == 2 * len(WAYS), "another rank lacks some"
+    assert first.are_enough
 
 
 def test_where_no_batch_is_like_the_first_the_plan_is_chosen_all_the_same(monkeypatch: pytest.MonkeyPatch):
     first, ran = virtual(monkeypatch, Alone(), unlike=range(1, 100))
     assert len(ran) == 1
-    assert first.steps
-    assert MOST_TRIES < 5
+    assert not first.are_enough
+    assert first.numbers[-1] > MOST_TRIES * len(WAYS)
 
 
 # On ranks
@@ -216,3 +219,94 @@ def test_a_job_goes_on_choosing_where_the_saved_one_had_not_settled():
     for _, _, is_racing, same in run_ranks(2, resumed, "balanced", False):
         assert is_racing
         assert all(same)
+
+
+def unlike_the_first() -> tuple[int, bool, list[str]]:
+    """Train on batches of other rows than the first one; return after how many steps there is a plan."""
+    forget()
+    model, rank = JOBS["mlp"].build(), dist.get_rank()
+    optimizer, small = OPTIMIZERS["sgd"](model.parameters()), JOBS["mlp"].batch(0, rank)
+    step = fxcomp.compile_step(model, cross_entropy, optimizer, small)
+    larger = [torch.cat([value, value]) for value in small]
+    steps = 0
+    while step.in_force.decision.is_provisional:
+        step(small if rank == 0 else tuple(larger))
+        steps += 1
+    found = steps, step.is_racing, sorted({cost.source for cost in step.costs.compute.values()})
+    step.close()
+    return found
+
+
+def test_a_plan_is_chosen_by_links_and_the_machine_where_a_rank_never_had_a_batch_like_the_first():
+    alone, other = run_ranks(2, unlike_the_first)
+    assert alone == other
+    steps, _, sources = alone
+    assert len(WAYS) * (MOST_TRIES + 1) <= steps < 60
+    assert sources == [], "nothing of the step was measured"
+
+
+def decides() -> dict[str, bool]:
+    forget()
+    asked: dict[str, dict[str, Any]] = {
+        "a mode": {},
+        "costs": {"costs": fxcomp.CostTable()},
+        "no race": {"checks": fxcomp.Checks(race="off")},
+        "a plan": {"compress": "int8"},
+        "a warm-up": {"compress": fxcomp.Compress(within="balanced", warmup=fxcomp.Warmup(dense_steps=3))},
+        "a place of the mean": {"compress": fxcomp.Compress(within="aggressive", steps=1000)},
+    }
+    found: dict[str, bool] = {}
+    for name, options in asked.items():
+        model = JOBS["mlp"].build()
+        optimizer, batch = OPTIMIZERS["adamw"](model.parameters()), JOBS["mlp"].batch(0, dist.get_rank())
+        step = fxcomp.compile_step(model, cross_entropy, optimizer, batch, **options)
+        found[name] = not step.in_force.decision.is_provisional
+        step.close()
+    return found
+
+
+def test_what_needs_no_timed_step_or_lasts_for_the_whole_job_is_decided_at_once():
+    for found in run_ranks(2, decides):
+        assert found == {name: name != "a mode" for name in found}
+
+
+def job_of(compress: str) -> Any:
+    model = JOBS["mlp"].build()
+    optimizer, batch = OPTIMIZERS["sgd"](model.parameters()), JOBS["mlp"].batch(0, dist.get_rank())
+    return fxcomp.compile_step(model, cross_entropy, optimizer, batch, compress=compress)
+
+
+def stopped_apart() -> tuple[str, str]:
+    """Load a state where one rank has counted a step that the other has not."""
+    saving = job_of("int8")
+    saved = saving.state_dict()
+    forget()
+    step = job_of("balanced")
+    before = step.plan.digest
+    step.steps = dist.get_rank()
+    step.load_state_dict(saved)
+    found = before, step.plan.digest
+    saving.close()
+    step.close()
+    return found
+
+
+def test_a_saved_plan_is_followed_on_all_ranks_or_on_none():
+    for before, after in run_ranks(2, stopped_apart):
+        assert before == after
+
+
+def saved_by_two() -> dict[str, Any]:
+    step = job_of("int8")
+    step(JOBS["mlp"].batch(0, dist.get_rank()))
+    saved = step.state_dict()
+    step.close()
+    return saved
+
+
+def test_one_rank_does_not_follow_the_plan_of_several():
+    states = run_ranks(2, saved_by_two)
+    model = JOBS["mlp"].build()
+    step = fxcomp.compile_step(model, cross_entropy, OPTIMIZERS["sgd"](model.parameters()), JOBS["mlp"].batch(0))
+    step.load_state_dict(states)
+    assert step.plan.buckets == ()
