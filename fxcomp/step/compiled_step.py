@@ -176,7 +176,10 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """The costs that judged the plan: another `compile_step(..., costs=step.costs)` measures nothing again."""
+        """The costs that judged the plan, assumed ones in the first steps of a job that has none yet.
+
+        Another `compile_step(..., costs=step.costs)` measures nothing again.
+        """
         return self.in_force.decision.costs
 
     @property
