@@ -22,6 +22,7 @@ from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.graph.edit import clone
+from fxcomp.graph.info import info
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.passes.annotate_costs import annotate_costs
 from fxcomp.pipeline import Compiler
@@ -72,7 +73,9 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     slowest = max(everyone, key=lambda each: each[2])
     factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
     held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
-    node_us = {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
+    priced = annotate_costs(clone(program.graph), costs, site.cluster).graph.nodes
+    node_us = {node.name: info(node).cost_us or 0.0 for node in priced}  # where no step ran operator by operator
+    node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
     compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
     around_us = max(each[0] for each in everyone)
     own = replace(
