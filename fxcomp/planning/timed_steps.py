@@ -83,11 +83,11 @@ class HeldCollectives:
 class TimedStep:
     """One step of a program that is run in one of these ways."""
 
-    def __init__(self, program: Program, runtime: Runtime, way: Way) -> None:
+    def __init__(self, program: Program, runtime: Runtime, way: Way, methods: Sequence[str] = METHODS) -> None:
         self.program, self.way = program, way
         self._runtime, self._clock = runtime, runtime.clock
         lines: Any = runtime if way is Way.OVERLAPPED else HeldCollectives(runtime)
-        self._watch = Stopwatch(lines, METHODS, self._clock)
+        self._watch = Stopwatch(lines, methods, self._clock)
         self.node_us: dict[str, float] = {}
         """The time of each operator by itself; empty where regions ran as a whole."""
         around = self._watch.region if way is not Way.ONE_BY_ONE else OneByOne(program, self.node_us).region

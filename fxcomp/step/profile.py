@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxcomp.codegen.load import rebound
 from fxcomp.codegen.program import Program
 from fxcomp.cost.timeline import Span, Task, Timeline
 from fxcomp.errors import BadOption
@@ -23,7 +22,8 @@ from fxcomp.graph.lines import TIMED_METHODS, Line, timed_lines
 from fxcomp.graph.regions import Region, cut
 from fxcomp.plan.kinds import POOL, Stream
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.stopwatch import Call, Reading, Stopwatch
+from fxcomp.planning.timed_steps import TimedStep, Way
+from fxcomp.runtime.stopwatch import Call, Reading
 from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 
@@ -37,15 +37,14 @@ class _Profiled:
 
     number: int
     plan: Plan
-    program: Program
-    stopwatch: Stopwatch
+    timed: TimedStep
     timeline: Timeline | None = None
 
     def read(self) -> Timeline | None:
         """Lay the step out; None while a device has not come so far."""
-        reading = None if self.timeline is not None else self.stopwatch.reading()
+        reading = None if self.timeline is not None else self.timed.reading()
         if reading is not None:
-            self.timeline = measured_timeline(self.program, reading)
+            self.timeline = measured_timeline(self.timed.program, reading)
         return self.timeline
 
 
@@ -82,19 +81,9 @@ class Profiler(Observer):
         self._under_way = self._run = None
         if not step.is_like_first:
             return
-        runtime, program = step.runtime, step.program
-        stopwatch = Stopwatch(runtime, TIMED_METHODS, runtime.clock)
-        function = rebound(program.module, stopwatch.region)
-
-        def run(arguments: Sequence[Any]) -> Any:
-            stopwatch.start()
-            try:
-                return function(stopwatch.lines, *arguments)
-            finally:
-                stopwatch.stop()
-
-        step.run = self._run = run
-        self._under_way = _Profiled(step.number, step.force.plan, program, stopwatch)
+        timed = TimedStep(step.program, step.runtime, Way.OVERLAPPED, TIMED_METHODS)
+        step.run = self._run = timed.run
+        self._under_way = _Profiled(step.number, step.force.plan, timed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
         """Keep a step that was not left out."""
