@@ -213,7 +213,7 @@ class CompiledStep:
         return self.times.exposed_ms
 
     def __repr__(self) -> str:
-        is_racing = self._schedule.takes_turns(self.steps)
+        is_racing = self.is_racing and not self.in_force.decision.is_provisional
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
