@@ -228,7 +228,7 @@ class StepOptions:
 
     @property
     def begins_dense(self) -> bool:
-        """A plan may wait for the first steps, which train densely and are timed: not one that has a warm-up."""
+        """Tell a job that trains densely at first, and chooses its plan by timing these steps. A warm-up excludes it."""
         compress = self.compress
         return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
 

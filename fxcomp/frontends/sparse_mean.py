@@ -1,7 +1,7 @@
 """Average a sparse gradient over all ranks: its rows are gathered, and every rank adds them up in rank order.
 
-The backend's own sum of sparse tensors is not used. Where a rank has no rows, gloo's fails (pytorch/pytorch#87497) or
-corrupts memory, and NCCL has none.
+The backend's own sum of sparse tensors is not used: processes that summed over gloo died of a corrupted heap, in plain
+DDP too, and gloo raises where a rank has no rows (pytorch/pytorch#87497).
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _constants(region: Region) -> dict[Node, None]:
 
 
 def _dead_after(region: Region) -> dict[Node, list[Node]]:
-    """List the values that nobody needs after each node."""
+    """List the values whose last use is each node."""
     needed = set(region.outputs)
     dead: dict[Node, list[Node]] = {}
     for node in reversed(region.nodes):
@@ -282,8 +282,8 @@ def contention_of(
 ) -> FittedContention:
     """Fit the contention that dense steps showed, with the error of a step predicted by it.
 
-    The graph is annotated with its regions' times, and knows of no contention. A step that the host bounds
-    (`costs.host_us`) is not taken for one that the network slows.
+    `graph` is annotated with its regions' times, without contention. The host's time (`costs.host_us`) is simulated,
+    too, so that a step limited by the host is not explained by the network.
     """
     tasks = (*handing_out(costs.host_us), *graph_tasks(graph))
     slowed_us = max(0.0, overlapped.compute_us - held.compute_us)

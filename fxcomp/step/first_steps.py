@@ -24,8 +24,8 @@ WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Where batches unlike the first one leave too few steps to read, so many times as many are timed; then costs of the
-machine and the links alone choose."""
+"""If some rank could not time enough steps, another set is timed, at most so many times. After that the plan is chosen
+by the costs of the machine and the links alone."""
 
 
 class FirstSteps:
@@ -58,7 +58,7 @@ class FirstSteps:
         return Way.OVERLAPPED if way is Way.ONE_BY_ONE and compat.works_later(self._site.device) else way
 
     def between(self, steps: int) -> bool:
-        """Return whether all of them are over after so many steps of the job; every rank calls it."""
+        """Return whether timing has ended after `steps` steps of the job; every rank calls it."""
         if steps == self.numbers[0] + 1 and self._ways is WAYS:
             self._shorten()
         if steps <= self.numbers[-1]:
