@@ -228,7 +228,7 @@ class StepOptions:
 
     @property
     def begins_dense(self) -> bool:
-        """Tell a job that trains densely at first, and chooses its plan by timing these steps. A warm-up excludes it."""
+        """Tell a job that trains densely at first and chooses its plan by timing these steps: none with a warm-up."""
         compress = self.compress
         return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
 

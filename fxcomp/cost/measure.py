@@ -165,7 +165,8 @@ def measure_compressors(
     measured, 2026-11.)
     `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
     threads are those that the caller allows, and part of the key). A compressor is timed at the two smallest
-    sizes, and at each larger one while timing it is expected to take at most `each_s` seconds. One that knows shapes is given a matrix, as square as its size allows.
+    sizes, and at each larger one while timing it is expected to take at most `each_s` seconds. One that knows shapes is
+    given a matrix, as square as its size allows.
     """
     on = on or torch.device("cpu")
     values = torch.zeros(4, max(sizes), device=on)
