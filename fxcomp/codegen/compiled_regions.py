@@ -1,5 +1,10 @@
 """Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
 
+    now      in the calling thread
+    later    in a thread of its own, one region after the other, while the job trains
+
+Processes of one machine compile a region one after the other, so that all but the first find it in Inductor's cache.
+
 Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
 operators and their arguments, by the types, sizes and strides of its inputs and which of these share memory, and by the
 tensors that it reads as constants; the names of nodes do not count, so the backward passes of a model's like layers are
@@ -8,7 +13,12 @@ alike. Symbols of sizes mean the same in all regions of one capture.
 
 from __future__ import annotations
 
+import contextvars
+import hashlib
+import threading
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,18 +37,44 @@ class CompiledRegions:
     """The regions of one captured step that Inductor has compiled."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
+        self._known: dict[Hashable, tuple[Future[Compiled], Sequence[Any]]] = {}
         """Each with the constants that its key names by their addresses."""
 
-    def of(self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Compiled:
-        """Find what was compiled for such a graph and such inputs, else compile it."""
+    def of(
+        self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool, later: bool = False
+    ) -> Future[Compiled]:
+        """Find what was compiled for such a graph and such inputs, else compile it, or begin to.
+
+        What is not compiled `later` has its result on return.
+        """
         key = _key(module, keeps_order=keeps_order)
-        if key is None:
+        found = self._known[key][0] if key in self._known else _begun(key, module, fakes, keeps_order, later)
+        if not later:
+            found.result()
+        if key is not None:
+            self._known[key] = found, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
+        return found
+
+
+_THREAD = ThreadPoolExecutor(1, "fxcomp-regions")
+
+
+def _begun(
+    key: Hashable, module: GraphModule, fakes: Sequence[Any], keeps_order: bool, later: bool
+) -> Future[Compiled]:
+    def compiled() -> Compiled:
+        if not threading.main_thread().is_alive():
+            raise CancelledError("the process ends, and waits for this thread")
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        lock = compat.cache_directory() / "regions" / name if key is not None and compat.is_cached(fakes) else None
+        with compat.alone_on_this_machine(lock), compat.TRACE_LOCK if later else nullcontext():
             return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
-        if key not in self._known:
-            compiled = compat.standalone_compile(module, fakes, keeps_order=keeps_order)
-            self._known[key] = compiled, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
-        return self._known[key][0]
+
+    if later:
+        return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are a context's own
+    done: Future[Compiled] = Future()
+    done.set_result(compiled())
+    return done
 
 
 _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary()

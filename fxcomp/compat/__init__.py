@@ -25,8 +25,8 @@ from fxcomp.compat.constants import traced, trained_outside
 from fxcomp.compat.dynamo import (
     RUN_WITH_RNG_STATE, Backward, backward, backward_call, backward_node, before_backward, compile_training,
     compile_training_with_inductor, compiled_functions_eager, draws_by_seed, gradient_places, graph_break, inside_ddp,
-    is_restart, leaves_of, nodes_of, outside_dynamo, register_hook, run_eagerly, source_name, standalone_compile,
-    suppresses_errors, uncompiled, why_not_compiled, will_accumulate,
+    is_cached, is_restart, leaves_of, nodes_of, outside_dynamo, register_hook, run_eagerly, source_name,
+    standalone_compile, suppresses_errors, uncompiled, why_not_compiled, will_accumulate,
     will_run_backward,
 )
 from fxcomp.compat.fsdp import (
@@ -40,8 +40,9 @@ from fxcomp.compat.groups import (
     new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
 from fxcomp.compat.machine import (
-    OUT_OF_MEMORY, cache_directory, forget_freed_memory, host_name, is_accelerator, machine_name, processor_name,
-    processor_quota, processors, spare_bytes, synchronize, usable_processors, write_atomically,
+    OUT_OF_MEMORY, alone_on_this_machine, cache_directory, forget_freed_memory, host_name, is_accelerator,
+    machine_name, processor_name, processor_quota, processors, spare_bytes, synchronize, usable_processors,
+    write_atomically,
 )
 from fxcomp.compat.modes import (
     attention_order, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
@@ -74,7 +75,7 @@ from fxcomp.compat.symbols import (
     unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,
+    DATA_DEPENDENT, TRACE_LOCK, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,
     is_traced_here, onednn, plain_values, real_tensors, SIZE_DEPENDS, trace, trace_functional, uses_onednn,
     without_autocast,
 )

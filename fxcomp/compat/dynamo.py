@@ -353,7 +353,7 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     patches: dict[str, Any] = {"fallback_random": not any(map(draws_by_seed, module.graph.nodes))}
     if keeps_order:
         patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
-    if any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes):
+    if not is_cached(fakes):
         patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     given: dict[str, Any] = {"options": {"config_patches": patches}}
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, Fake)), None)
@@ -364,6 +364,11 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
         # In a mode of its own Inductor would take two sizes for one where they were equal while tracing.
         with tracing(TracingContext(mode)):
             return compile_graph(module, list(fakes), dynamic_shapes="from_tracing_context", **given)
+
+
+def is_cached(fakes: Sequence[Any]) -> bool:
+    """Return whether a graph of such inputs may be taken from Inductor's cache on disk."""
+    return not any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes)
 
 
 @contextmanager

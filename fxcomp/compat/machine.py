@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import platform
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +21,26 @@ def cache_directory() -> Path:
     """Give the directory for what fxcomp can make again."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fxcomp"
+
+
+@contextmanager
+def alone_on_this_machine(path: Path | None) -> Iterator[None]:
+    """Wait until no other process is in here with the same path; without one, or where none can be made, for nobody.
+
+    A process that dies lets the others in.
+    """
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        file = path and path.open("w")
+    except OSError:
+        file = None
+    if file is None:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_atomically(path: Path, text: str) -> None:
