@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def cache_directory() -> Path:
 
 
 @contextmanager
-def alone_on_this_machine(path: Path | None) -> Iterator[None]:
+def alone_on_this_machine(path: Path | None) -> Generator[None]:
     """Wait until no other process is in here with the same path; without one, or where none can be made, for nobody.
 
     A process that dies lets the others in.
