@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.ranks import try_ranks
 from helpers.replicas import everyone
 from helpers.small_step import batch, compiled, parameters_of, replanning
 
+from fxcomp import compat
 from fxcomp.errors import PeerFailed
 from fxcomp.step.compiled_step import CompiledStep
 
@@ -45,7 +47,25 @@ def loading() -> Callable[[], CompiledStep]:
 _loaded: list[tuple[CompiledStep, dict[str, Any]]] = []
 
 
-PREPARED = {"compile_step": compiling, "load_state_dict": loading, "replan": replanning}
+def choosing() -> Callable[[], CompiledStep]:
+    """Choose a plan by the first steps, after the last of them."""
+    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)
+    dist.barrier()
+    step = compiled(costs=None, race="auto")
+    last = step.in_force.calendar.timed[-1]
+    for number in range(last):
+        step(batch(number))
+    assert step.in_force.decision.is_provisional
+
+    def choose() -> CompiledStep:
+        step(batch(last))
+        assert not step.in_force.decision.is_provisional
+        return step
+
+    return choose
+
+
+PREPARED = {"compile_step": compiling, "load_state_dict": loading, "replan": replanning, "the choice": choosing}
 
 
 def how_it_went(work: Callable[[], CompiledStep], k: int) -> str:
@@ -103,10 +123,12 @@ def walked(strides: list[tuple[str, int, int]]) -> None:
 
 
 def test_where_a_rank_fails_anywhere_all_fail_with_its_error():
-    walked([("compile_step", 0, 193), ("load_state_dict", 3, 131), ("replan", 7, 263)])
+    walked([("compile_step", 0, 193), ("load_state_dict", 3, 131), ("replan", 7, 263), ("the choice", 11, 211)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "first"), [("compile_step", 1), ("load_state_dict", 2), ("replan", 3)])
+@pytest.mark.parametrize(
+    ("what", "first"), [("compile_step", 1), ("load_state_dict", 2), ("replan", 3), ("the choice", 4)]
+)
 def test_where_a_rank_fails_at_every_fourteenth_call_all_fail_with_its_error(what: str, first: int):
     walked([(what, first, 14)])
