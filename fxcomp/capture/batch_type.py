@@ -48,13 +48,13 @@ def why_not(tensor: Tensor) -> str | None:
     kind = type(tensor)
     if compat.is_uninitialized(tensor):
         return "is not initialised: a lazy module gives it its shape.\n  Call the model once before compile_step."
+    if tensor.is_nested:
+        return "is nested, whose sizes are data.\n  Pad it, and pass lengths beside it."
     if kind is not Tensor and kind is not nn.Parameter:
         return (
             f"is a {kind.__module__}.{kind.__name__}, a subclass of torch.Tensor, which would be traced as a plain"
             " tensor.\n  Pass a plain one: .as_subclass(torch.Tensor), or what it wraps; make it inside loss_fn."
         )
-    if tensor.is_nested:
-        return "is nested, whose sizes are data.\n  Pad it, and pass lengths beside it."
     if compat.is_without_memory(tensor):
         return "is zero without any memory, as autograd makes it.\n  Pass its .clone()."
     if tensor.is_quantized:

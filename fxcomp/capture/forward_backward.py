@@ -255,6 +255,12 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
+FOR_A_CHECKPOINT = (
+    "\n  If it is given to torch.utils.checkpoint only so that layers get gradients, pass use_reentrant=False there;"
+    " frozen or detached, it would leave them untrained."
+)
+
+
 def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
     """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
     for tensor in leaves:
@@ -266,6 +272,7 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
                 " of both, nn.ModuleList([model, criterion]): loss_fn is called with that. If it does not (a GAN's"
                 " discriminator in the generator's step), freeze it while the step is compiled and called:"
                 " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() what it gives."
+                + ("" if isinstance(tensor, nn.Parameter) else FOR_A_CHECKPOINT)
             )
 
 

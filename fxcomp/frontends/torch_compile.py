@@ -254,6 +254,7 @@ def _compile_backward(
         mine = {id(found.parameters[name]) for name in gradients(labelled)}
         for compiled in known:
             if compiled.trained_ids == mine:
+                _check_same_elements(compiled, found)
                 return compiled, compiled.emit(labelled, inductor)
         _check_thawed(known[-1], found, gradients(labelled))
     with Ranks.meeting(chosen.step.cluster, what, chosen.step.process_group) as ranks:
@@ -414,6 +415,19 @@ def _refuse_behind_break(name: str, break_: str) -> None:
         f"  The graph broke at {break_}\n"
         f'  Use it inside the compiled call, set requires_grad=False, or pass "ignore": [{name!r}].'
     )
+
+
+def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> None:
+    """Raise CaptureFailed for a parameter that has another shape or type than when its plan was made."""
+    shapes, types = compiled.follower.trained.shapes, compiled.follower.decision.workload.types
+    for name in compiled.parameters:
+        now = found.parameters[name]
+        if tuple(now.shape) != tuple(shapes[name]) or now.dtype is not types[name].dtype:
+            raise CaptureFailed(
+                f"the parameter {name!r} was resized or cast after the model was compiled: it is {now.dtype} of"
+                f" {list(now.shape)} now, and was {types[name].dtype} of {list(shapes[name])}.\n"
+                "  Call torch._dynamo.reset() and compile_model again, on all ranks."
+            )
 
 
 def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:

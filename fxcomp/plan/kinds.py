@@ -76,9 +76,15 @@ _BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
 def check_is_trainable(name: str, dtype: torch.dtype) -> None:
     """Raise Unsupported for a parameter of a type that no gradient may have."""
     if dtype not in _BY_DTYPE:
+        advice = (
+            "Keep torch.view_as_real(p) as the parameter and compute with torch.view_as_complex, or train with"
+            " fxcomp.ddp_hook, which takes it"
+            if dtype.is_complex
+            else "Keep it in float32, or set requires_grad=False"
+        )
         raise Unsupported(
             f"the parameter {name!r} is {dtype}; only real floating-point numbers of 16 bits or more can be trained.\n"
-            "  Keep it in float32, or set requires_grad=False."
+            f"  {advice}."
         )
 
 

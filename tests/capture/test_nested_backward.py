@@ -298,6 +298,37 @@ def test_modules_outside_are_trained_or_frozen_as_the_refusal_advises(rule: Call
         trains_as_eager(Blocks(lambda model, x: rule(model, x, frozen)), square, batches())
 
 
+class Woken(nn.Module):
+    """A table in a checkpoint, which records a graph because of a tensor beside the indexes."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 8)
+        self.wakes, self.reentrant = torch.ones(1, requires_grad=True), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0].abs().mul(3).long().clamp(max=8)
+        looked_up = checkpoint(lambda _, rows: self.table(rows), self.wakes, rows, use_reentrant=self.reentrant)
+        return self.head(looked_up)
+
+
+def test_a_tensor_that_wakes_a_checkpoint_is_refused_and_the_advised_argument_trains_the_same():
+    torch.manual_seed(0)
+    reentrant = Woken(reentrant=True)
+    with pytest.raises(errors.CaptureFailed, match="use_reentrant=False there; frozen or detached"):
+        compiled(reentrant)
+    torch.manual_seed(0)
+    advised = Woken(reentrant=False)
+    trains_as_eager(advised, square, batches(), sgd)
+    eager = sgd(reentrant)
+    for batch in batches():
+        eager.zero_grad()
+        square(reentrant, batch).backward()
+        eager.step()
+    assert torch.equal(reentrant.table.weight, advised.table.weight)
+    assert torch.equal(reentrant.head.weight, advised.head.weight)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_blocks_that_eager_leaves_out_are_left_out_with_a_warning():
     def rule(model: Any, x: Tensor) -> Tensor:

@@ -82,10 +82,10 @@ def nested(layout: Any) -> Tensor:
 REFUSED: dict[str, Callable[[], Any]] = {
     r"Marked, a subclass of torch.Tensor.*as_subclass": lambda: ROWS.as_subclass(Marked),
     r"MarkedParameter, a subclass": lambda: MarkedParameter(ROWS.clone()),
-    r"NestedTensor, a subclass": lambda: nested(torch.jagged),
     r"MaskedTensor, a subclass": lambda: torch.masked.masked_tensor(ROWS, ROWS > 0),
     r"FakeTensor, a subclass": fake,
     r"is nested.*Pad it": lambda: nested(torch.strided),
+    r"is nested, .*lengths": lambda: nested(torch.jagged),
     r"as sparse_csr, .*to_dense": ROWS.to_sparse_csr,
     r"as sparse_csc, ": ROWS.to_sparse_csc,
     r"as sparse_bsr, ": lambda: ROWS[:2].to_sparse_bsr((2, 2)),

@@ -206,6 +206,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/torch_compile.py::_refuse_ddp", "is wrapped in DistributedDataParallel"): BACKEND,
     ("frontends/torch_compile.py::compiled_model", "has no compiled backward pass yet"): BACKEND,
     ("frontends/torch_compile.py::_refuse_behind_break", "never reaches a collective"): BACKEND,
+    ("frontends/torch_compile.py::_check_same_elements", "was resized or cast"): BACKEND,
     ("frontends/torch_compile.py::_check_thawed", "a second graph has other trainable"): BACKEND,
     ("frontends/torch_compile.py::_check_same_start", "starts with other values"): BACKEND,
     ("capture/faithful.py::explaining", "is given a PackedSequence"): (

@@ -243,7 +243,41 @@ def missing_state() -> None:
     backend.compiled_model(nn.Linear(2, 2))
 
 
+def changed(change: Callable[[nn.Linear], Any]) -> str:
+    """Return a refusal, and in the last line the difference between ranks once its advice has been followed.
+
+    `change` replaces `.data` of a compiled model's parameters by another shape or type.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def pass_of(call: Callable[..., Any]) -> None:
+        rows = torch.full((3, 4), 1.0 + dist.get_rank(), dtype=model.weight.dtype)
+        call(rows).sum().backward()
+
+    call = fxcomp.compile_model(model, compress="dense")
+    pass_of(call)
+    model.zero_grad()
+    change(model)
+    with pytest.raises(Exception, match="was resized or cast") as refused:
+        pass_of(call)
+    torch._dynamo.reset()
+    pass_of(fxcomp.compile_model(model, compress="dense"))
+    assert model.weight.grad is not None
+    mean = model.weight.grad.clone()
+    dist.all_reduce(mean)
+    difference = (model.weight.grad - mean / dist.get_world_size()).abs().max().item()
+    return f"{refused.value}\n{difference}"
+
+
+def grow(model: nn.Linear) -> None:
+    model.weight.data, model.bias.data = torch.zeros(6, 4), torch.zeros(6)
+
+
 CASES: dict[str, Callable[[], Any]] = {
+    "resized": lambda: changed(grow),
+    "cast": lambda: changed(nn.Linear.double),
     "break": break_without_model,
     "break_with_model": break_with_model,
     "unused": unused,
@@ -313,7 +347,9 @@ def texts() -> list[dict[str, str]]:
         ),
         ("other_feedback", ["ReplicasDiffer: rank 1 and", "feedback is", "everywhere=True", "on rank 1 and"]),
         ("drift", ["ReplicasDiffer: the parameter 'bias' differs between ranks"]),
-        ("eager", ["CaptureFailed: the gradient of 'bias' never reaches", "fullgraph=True"]),
+        ("eager", ["CaptureFailed: the gradient of 'bias' never reaches", "fullgraph=True", "fxcomp.ddp_hook"]),
+        ("resized", ["was resized or cast after the model was compiled", "of [6] now", "of [4].", "all ranks"]),
+        ("cast", ["was resized or cast after the model was compiled", "it is torch.float64 of", "torch.float32 of"]),
         ("two_models_without_options", ["CaptureFailed", "fxcomp.compile_model"]),
         ("two_alike_without_options", ["CaptureFailed: the parameter 'weight' is another object", "own options"]),
         ("own_sum", ["Unsupported: the gradient of 'weight' is summed", "divide the sum"]),
@@ -329,6 +365,11 @@ def test_every_rank_says_what_is_wrong(texts: list[dict[str, str]], case: str, e
 @pytest.mark.parametrize("case", ["ignored", "other_start_shared"])
 def test_all_ranks_find_the_same(texts: list[dict[str, str]], case: str):
     assert float(texts[0][case]) == float(texts[1][case])
+
+
+@pytest.mark.parametrize("case", ["resized", "cast"])
+def test_a_model_that_changed_is_compiled_again_as_advised(texts: list[dict[str, str]], case: str):
+    assert all(float(rank[case].splitlines()[-1]) == 0.0 for rank in texts)
 
 
 @pytest.mark.parametrize("case", ["shared_gradient", "own_mean", "own_sum_divided", "own_mean_divided"])
