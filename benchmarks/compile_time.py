@@ -89,8 +89,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="default 12, which choose a plan")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--jobs", default="ddp,dense,first,second", help="which, besides the other checkout's")
     arguments = parser.parse_args()
-    kept, names = Records(arguments.json), ["ddp", "dense", "first", "second"]
+    kept, names = Records(arguments.json), arguments.jobs.split(",")
     for inter in arguments.inter.split(","):
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in names + ["before"] * bool(arguments.against)}
         for _ in range(arguments.turns):
