@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ from records import Records, options
 from shaped import UNSHAPED, Teller, agree, ends_well, is_rank, join, run, set_rate, slowest
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.cost.timeline import step_time_us
 from fxcomp.errors import BadStrategy
 from fxcomp.frontends.job import Job
@@ -110,6 +112,8 @@ def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, A
 
     timed_only = fxcomp.ErrorFeedback(allow_diverging=True)  # top-k with AdamW
     tell("measuring costs")
+    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)  # an earlier job had other links
+    dist.barrier()
     first = compiled()
     while first.in_force.decision.is_provisional:
         first(MODELS[model]().batch_at(0, dist.get_rank()))
