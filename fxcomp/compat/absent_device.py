@@ -121,7 +121,7 @@ class _Placing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        given = dict(kwargs) if kwargs else {}
         if func is torch.device:
             return func("cuda", *args) if args and type(args[0]) is int else func(*args, **given)
         if given.get("pin_memory"):

@@ -109,6 +109,7 @@ def _takes(target: Operator) -> list[str]:
     return [str(argument.type) for argument in target._schema.arguments]
 
 
+@cache
 def is_view(target: Operator) -> bool:
     """Ask if an operator's results share memory with its arguments, and it writes nothing."""
     returns = target._schema.returns
