@@ -2,7 +2,7 @@
 
 The file that calls decides:
 
-    the user's, a library's     the table's answer; a public name of torch.cuda that it lacks is refused
+    the user's, a library's     the table's answer; a function of torch.cuda that it lacks is refused
     torch's                     torch's own answer; the table's where torch raises without CUDA
     fxcomp's                    torch's own answer
 
@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,13 +95,24 @@ class Stream(Event):
     """A stream on which nothing runs."""
 
 
+class _Properties(SimpleNamespace):
+    """Properties of a GPU, as far as they are known."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{users_line()} reads {name!r} of {self.name}, which --device does not know. It knows"
+            f" {', '.join(vars(self))}.\n  Leave it out of what job() and the loss run, or use getattr with a default."
+        )
+
+
 # fmt: off
 _NONE = (
     "init", "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "set_device", "set_device_index",
     "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
-    "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library",
+    "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library", "_sleep",
+    "_record_memory_history", "_dump_snapshot",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",
@@ -120,7 +131,7 @@ _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
 def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
     """Make the answers, by the name of the function."""
     major, minor = facts.capability
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=facts.name, major=major, minor=minor, total_memory=facts.memory_bytes, warp_size=32,
         multi_processor_count=facts.multiprocessors, max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536, is_integrated=0, is_multi_gpu_board=0,
@@ -165,6 +176,10 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     made: dict[Any, dict[str, Any]] = {torch.cuda: here}
     for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
         made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
+    for part in (torch.cuda, torch.cuda.memory):
+        own = {name: each for name, each in vars(part).items() if isinstance(each, FunctionType) and name[0] == "_"}
+        private = {name: each for name, each in own.items() if each.__module__ == part.__name__}
+        made[part] |= {name: answering(name, each, answers.get(name)) for name, each in private.items()}
     for part in (nvtx, profiler, nccl, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
         names = [name for name in answers if hasattr(part, name)]
         made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
@@ -196,7 +211,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
             return answer(*args, **kwargs)
         try:
             return original(*args, **kwargs)
-        except (AssertionError, RuntimeError):
+        except (AssertionError, AttributeError, RuntimeError):
             if answer is None or is_ours(asker):
                 raise
             return answer(*args, **kwargs)
