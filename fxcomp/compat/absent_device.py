@@ -26,7 +26,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, _meta_registrations, distributed, nn
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -195,6 +195,7 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         torch: {"get_device": methods["get_device"]},
         Fake: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
+        _meta_registrations: {"device_hint": lambda tensor: "cuda"},  # types and layouts of fakes are those of CUDA
         lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
 
