@@ -25,7 +25,7 @@ from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.cuda import nccl, nvtx, profiler
+from torch.cuda import gds, nccl, nvtx, profiler, tunable
 
 from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
 
@@ -70,7 +70,8 @@ def check_index(given: Any, refusal: Refusal) -> None:
 class Event:
     """An event, or a stream, on which nothing runs."""
 
-    cuda_stream, device = 0, CUDA
+    cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
+    device = CUDA
 
     def __init__(self, *_: Any, **__: Any): ...
 
@@ -93,6 +94,10 @@ class Event:
 
 class Stream(Event):
     """A stream on which nothing runs."""
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
 
 
 class _Properties(SimpleNamespace):
@@ -167,8 +172,8 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     """Make the attributes of torch's modules that answer for a device, by module."""
     cuda, answers, public = vars(torch.cuda), _answers(facts), torch.cuda.__all__
 
-    def answering(name: str, original: Any, answer: Any) -> Callable[..., Any]:
-        return _answering(name, original, answer, refusal)
+    def answering(name: str, original: Any, answer: Any, of: str = "torch.cuda") -> Callable[..., Any]:
+        return _answering(name, original, answer, refusal, of)
 
     here = {name: answering(name, cuda[name], answers.get(name)) for name in public if _acts(cuda[name])}
     here |= {name: getattr(torch, name) for name in public if name.endswith("Tensor")}
@@ -176,18 +181,19 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     made: dict[Any, dict[str, Any]] = {torch.cuda: here}
     for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
         made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
-    for part in (torch.cuda, torch.cuda.memory):
-        own = {name: each for name, each in vars(part).items() if isinstance(each, FunctionType) and name[0] == "_"}
-        private = {name: each for name, each in own.items() if each.__module__ == part.__name__}
-        made[part] |= {name: answering(name, each, answers.get(name)) for name, each in private.items()}
-    for part in (nvtx, profiler, nccl, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
+    for part in (nvtx, profiler, nccl, gds, tunable, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
         names = [name for name in answers if hasattr(part, name)]
         made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
     for part, version in VERSIONS.items():
         made[part]["version"] = answering("version", part.version, lambda value=version: value)
+    for part in (torch.cuda, torch.cuda.memory, nccl, gds, tunable):  # functions that are in no list of names
+        own = {name: each for name, each in vars(part).items() if isinstance(each, FunctionType)}
+        rest = {name: each for name, each in own.items() if each.__module__ == part.__name__ and name not in made[part]}
+        made[part] |= {name: answering(name, each, answers.get(name), part.__name__) for name, each in rest.items()}
     find = torch.get_device_module
     found = answering("get_device_module", find, lambda device=None: torch.cuda if device is None else find(device))
-    return {**made, torch: {"get_device_module": found}, torch.version: {"cuda": torch.version.cuda or "13.0"}}
+    kinds = {each.__name__: answering(each.__name__, getattr(torch, each.__name__), each) for each in (Stream, Event)}
+    return {**made, torch: {"get_device_module": found, **kinds}, torch.version: {"cuda": torch.version.cuda or "13.0"}}
 
 
 def _acts(value: Any) -> bool:
@@ -195,7 +201,7 @@ def _acts(value: Any) -> bool:
     return callable(value) and not (isinstance(value, type) and issubclass(value, (Exception, torch.TypedStorage)))
 
 
-def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Callable[..., Any]:
+def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str) -> Callable[..., Any]:
     """Answer by the file of the calling frame."""
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
@@ -203,7 +209,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
     def respond(asker: FrameType, args: Any, kwargs: Any) -> Any:
         if is_scripts(asker) and answer is None:
             raise refusal(
-                f"torch.cuda.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
+                f"{of}.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
                 " here.\n  Leave it out of what job() and the loss run: it has no part in the captured step."
             )
         if is_scripts(asker):

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -256,6 +257,9 @@ ANSWERS: dict[str, Any] = {
     "isinstance(torch.cuda.current_stream(), torch.cuda.Stream)": True,
     "torch.cuda.current_stream().wait_event(torch.cuda.Event())": None,
     "torch.cuda.set_stream(torch.cuda.Stream())": None,
+    "torch.cuda.Stream.priority_range()": (0, -5),
+    "torch.cuda.current_stream().stream_id": 0,
+    "torch.Stream(device='cuda').wait_event(torch.Event('cuda'))": None,
     "torch.zeros(2).record_stream(torch.cuda.current_stream())": None,
     "torch.cuda.nvtx.range_push('forward')": 0,
     "torch.cuda.nvtx.range_pop()": 0,
@@ -331,6 +335,13 @@ def other_names_of_torch_cuda_are_refused_by_name() -> None:
     for name in REFUSED:
         with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Leave it out"):
             getattr(torch.cuda, name)()
+
+
+@job_file
+def functions_of_other_modules_of_torch_cuda_are_refused_by_name() -> None:
+    for name in ("tunable.enable", "gds.gds_register_buffer", "memory._snapshot", "nccl.all_reduce"):
+        with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+"):
+            attrgetter(name)(torch.cuda)()
 
 
 @job_file
