@@ -95,9 +95,7 @@ class Event:
 class Stream(Event):
     """A stream on which nothing runs."""
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, -5
+    priority_range = staticmethod(lambda: (0, -5))
 
 
 class _Properties(SimpleNamespace):
@@ -117,7 +115,7 @@ _NONE = (
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
     "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library", "_sleep",
-    "_record_memory_history", "_dump_snapshot",
+    "_record_memory_history", "_dump_snapshot", "_set_allocator_settings",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",

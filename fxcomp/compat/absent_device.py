@@ -72,11 +72,17 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
     if _scopes:
         yield
         return
-    mode, default = _Placing(refusal), _default_device()
+    mode, default, begin = _Placing(refusal), _default_device(), vars(threading.Thread)["_bootstrap_inner"]
+
+    def begin_thread(thread: Any) -> None:
+        with _Placing(refusal):  # a thread begins without the modes of the one that starts it
+            begin(thread)
+
     instead: dict[Any, Mapping[str, Any]] = {
         **_tensors_instead(refusal),
         **_optimizers_instead(),
         DistributedDataParallel: _WRAPPER,
+        threading.Thread: {"_bootstrap_inner": begin_thread},
         nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # in a group of one that is what it does on a GPU
     }
     _scopes.append(facts)
@@ -91,7 +97,6 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
             _group_of_one(),
             mode,
             function_mode_in_backward(mode),
-            attributes_instead({threading.Thread: {"_bootstrap_inner": _begin_thread(refusal)}}),
         ):
             yield
     finally:
@@ -139,17 +144,6 @@ class _Placing(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _begin_thread(refusal: Refusal) -> Callable[[Any], None]:
-    """Make what runs a thread, in which modes of the one that starts it are off."""
-    begin = cast("Any", threading.Thread)._bootstrap_inner
-
-    def begin_inside(thread: Any) -> None:
-        with _Placing(refusal):
-            begin(thread)
-
-    return begin_inside
-
-
 def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     """Make attributes of tensors and of fakes; fakes of tensors without memory are fakes of the CPU."""
 
@@ -166,12 +160,9 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         return to(tensor, CUDA if device is None else device, non_blocking=non_blocking, **kwargs)
 
     def type_of(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return _BASE.type(
-                tensor, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs
-            )
-        name: str = _BASE.type(tensor)
-        return name.replace("torch.", "torch.cuda.", 1) if is_scripts(sys._getframe(1)) else name
+        found = _BASE.type(tensor, dtype.replace(".cuda", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
+        is_name = dtype is None and is_scripts(sys._getframe(1))
+        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
 
     def describe_tensor(describer: Any, tensor: Tensor, **kwargs: Any) -> Any:
         found = described(describer, tensor, **kwargs)

@@ -24,7 +24,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -127,11 +126,6 @@ def is_view(node: Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         return isinstance(source := node.args[0], Node) and is_view(source)
-    return _makes_view(target)
-
-
-@cache
-def _makes_view(target: Any) -> bool:
     return compat.is_operator(target) and (compat.is_view(target) or target in _VIEWS)
 
 
