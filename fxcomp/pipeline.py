@@ -14,6 +14,7 @@ from functools import partial
 
 from torch.fx import GraphModule
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.codegen import program
@@ -128,6 +129,7 @@ class Compiler:
         )
 
     @gc_paused()
+    @compat.outside_function_modes()
     def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
         """Read what there is to decide about, with what exchanging the momenta of some parameters adds.
 
@@ -167,10 +169,12 @@ class Compiler:
         return load_program(captured, gm, partial(_after_each, captured.graph, passes), self.predicted(gm, costs))
 
     @gc_paused()
+    @compat.outside_function_modes()
     def rewrite(self, graph: GraphModule, plan: Plan, costs: CostTable) -> GraphModule:
         """Rewrite a copy of a captured graph until it follows a plan."""
         return run(graph, self.passes(plan, costs))
 
+    @compat.outside_function_modes()
     def eager(self, graph: GraphModule, costs: CostTable, *, is_fused: bool) -> GraphModule:
         """Price a copy of a captured graph as eager PyTorch runs it, its optimizer with `fused=True` or over lists."""
         updates = (partial(clip_in_lists), *((partial(fuse_updates),) if is_fused else ()))

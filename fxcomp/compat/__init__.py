@@ -47,7 +47,7 @@ from fxcomp.compat.machine import (
 from fxcomp.compat.modes import (
     attention_order, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,
     float32_precision, function_mode_in_backward, function_modes, generators_in, has_saved_tensor_hooks,
-    is_inside_transform, is_profiling, is_same_generator, subclass_dispatch,
+    is_inside_transform, is_profiling, is_same_generator, outside_function_modes, subclass_dispatch,
 )
 from fxcomp.compat.operators import (
     OBJECTS, bare_name, carries_objects, checks_values, communicates, direct_aten, draws, finished_work, flops,

@@ -2,7 +2,7 @@
 
 The file that calls decides:
 
-    the user's, a library's     the table's answer; a public name of torch.cuda that it lacks is refused
+    the user's, a library's     the table's answer; a function of torch.cuda that it lacks is refused
     torch's                     torch's own answer; the table's where torch raises without CUDA
     fxcomp's                    torch's own answer
 
@@ -21,11 +21,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.cuda import nccl, nvtx, profiler
+from torch.cuda import gds, nccl, nvtx, profiler, tunable
 
 from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
 
@@ -70,7 +70,8 @@ def check_index(given: Any, refusal: Refusal) -> None:
 class Event:
     """An event, or a stream, on which nothing runs."""
 
-    cuda_stream, device = 0, CUDA
+    cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
+    device = CUDA
 
     def __init__(self, *_: Any, **__: Any): ...
 
@@ -94,6 +95,18 @@ class Event:
 class Stream(Event):
     """A stream on which nothing runs."""
 
+    priority_range = staticmethod(lambda: (0, -5))
+
+
+class _Properties(SimpleNamespace):
+    """Properties of a GPU, as far as they are known."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{users_line()} reads {name!r} of {self.name}, which --device does not know. It knows"
+            f" {', '.join(vars(self))}.\n  Leave it out of what job() and the loss run, or use getattr with a default."
+        )
+
 
 # fmt: off
 _NONE = (
@@ -101,7 +114,8 @@ _NONE = (
     "set_device_idx", "set_stream", "set_sync_debug_mode", "set_per_process_memory_fraction",
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "range_end", "mark", "start", "stop", "reset_accumulated_host_memory_stats",
-    "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library",
+    "reset_peak_host_memory_stats", "preferred_linalg_library", "preferred_blas_library", "_sleep",
+    "_record_memory_history", "_dump_snapshot", "_set_allocator_settings",
 )
 _ZERO = (
     "current_device", "current_device_index", "current_device_idx", "max_memory_allocated", "max_memory_reserved",
@@ -120,7 +134,7 @@ _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
 def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
     """Make the answers, by the name of the function."""
     major, minor = facts.capability
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=facts.name, major=major, minor=minor, total_memory=facts.memory_bytes, warp_size=32,
         multi_processor_count=facts.multiprocessors, max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536, is_integrated=0, is_multi_gpu_board=0,
@@ -156,8 +170,8 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     """Make the attributes of torch's modules that answer for a device, by module."""
     cuda, answers, public = vars(torch.cuda), _answers(facts), torch.cuda.__all__
 
-    def answering(name: str, original: Any, answer: Any) -> Callable[..., Any]:
-        return _answering(name, original, answer, refusal)
+    def answering(name: str, original: Any, answer: Any, of: str = "torch.cuda") -> Callable[..., Any]:
+        return _answering(name, original, answer, refusal, of)
 
     here = {name: answering(name, cuda[name], answers.get(name)) for name in public if _acts(cuda[name])}
     here |= {name: getattr(torch, name) for name in public if name.endswith("Tensor")}
@@ -165,14 +179,19 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     made: dict[Any, dict[str, Any]] = {torch.cuda: here}
     for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
         made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
-    for part in (nvtx, profiler, nccl, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
+    for part in (nvtx, profiler, nccl, gds, tunable, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
         names = [name for name in answers if hasattr(part, name)]
         made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
     for part, version in VERSIONS.items():
         made[part]["version"] = answering("version", part.version, lambda value=version: value)
+    for part in (torch.cuda, torch.cuda.memory, nccl, gds, tunable):  # functions that are in no list of names
+        own = {name: each for name, each in vars(part).items() if isinstance(each, FunctionType)}
+        rest = {name: each for name, each in own.items() if each.__module__ == part.__name__ and name not in made[part]}
+        made[part] |= {name: answering(name, each, answers.get(name), part.__name__) for name, each in rest.items()}
     find = torch.get_device_module
     found = answering("get_device_module", find, lambda device=None: torch.cuda if device is None else find(device))
-    return {**made, torch: {"get_device_module": found}, torch.version: {"cuda": torch.version.cuda or "13.0"}}
+    kinds = {each.__name__: answering(each.__name__, getattr(torch, each.__name__), each) for each in (Stream, Event)}
+    return {**made, torch: {"get_device_module": found, **kinds}, torch.version: {"cuda": torch.version.cuda or "13.0"}}
 
 
 def _acts(value: Any) -> bool:
@@ -180,7 +199,7 @@ def _acts(value: Any) -> bool:
     return callable(value) and not (isinstance(value, type) and issubclass(value, (Exception, torch.TypedStorage)))
 
 
-def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Callable[..., Any]:
+def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str) -> Callable[..., Any]:
     """Answer by the file of the calling frame."""
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
@@ -188,7 +207,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
     def respond(asker: FrameType, args: Any, kwargs: Any) -> Any:
         if is_scripts(asker) and answer is None:
             raise refusal(
-                f"torch.cuda.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
+                f"{of}.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
                 " here.\n  Leave it out of what job() and the loss run: it has no part in the captured step."
             )
         if is_scripts(asker):
@@ -196,7 +215,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal) -> Calla
             return answer(*args, **kwargs)
         try:
             return original(*args, **kwargs)
-        except (AssertionError, RuntimeError):
+        except (AssertionError, AttributeError, RuntimeError):
             if answer is None or is_ours(asker):
                 raise
             return answer(*args, **kwargs)

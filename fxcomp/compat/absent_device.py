@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, _meta_registrations, distributed, nn
 from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -44,7 +46,7 @@ from fxcomp.compat.modes import (
     takes_default_device,
 )
 from fxcomp.compat.optimizers import GradScaler
-from fxcomp.compat.source_lines import is_scripts
+from fxcomp.compat.source_lines import is_scripts, users_line
 from fxcomp.compat.symbols import attributes_instead
 from fxcomp.compat.tracing import is_traced_here
 
@@ -70,11 +72,17 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
     if _scopes:
         yield
         return
-    mode, default = _Placing(refusal), _default_device()
+    mode, default, begin = _Placing(refusal), _default_device(), vars(threading.Thread)["_bootstrap_inner"]
+
+    def begin_thread(thread: Any) -> None:
+        with _Placing(refusal):  # a thread begins without the modes of the one that starts it
+            begin(thread)
+
     instead: dict[Any, Mapping[str, Any]] = {
         **_tensors_instead(refusal),
         **_optimizers_instead(),
         DistributedDataParallel: _WRAPPER,
+        threading.Thread: {"_bootstrap_inner": begin_thread},
         nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # in a group of one that is what it does on a GPU
     }
     _scopes.append(facts)
@@ -121,7 +129,9 @@ class _Placing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        given = dict(kwargs) if kwargs else {}
+        if not _scopes:  # in a thread of the script's that outlives the scope
+            return func(*args, **given)
         if func is torch.device:
             return func("cuda", *args) if args and type(args[0]) is int else func(*args, **given)
         if given.get("pin_memory"):
@@ -131,8 +141,6 @@ class _Placing(TorchFunctionMode):
             device = innermost_device()  # the mode of a default device runs after this one
         if device is not None:
             given["device"] = _real(device, self._refusal, args[0] if args else None)
-        if func is Tensor.type and args[1:] and isinstance(args[1], str):
-            args = (args[0], args[1].replace("torch.cuda.", "torch."))
         return func(*args, **given)
 
 
@@ -150,6 +158,11 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 
     def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         return to(tensor, CUDA if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def type_of(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        found = _BASE.type(tensor, dtype.replace(".cuda", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
+        is_name = dtype is None and is_scripts(sys._getframe(1))
+        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
 
     def describe_tensor(describer: Any, tensor: Tensor, **kwargs: Any) -> Any:
         found = described(describer, tensor, **kwargs)
@@ -169,9 +182,11 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     fakes: Any = vars(Fake)["device"]
     lazy: Any = cast("Any", nn.parameter).UninitializedTensorMixin
     return {
-        Tensor: {**getters, **methods, "to": to, "cuda": cuda},
+        Tensor: {**getters, **methods, "to": to, "cuda": cuda, "type": type_of},
+        torch: {"get_device": methods["get_device"]},
         Fake: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
+        _meta_registrations: {"device_hint": lambda tensor: "cuda"},  # types and layouts of fakes are those of CUDA
         lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
 
@@ -217,10 +232,17 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
     def compile(model: Any = None, **_: Any) -> Any:
         return (lambda function: function) if model is None else model
 
+    def refuse_flex_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+        raise refusal(
+            f"flex_attention is called at {users_line()}, which one graph cannot follow.\n"
+            "  Call scaled_dot_product_attention, with a mask where the scores have one."
+        )
+
     functions = {"load": load_here, "get_default_device": default_device, "compile": compile}
     return {
         torch: {**functions, "Generator": Kind("Generator", (made,), {})},
         nn.Module: {"to": move_module},
+        flex_attention: {"_validate_device": refuse_flex_attention},
         torch.UntypedStorage: {"cuda": lambda storage, device=None, non_blocking=False: storage},
     }
 

@@ -192,8 +192,8 @@ def _with_float32_result(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 def _raise(*_: Any) -> Any:
     raise RuntimeError(
-        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
-        "  Use binary_cross_entropy_with_logits, or BCEWithLogitsLoss, without the sigmoid before."
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Use"
+        " binary_cross_entropy_with_logits or BCEWithLogitsLoss, without the sigmoid before."
     )
 
 

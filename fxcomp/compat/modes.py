@@ -99,6 +99,13 @@ def function_mode_stack() -> list[TorchFunctionMode]:
 
 
 @contextmanager
+def outside_function_modes() -> Generator[None]:
+    """Read and make fakes past all function modes, each of which Python calls for every attribute of a tensor."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
 def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
     """Keep a mode around the Python that backward passes call; torch takes it off where a function begins one."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward

@@ -109,6 +109,7 @@ def _takes(target: Operator) -> list[str]:
     return [str(argument.type) for argument in target._schema.arguments]
 
 
+@cache
 def is_view(target: Operator) -> bool:
     """Ask if an operator's results share memory with its arguments, and it writes nothing."""
     returns = target._schema.returns
@@ -197,7 +198,7 @@ def draws(node: Node) -> bool:
 
 @cache
 def has_flop_formula(target: Any) -> bool:
-    """Ask if torch's flop counter knows an operator."""
+    """Ask if torch's flop counter knows an operator, or ours."""
     return _flop_formula(target) is not None
 
 
@@ -205,7 +206,15 @@ def has_flop_formula(target: Any) -> bool:
 def _flop_formula(target: Any) -> Callable[..., Any] | None:
     from torch.utils.flop_counter import flop_registry
 
-    return flop_registry.get(getattr(target, "overloadpacket", target))
+    packet = getattr(target, "overloadpacket", target)
+    grouped = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
+    return _grouped_flops if packet in grouped else flop_registry.get(packet)
+
+
+def _grouped_flops(one: Any, _: Any, *__: Any, out_val: Any, **___: Any) -> Any:
+    """Count products of experts: each value of the result is a sum over the inner dimension, or over a group of it."""
+    groups = out_val.shape[0] if one.dim() == 2 and out_val.dim() == 3 else 1
+    return 2 * out_val.numel() * one.shape[-1] // groups
 
 
 def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:

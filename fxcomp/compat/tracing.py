@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxcomp.compat.constants import Constants
 from fxcomp.compat.dynamo import compiled_functions_inline
 from fxcomp.compat.modes import DispatchMode as DispatchMode
-from fxcomp.compat.modes import Fake, FakeMode, dispatch_mode_stack
+from fxcomp.compat.modes import Fake, FakeMode, dispatch_mode_stack, outside_function_modes
 from fxcomp.compat.operators import symbolic_products
 from fxcomp.compat.symbols import constant_source
 
@@ -154,7 +154,8 @@ def trace_functional(
         begun()
         return _WithConstants(traced, dict(zip(constants, flat[given:], strict=True))).run(*flat[:given])
 
-    fakes = [mode.from_tensor(value, static_shapes=True) for value in constants.values()]
+    with outside_function_modes():
+        fakes = [mode.from_tensor(value, static_shapes=True) for value in constants.values()]
     found = trace(torch.func.functionalize(run, remove="mutations"), [*inputs, *fakes])
     places = [node for node in found.graph.nodes if node.op == "placeholder"][given:]
     for number, (place, value) in enumerate(zip(places, constants.values(), strict=True)):

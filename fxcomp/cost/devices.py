@@ -53,7 +53,7 @@ class Preset:
     name: str
     title: str
     tflops: Mapping[str, float]
-    """Peak of dense products, by type of numbers: f32 without tensor cores, tf32, bf16, f16, f64."""
+    """Peak of dense products, by type of numbers: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
     gb_per_s: float
     """Peak of the device's memory."""
     host_gb_per_s: float
@@ -143,16 +143,18 @@ _PRESETS = (
     Preset("a100-40gb", "NVIDIA A100 SXM 40 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
            1555.0, 32.0, (8, 0), 40.0, 108, "NVIDIA's A100 data sheet"),
     # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM5; it prints products of sparse matrices, halved here. PCIe 5.
-    Preset("h100", "NVIDIA H100 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
+    Preset("h100", "NVIDIA H100 SXM",
+           {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f8": 1979.0, "f64": 34.0},
            3350.0, 64.0, (9, 0), 80.0, 132, "NVIDIA's H100 data sheet"),
     # "NVIDIA H200 Tensor Core GPU" data sheet, 2023: the H100's processor, 141 GB of HBM3e; halved likewise.
-    Preset("h200", "NVIDIA H200 SXM", {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f64": 34.0},
+    Preset("h200", "NVIDIA H200 SXM",
+           {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f8": 1979.0, "f64": 34.0},
            4800.0, 64.0, (9, 0), 141.0, 132, "NVIDIA's H200 data sheet"),
     # "NVIDIA L40S" data sheet, 2023: 48 GB GDDR6, PCIe 4.
-    Preset("l40s", "NVIDIA L40S", {"f32": 91.6, "tf32": 183.0, "bf16": 362.05, "f16": 362.05, "f64": 1.4},
+    Preset("l40s", "NVIDIA L40S", {"f32": 91.6, "tf32": 183.0, "bf16": 362.05, "f16": 362.05, "f8": 733.0, "f64": 1.4},
            864.0, 32.0, (8, 9), 48.0, 142, "NVIDIA's L40S data sheet"),
     # "NVIDIA L4" data sheet, 2023: 24 GB GDDR6, PCIe 4; halved likewise.
-    Preset("l4", "NVIDIA L4", {"f32": 30.3, "tf32": 60.0, "bf16": 121.0, "f16": 121.0, "f64": 0.5},
+    Preset("l4", "NVIDIA L4", {"f32": 30.3, "tf32": 60.0, "bf16": 121.0, "f16": 121.0, "f8": 242.5, "f64": 0.5},
            300.0, 32.0, (8, 9), 24.0, 58, "NVIDIA's L4 data sheet"),
     # "NVIDIA A10" data sheet, 2021: 24 GB GDDR6, PCIe 4.
     Preset("a10", "NVIDIA A10", {"f32": 31.2, "tf32": 62.5, "bf16": 125.0, "f16": 125.0, "f64": 1.0},

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 
 from fxcomp import compat
 from fxcomp.graph.captured import Captured
@@ -25,6 +25,7 @@ from fxcomp.graph.info import InputKind, info
 IMAGINED = torch.device("cuda", 0)
 
 
+@compat.outside_function_modes()
 def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> Captured:
     """Put everything on an accelerator, but counters of steps of parameters whose optimizer keeps them on the host."""
     gm = clone(captured.graph)
@@ -40,14 +41,15 @@ def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> C
             on_host.add(node)
         if node in on_host or node.op == "output":
             continue
-        node.meta["val"] = pytree.tree_map_only(Tensor, _there, node.meta.get("val"))
-        node.args, node.kwargs = pytree.tree_map_only(torch.device, _device_there, (node.args, node.kwargs))
+        node.meta["val"] = map_aggregate(node.meta.get("val"), _there)
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _device_there)
     return replace(captured, graph=gm, is_imagined=True)
 
 
-def _there(value: Tensor) -> Any:
-    return compat.fake_on(value, IMAGINED)
+def _there(value: Any) -> Any:
+    return compat.fake_on(value, IMAGINED) if isinstance(value, Tensor) else value
 
 
-def _device_there(_: torch.device) -> torch.device:
-    return IMAGINED
+def _device_there(value: Any) -> Any:
+    return IMAGINED if isinstance(value, torch.device) else value

@@ -161,9 +161,9 @@ def flops(node: Node) -> float:
 
 
 def math_type(node: Node) -> str:
-    """Name the number type that the operator multiplies in: `f32`, `bf16`; `tf32` where torch's settings ask for it.
+    """Name the number type that the operator multiplies in: `f32`, `bf16`, `f8`.
 
-    Attention in float32 is computed in float32 whatever they ask for.
+    It is `tf32` where torch's settings ask for it. Attention in float32 is computed in float32 whatever they ask for.
     """
     types = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:
@@ -175,7 +175,7 @@ def math_type(node: Node) -> str:
         and compat.multiplies_in_tf32(is_convolution="conv" in name)
     ):
         return "tf32"
-    return _SHORT.get(types[0], "f32")
+    return "f8" if types[0].itemsize == 1 else _SHORT.get(types[0], "f32")
 
 
 def touched_bytes(node: Node) -> float:

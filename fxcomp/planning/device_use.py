@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule
 
+from fxcomp import compat
 from fxcomp.cost.devices import LAUNCH_US, Preset
 from fxcomp.cost.table import CostTable
 from fxcomp.graph.captured import Captured
@@ -26,6 +27,7 @@ WORTH_SAYING = 0.05
 """Share of the kernels' time that advice must save."""
 
 
+@compat.outside_function_modes()
 def device_use(
     compiler: Compiler,
     captured: Captured,

@@ -194,6 +194,19 @@ def test_products_count_in_their_own_numbers():
     assert math_type(product) == "f32"
     half = torch.ones(4, 4, dtype=torch.bfloat16)
     assert math_type(only(torch.mm, half, half)) == "bf16"
+    eight, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    scaled = traced(lambda a, b, s: torch._scaled_mm(a, b.t(), s, s, out_dtype=torch.bfloat16), eight, eight, scale)
+    assert math_type(node_of(scaled, aten._scaled_mm.default)) == "f8"
+
+
+def test_products_of_experts_count_each_token_once():
+    tokens, experts = torch.ones(12, 8, dtype=torch.bfloat16), torch.ones(2, 8, 16, dtype=torch.bfloat16)
+    ends, results = torch.tensor([4, 12], dtype=torch.int32), torch.ones(12, 16, dtype=torch.bfloat16)
+    grouped = aten._grouped_mm.default
+    forward = traced(grouped, tokens, experts, ends)
+    of_weights = traced(lambda x, y, e: grouped(x.t(), y, e), tokens, results, ends)
+    assert [flops(node_of(gm, grouped)) for gm in (forward, of_weights)] == [2 * 12 * 8 * 16] * 2
+    assert unknowns(forward).by_bytes == ()
 
 
 TF32 = {

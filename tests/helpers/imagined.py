@@ -13,7 +13,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -25,7 +27,10 @@ from torch import nn
 from torch._prims_common import is_cpu_scalar_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 import fxcomp
 from fxcomp import compat
@@ -33,8 +38,11 @@ from fxcomp.capture.batch_type import batch_type
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.cost.devices import preset_named
-from fxcomp.errors import Unsupported
-from fxcomp.frontends.what_if import WhatIf, imagining, rewritten, what_if
+from fxcomp.errors import FxcompError, Unsupported
+from fxcomp.frontends.what_if import WhatIf, capture_job, imagining, rewritten, what_if
+from fxcomp.pipeline import Compiler
+from fxcomp.planning.device_use import device_use
+from fxcomp.search.choose import uniform
 
 CUDA = torch.device("cuda", 0)
 FACTS = preset_named("h100").facts
@@ -230,6 +238,13 @@ ANSWERS: dict[str, Any] = {
     "torch.cuda.manual_seed_all(1)": None,
     "torch.cuda.random.manual_seed(7)": None,
     "torch.cuda.initial_seed()": 7,
+    "torch.cuda._sleep(1000)": None,
+    "torch.cuda.memory._record_memory_history(max_entries=100)": None,
+    "torch.cuda.memory._dump_snapshot('trace.pickle')": None,
+    "torch.zeros(2).type()": "torch.cuda.FloatTensor",
+    "torch.zeros(2).cuda().type(torch.half).type()": "torch.cuda.HalfTensor",
+    "torch.get_device(torch.zeros(2))": 0,
+    "getattr(torch.cuda.get_device_properties(0), 'L2_cache_size', None)": None,
     "torch.cuda.seed()": None,
     "torch.cuda.seed_all()": None,
     "torch.cuda.default_generators[0].device.type": "cpu",
@@ -242,6 +257,9 @@ ANSWERS: dict[str, Any] = {
     "isinstance(torch.cuda.current_stream(), torch.cuda.Stream)": True,
     "torch.cuda.current_stream().wait_event(torch.cuda.Event())": None,
     "torch.cuda.set_stream(torch.cuda.Stream())": None,
+    "torch.cuda.Stream.priority_range()": (0, -5),
+    "torch.cuda.current_stream().stream_id": 0,
+    "torch.Stream(device='cuda').wait_event(torch.Event('cuda'))": None,
     "torch.zeros(2).record_stream(torch.cuda.current_stream())": None,
     "torch.cuda.nvtx.range_push('forward')": 0,
     "torch.cuda.nvtx.range_pop()": 0,
@@ -300,7 +318,16 @@ def names_that_are_imported_answer_too() -> None:
     assert max_memory_allocated() == 0
 
 
-REFUSED = ("cudart", "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "caching_allocator_alloc")
+REFUSED = (
+    "cudart",
+    "_lazy_init",
+    "_get_device",
+    "CUDAGraph",
+    "graph",
+    "make_graphed_callables",
+    "MemPool",
+    "caching_allocator_alloc",
+)
 
 
 @job_file
@@ -308,6 +335,41 @@ def other_names_of_torch_cuda_are_refused_by_name() -> None:
     for name in REFUSED:
         with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Leave it out"):
             getattr(torch.cuda, name)()
+
+
+@job_file
+def functions_of_other_modules_of_torch_cuda_are_refused_by_name() -> None:
+    for name in ("tunable.enable", "gds.gds_register_buffer", "memory._snapshot", "nccl.all_reduce"):
+        with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+"):
+            attrgetter(name)(torch.cuda)()
+
+
+@job_file
+def an_unknown_property_of_the_gpu_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"imagined.py:\d+ reads 'L2_cache_size' of NVIDIA H100.*\n.*Leave it out"):
+        str(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+@job_file
+def a_thread_of_the_script_sees_the_gpu_too() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(lambda: torch.zeros(2, device="cuda") + torch.randn(2, pin_memory=True).cuda()).result()
+    assert made.is_cuda
+
+
+@check
+def a_thread_that_outlives_the_scope_sees_torch_as_it_is() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with imagining("h100"):
+            assert threads.submit(lambda: torch.zeros(2, device="cuda").is_cuda).result()
+        with pytest.raises((AssertionError, RuntimeError)):
+            threads.submit(lambda: torch.zeros(2, device="cuda")).result()
+
+
+@job_file
+def a_device_mesh_of_one_gpu_is_made() -> None:
+    dist.init_process_group("nccl")
+    assert init_device_mesh("cuda", (1,), mesh_dim_names=("ranks",)).size() == 1
 
 
 @job_file
@@ -515,6 +577,61 @@ def adapters_on_the_gpu_train_beside_a_model_without_memory() -> None:
         return (model[0](batch) + model[1](batch)).square().mean()
 
     assert what_if(fxcomp.Job(model, loss, optimizer, torch.ones(2, 8)), WHERE, WhatIf(device="h100")).plan
+
+
+def refused_in_loss(compute: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Return the error of a job whose loss computes something of the model's result."""
+    with pytest.raises(FxcompError) as caught:
+        what_if(job_of("cuda", lambda model, batch: compute(model(batch[0][:, 1:]))), WHERE, WhatIf(device="h100"))
+    return str(caught.value)
+
+
+@job_file
+def a_loss_that_cuda_refuses_is_told_what_to_do() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, 1, 4, 8)
+        return flex_attention(q, q, q).sum()
+
+    def compare(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda"):
+            return nn.functional.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))
+
+    assert "flex_attention is called at imagined.py" in refused_in_loss(attend)
+    assert "Use binary_cross_entropy_with_logits" in refused_in_loss(compare)
+
+
+@job_file
+def a_loss_may_use_what_only_cuda_computes_and_write_before_it_reads_a_constant() -> None:
+    weight = torch.ones(8).cuda()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch[0][:, 1:].clone()
+        x[:, :4] = 0
+        counts = torch.histc(batch[1].int(), bins=4, min=0, max=3)  # of whole numbers on CUDA alone
+        return model(x.mul_(weight)).square().mean() + counts.float().sum()
+
+    assert what_if(job_of("cuda", loss), WHERE, WhatIf(device="h100")).plan
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the calls that it sees."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def passes_run_past_the_function_modes_around_them() -> None:
+    job = job_of("cpu", lambda model, batch: model(batch[0][:, 1:]).square().mean())
+    _, captured = capture_job(job, "h100")
+    counting, compiler, costs = _Counting(), Compiler(WHERE), preset_named("h100").costs(())
+    with counting:
+        plan = uniform("dense", compiler.analyze(captured.graph, costs), costs, WHERE)
+        device_use(compiler, captured, {"dense": plan}, costs, preset_named("h100"), is_fused=False)
+    assert counting.seen == 0
 
 
 @job_file
