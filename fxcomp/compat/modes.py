@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -98,8 +98,7 @@ def function_mode_stack() -> list[TorchFunctionMode]:
     return [_C._get_function_stack_at(place) for place in range(_C._len_torch_function_stack())]
 
 
-@contextmanager
-def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
+def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager[None]:
     """Keep a mode around the Python that backward passes call; torch takes it off where a function begins one."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
@@ -107,8 +106,7 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
         with nullcontext() if type(mode).__name__ in function_modes() else mode:
             return run(*args, **kwargs)
 
-    with attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}}):
-        yield
+    return attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}})
 
 
 def dispatch_mode() -> str | None:
