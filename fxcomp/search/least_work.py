@@ -139,14 +139,14 @@ class _LeastWorkWriter:
     def encode(self, line: BucketLine) -> None:
         leg = line.encode
         what = self.costs.propose_us if leg.is_proposal else self.costs.encode_us
-        self._device("encode", leg, lambda n: what(leg.compressor, _whole(n), leg.device), leg.compressor)
+        self._device("encode", leg, lambda n: what(leg.compressor, math.floor(n), leg.device), leg.compressor)
 
     def decode(self, line: BucketLine) -> None:
         leg = line.decode
         self._device(
             f"decode {leg.payloads}",
             leg,
-            lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
+            lambda n: self.costs.decode_us(leg.compressor, math.floor(n), leg.payloads, leg.device),
             leg.compressor,
         )
 
@@ -194,7 +194,3 @@ _BOUNDS: dict[LineKind, Callable[[_LeastWorkWriter, BucketLine], None]] = {
     LineKind.AGREE: _LeastWorkWriter.send,
     LineKind.SEND: _LeastWorkWriter.send,
 }
-
-
-def _whole(size: float) -> int:
-    return math.floor(size)

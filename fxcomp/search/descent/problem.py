@@ -20,7 +20,7 @@ from fxcomp.cost.piecewise import Curve
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.prices import PriceQuestion
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.cells import Strand, reaches
+from fxcomp.search.descent.cells import Part, Strand, reaches
 from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, Template, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
@@ -148,6 +148,12 @@ class Problem:
         curve, more = self.term_curve[term], self.term_more[term]
         points = slice(*self.curve_points[curve : curve + 2])
         return more * max(self.slopes[points]) if more else 0.0
+
+    def lost(self, part: Part) -> float:
+        """Return what the elements of a part lose by its option, in elements' worth of squares."""
+        first = self.strand_losses[part.strand] + part.option
+        width = self.strand_options[part.strand + 1] - self.strand_options[part.strand]
+        return self.losses[first + part.stop * width] - self.losses[first + part.start * width]
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:

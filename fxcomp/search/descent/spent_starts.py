@@ -131,7 +131,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
-    limit = p.lossable - sum(_lost(p, part) for part in rest)
+    limit = p.lossable - sum(map(p.lost, rest))
     if not cells or not 0 < limit < 1e300:
         return
     borders: Numbers = np.unique(np.linspace(0, cells, min(cells, MOST_CELLS) + 1).round().astype(np.int64))
@@ -226,14 +226,6 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
         if reach >= 0:
             made.lost[stops > _array(p.reach)[reach + starts], column] = np.inf
     return made
-
-
-def _lost(p: Problem, part: Part) -> float:
-    first, width = (
-        p.strand_losses[part.strand] + part.option,
-        p.strand_options[part.strand + 1] - p.strand_options[part.strand],
-    )
-    return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
 
 
 def _array(column: Any) -> Numbers:
