@@ -52,13 +52,7 @@ _ROUNDING = 1e-9
 
 
 def bound_us(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    mode: Mode,
-    *,
-    bursts: float = 1.0,
-    pins: Pins = NO_PINS,
+    workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
 ) -> float:
     """Return a time that no plan's step is shorter than; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):

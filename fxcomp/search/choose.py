@@ -142,12 +142,7 @@ class Choice:
 
 
 @gc_paused()
-def choose(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    terms: Terms | Mode,
-) -> Choice:
+def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
     """Choose a plan, with the reasons. A mode alone stands for terms of that mode.
 
     What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
@@ -283,12 +278,7 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
 
 
 def flip_gbit(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    terms: Terms | Mode,
-    *,
-    choice: Choice | None = None,
+    workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode, *, choice: Choice | None = None
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
 

@@ -74,12 +74,7 @@ class LeastWork:
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
     def of(
-        self,
-        strategy: Strategy,
-        element_type: ElementType,
-        shape: Sequence[int] | None = None,
-        *,
-        is_cut: bool = False,
+        self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
         """Bound buckets of a type with this strategy; `shape` is a gradient's, where what is sent depends on it.
 
@@ -103,15 +98,7 @@ class LeastWork:
 class _LeastWorkWriter:
     """Adds up what bounds each of a bucket's lines; `_BOUNDS` has the kinds that count."""
 
-    def __init__(
-        self,
-        work: LeastWork,
-        strategy: Strategy,
-        elements: int,
-        *,
-        is_exact: bool,
-        proposes: bool,
-    ) -> None:
+    def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
         self.work, self.costs, self.cluster = work, work.costs, work.cluster
         self.elements = elements

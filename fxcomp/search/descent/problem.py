@@ -181,11 +181,7 @@ class Problems:
     """Writes problems: one workload's strands and options, at the prices of a step."""
 
     def __init__(
-        self,
-        losses: Losses,
-        strands: Sequence[Strand],
-        options: Sequence[Sequence[Option]],
-        setting: Setting,
+        self, losses: Losses, strands: Sequence[Strand], options: Sequence[Sequence[Option]], setting: Setting
     ) -> None:
         self.strands, self.options = strands, options
         self.losses = [
