@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fxcomp.compressors import kernels, triton
+from fxcomp.compressors import kernels
 from fxcomp.compressors.facts import Declared
 from fxcomp.compressors.inputs import (
     DecoderInput,
@@ -28,6 +28,7 @@ from fxcomp.compressors.inputs import (
     check_encode,
     check_propose,
 )
+from fxcomp.compressors.triton import dispatch
 
 _OURS = "fxcomp.compressors."
 
@@ -100,13 +101,13 @@ class Compressor(Declared):
         return self._run_kernel("propose", given.segments, given.bucket, given.residual, given.state, out) is not None
 
     def encode_on_cuda(self, given: EncoderInput, payload: Tensor) -> bool:
-        return triton.encode(self, given, payload)
+        return dispatch.encode(self, given, payload)
 
     def decode_on_cuda(self, received: DecoderInput, out: Tensor) -> bool:
-        return triton.decode(self, received, out)
+        return dispatch.decode(self, received, out)
 
     def propose_on_cuda(self, given: EncoderInput, out: Tensor) -> bool:
-        return triton.propose(self, given, out)
+        return dispatch.propose(self, given, out)
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         """List the kernels' arguments after the tensors: how the bucket is cut, and the parameters."""
@@ -132,7 +133,7 @@ class Compressor(Declared):
         check_encode(self, given, payload)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(given, payload):
             return
-        if triton.can_run_on(bucket) and self.encode_on_cuda(given, payload):
+        if dispatch.can_run_on(bucket) and self.encode_on_cuda(given, payload):
             return
         new = self.compress_reference(given)
         payload.copy_(new.payload)
@@ -155,7 +156,7 @@ class Compressor(Declared):
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
             return
-        if not (triton.can_run_on(out) and self.decode_on_cuda(received, out)):
+        if not (dispatch.can_run_on(out) and self.decode_on_cuda(received, out)):
             out.copy_(self.decompress_reference(received))
 
     def propose(
@@ -166,7 +167,7 @@ class Compressor(Declared):
         check_propose(self, given, out)
         if kernels.can_run_on(bucket) and self.propose_on_cpu(given, out):
             return
-        if not (triton.can_run_on(bucket) and self.propose_on_cuda(given, out)):
+        if not (dispatch.can_run_on(bucket) and self.propose_on_cuda(given, out)):
             out.copy_(self.propose_reference(given))
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors import triton
 from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.facts import SCHEMA, fields_of
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixed, check_segments
+from fxcomp.compressors.triton import dispatch
 
 Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """The sizes of a value's segments; those of each of its pieces, where it is compressed in pieces."""
@@ -53,7 +53,7 @@ def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
         return
-    if triton.can_run_on(given.bucket) and triton.encode_pieces(compressor, given, payload, tuple(pieces)):
+    if dispatch.can_run_on(given.bucket) and dispatch.encode_pieces(compressor, given, payload, tuple(pieces)):
         return
     values, sent, states = _PieceReader(given.bucket), _PieceReader(payload), _PieceReader(given.state)
     residuals = _PieceReader(given.residual)
@@ -73,7 +73,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
     if len(pieces) == 1 or (ranks == 1 and compressor.facts.is_joined):
         compressor.decode(payloads, ranks, segments, out, agreed, state)
         return
-    if triton.can_run_on(out) and triton.decode_pieces(compressor, received, out, tuple(pieces)):
+    if dispatch.can_run_on(out) and dispatch.decode_pieces(compressor, received, out, tuple(pieces)):
         return
     sent, means = _PieceReader(payloads), _PieceReader(out)
     for piece in pieces:

@@ -206,7 +206,8 @@ class PlanSearch:
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
             kind = strands[part.strand].element_type
-            buckets.append(Bucket(names, sizes, self._strategy(part), starts, kind))
+            strategy = self.options[part.strand][part.option].strategy
+            buckets.append(Bucket(names, sizes, strategy, starts, kind))
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
@@ -283,9 +284,6 @@ class PlanSearch:
 
     def _dense_options(self) -> list[int]:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
-
-    def _strategy(self, part: Part) -> Strategy:
-        return self.options[part.strand][part.option].strategy
 
     def improved(self, parts: Parts, limits: Limits) -> Found:
         """Change a plan until no change helps, or the limits are reached."""
