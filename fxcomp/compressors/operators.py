@@ -140,7 +140,7 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
         new_residual, new_state = _copy(residual), _copy(state)
         given = EncoderInput(bucket.contiguous(), new_residual, tuple(segments), new_state, _flat(agreed))
         encode(make(*values), given, payload, in_pieces(segments, pieces))
-        return payload, _or_empty(new_residual, bucket), _or_empty(new_state, bucket)
+        return payload, or_empty(new_residual, bucket), or_empty(new_state, bucket)
 
     def fake_decompress(payloads: Tensor, _: int, segments: Sequence[int], *values: Any, **named: Any) -> Tensor:
         made(values, segments, payloads, named.get("agreed"), named.get("state"))
@@ -202,5 +202,5 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor

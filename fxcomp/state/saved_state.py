@@ -157,7 +157,8 @@ def _slices_of(saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, li
 
 def _slice(kept: Mapping[str, Any]) -> Slice:
     start, size, slot, place = (int(kept[name]) for name in _NUMBERS)
-    return Slice(kept["values"], start, size, slot, place, *(Fraction(*kept[name]) for name in _SHARES))
+    weight, total = (Fraction(*kept[name]) for name in _SHARES)
+    return Slice(kept["values"], start, size, slot, place, weight, total)
 
 
 def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:

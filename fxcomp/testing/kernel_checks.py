@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxcomp.compressors import Compressor, EncoderInput, Feedback, kernels
 from fxcomp.compressors.base import find_kernel
+from fxcomp.compressors.operators import or_empty
 from fxcomp.compressors.triton import dispatch
 from fxcomp.errors import BadTensor
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, fresh_state, replicas_of
@@ -95,10 +96,6 @@ def opcheck(op: Any, arguments: tuple[Any, ...], keywords: dict[str, Tensor | No
 
 def clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if tensor is None else tensor
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float, where: str) -> None:
