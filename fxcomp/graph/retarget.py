@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ IMAGINED = torch.device("cuda", 0)
 
 def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> Captured:
     """Put everything on an accelerator, but counters of steps of parameters whose optimizer keeps them on the host."""
-    gm = clone(captured.graph)
+    gm, there = clone(captured.graph), partial(compat.fake_on, device=IMAGINED)
     on_host: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source
@@ -40,14 +40,6 @@ def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> C
             on_host.add(node)
         if node in on_host or node.op == "output":
             continue
-        node.meta["val"] = pytree.tree_map_only(Tensor, _there, node.meta.get("val"))
-        node.args, node.kwargs = pytree.tree_map_only(torch.device, _device_there, (node.args, node.kwargs))
+        node.meta["val"] = pytree.tree_map_only(Tensor, there, node.meta.get("val"))
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: IMAGINED, (node.args, node.kwargs))
     return replace(captured, graph=gm, is_imagined=True)
-
-
-def _there(value: Tensor) -> Any:
-    return compat.fake_on(value, IMAGINED)
-
-
-def _device_there(_: torch.device) -> torch.device:
-    return IMAGINED

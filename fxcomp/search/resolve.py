@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -220,7 +221,5 @@ def _place_of(atom: Atom) -> tuple[int, int]:
 def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
     """Put buckets one after the other, a cell each."""
     atoms = [atom for cell in cells for atom in cell]
-    borders = [0]
-    for cell in cells:
-        borders.append(borders[-1] + len(cell))
+    borders = accumulate(map(len, cells), initial=0)
     return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

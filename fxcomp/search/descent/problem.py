@@ -21,7 +21,7 @@ from fxcomp.plan.kinds import Stream
 from fxcomp.plan.prices import PriceQuestion
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.descent.cells import Part, Strand, reaches
-from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
 
@@ -193,10 +193,8 @@ class Problems:
             [template_of(option.strategy, each) for option in offered]
             for offered, each in zip(options, settings, strict=True)
         ]
-        numbers: dict[Template, int] = {}
-        for template in (template for each in found for template in each):
-            numbers.setdefault(template, len(numbers))
-        self.templates = list(numbers)
+        self.templates = list(dict.fromkeys(template for each in found for template in each))
+        numbers = {template: number for number, template in enumerate(self.templates)}
         self.numbers = [[numbers[template] for template in each] for each in found]
         terms = [term for template in self.templates for task in template.tasks for term in task.terms]
         self.features = list(dict.fromkeys([ELEMENTS, *(term.feature for term in terms)]))
