@@ -18,7 +18,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.program import Program
-from fxcomp.compressors.triton import launches_told
+from fxcomp.compressors.triton.language import launches_told
 from fxcomp.graph.edit import nodes_on_host
 from fxcomp.graph.info import InputKind, Role, arguments_of, info
 from fxcomp.graph.regions import Region, regions

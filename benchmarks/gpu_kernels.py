@@ -17,7 +17,8 @@ import torch
 from helpers.devices import round_on
 from records import Results
 
-from fxcomp.compressors import CATALOGUE, Compressor, Feedback, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, Compressor, Feedback, parse_compressor
+from fxcomp.compressors.triton import dispatch
 from fxcomp.testing import SAMPLES, replicas_of
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 from fxcomp.testing.samples import NOT_FINITE
@@ -49,7 +50,7 @@ def every_compressor() -> list[Compressor]:
 
 
 def has_kernels(compressor: Compressor) -> bool:
-    return triton.available() and triton.has_kernels(type(compressor))
+    return dispatch.available() and dispatch.has_kernels(type(compressor))
 
 
 def bits(results: Results, device: torch.device, share: tuple[int, int]) -> None:

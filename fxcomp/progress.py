@@ -115,9 +115,6 @@ def phase(name: str) -> Generator[None]:
 class Notes(list[str]):
     """The notes that a report has of a step, in order. Each that is added later is logged, too."""
 
-    def __init__(self, notes: Iterable[str] = ()) -> None:
-        super().__init__(notes)
-
     def append(self, note: str) -> None:
         log.info("%s", note)
         super().append(note)

@@ -12,8 +12,8 @@ table of costs they decide for one plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,11 +45,9 @@ class Beside:
         ranks = Ranks.join(None, f"{what} beside each other", group)
         return cls(ranks, group) if ranks.world_size > 1 else NOBODY
 
-    @contextmanager
-    def together(self, what: str) -> Generator[None]:
+    def together(self, what: str) -> AbstractContextManager[None]:
         """Do something that the ranks of all groups do: where it fails on one it fails on all."""
-        with self.ranks.together(what):
-            yield
+        return self.ranks.together(what)
 
     def do_the_same(self, topic: str, facts: dict[str, Any]) -> bool:
         """Tell groups that have the same to decide; the answer is the same on all of them."""

@@ -19,13 +19,15 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from fxcomp.cluster.cluster import Cluster, Tier
 from fxcomp.cluster.link import Link
 from fxcomp.errors import BadOption
 
 INTRA_ALPHA_US = 5.0  # assumed: ranks inside a host
+
+_KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
 
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ class _File:
                 " host of each rank"
             )
         if "cluster" in data:
-            text = self._text("cluster", data["cluster"])
+            text = self._of(str, "cluster", data["cluster"])
             if "," in text:
                 raise BadOption(
                     f"{self.path}: cluster says more than how many ranks sit where, {text!r}: write links as intra and"
@@ -86,8 +88,8 @@ class _File:
                 f"{self.path}: cluster says which hosts are in a rack already: leave [rack] or [[tier]] out"
             )
         if "rack" in data:
-            return self._in_racks(made, self._table("rack", data["rack"]))
-        tiers = self._list("tier", data.get("tier", []))
+            return self._in_racks(made, self._of(dict, "rack", data["rack"]))
+        tiers = self._of(list, "tier", data.get("tier", []))
         if not tiers:
             return made
         above = tuple(self._tier(number, tier) for number, tier in enumerate(tiers))
@@ -99,55 +101,38 @@ class _File:
             raise BadOption(f"{self.path}: rack.hosts is missing: how many hosts a rack has, like hosts = 4")
         if "link" in rack and "oversubscription" in rack:
             raise BadOption(f"{self.path}: rack.link and rack.oversubscription say the same in two ways: keep one")
-        hosts = self._whole("rack.hosts", rack["hosts"])
+        hosts = self._of(int, "rack.hosts", rack["hosts"])
         ratio = rack.get("oversubscription", "1:1")
         if not isinstance(ratio, int | float) or isinstance(ratio, bool):
-            text = self._text("rack.oversubscription", ratio)
+            text = self._of(str, "rack.oversubscription", ratio)
             ratio = self._read("rack.oversubscription", lambda: parse_ratio(text))
         link = self._link(rack, "link", cluster.inter.alpha_us, "rack.") if "link" in rack else None
         return self._read("rack", lambda: cluster.with_racks(hosts, oversubscription=ratio, link=link))
 
     def _tier(self, number: int, tier: object) -> Tier:
         place = f"tier[{number}]."
-        table = self._table(place.rstrip("."), tier)
+        table = self._of(dict, place.rstrip("."), tier)
         self._check_keys(place, table, ("name", "link", "units"))
         for key in ("name", "units"):
             if key not in table:
                 raise BadOption(f"{self.path}: {place}{key} is missing: a tier has name, link and units")
-        name = self._text(f"{place}name", table["name"])
+        name = self._of(str, f"{place}name", table["name"])
         return Tier(name, self._link(table, "link", 25.0, place), self._numbers(f"{place}units", table["units"]))
 
     def _link(self, table: Mapping[str, object], key: str, alpha_us: float, place: str = "") -> Link:
         if key not in table:
             raise BadOption(f'{self.path}: {place}{key} is missing: add a link, like {key} = "25gbit@8us"')
-        text = self._text(f"{place}{key}", table[key])
+        text = self._of(str, f"{place}{key}", table[key])
         return self._read(f"{place}{key}", lambda: Link.parse(text, alpha_us=alpha_us))
 
     def _numbers(self, place: str, value: object) -> tuple[int, ...]:
-        return tuple(self._whole(f"{place}[{k}]", number) for k, number in enumerate(self._list(place, value)))
+        return tuple(self._of(int, f"{place}[{k}]", number) for k, number in enumerate(self._of(list, place, value)))
 
-    def _text(self, place: str, value: object) -> str:
-        if not isinstance(value, str):
-            raise self._wrong(place, "a text", value)
+    def _of(self, kind: type, place: str, value: object) -> Any:
+        """Return a value that is of this kind."""
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise BadOption(f"{self.path}: {place} must be {_KINDS[kind]}, not {value!r}")
         return value
-
-    def _whole(self, place: str, value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong(place, "a whole number", value)
-        return value
-
-    def _list(self, place: str, value: object) -> list[object]:
-        if not isinstance(value, list):
-            raise self._wrong(place, "a list", value)
-        return cast(list[object], value)
-
-    def _table(self, place: str, value: object) -> dict[str, object]:
-        if not isinstance(value, dict):
-            raise self._wrong(place, "a table", value)
-        return cast(dict[str, object], value)
-
-    def _wrong(self, place: str, expected: str, value: object) -> BadOption:
-        return BadOption(f"{self.path}: {place} must be {expected}, not {value!r}")
 
     def _read(self, place: str, make: Callable[[], T]) -> T:
         try:

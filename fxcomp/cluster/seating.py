@@ -162,15 +162,7 @@ class Seating:
 
     def ranks_at(self, level: Level) -> int:
         """Count the ranks that one collective at this level joins; the largest, if they differ."""
-        match level:
-            case Level.INTRA:
-                return self.ranks_per_host
-            case Level.INTER:
-                return self.hosts
-            case Level.WORLD:
-                return self.world_size
-            case _:
-                return max(map(len, self.groups(level)))
+        return max(map(len, self.groups(level)))
 
     @property
     def has_racks(self) -> bool:
@@ -233,31 +225,28 @@ class Seating:
             case Level.RACK:
                 return [(racks[host], place) for host, place in zip(self.placement, places, strict=True)]
             case Level.RACKS:
-                inside = self._hosts_in_racks()
+                inside = _places_in(racks)
                 return [(inside[host], place) for host, place in zip(self.placement, places, strict=True)]
 
     def _racks(self) -> Sequence[int]:
         """Say for each host in which rack it is."""
         return self.above[0].units if self.above else (0,) * self.hosts
 
-    def _hosts_in_racks(self) -> list[int]:
-        """Say for each host which place in its rack it has."""
-        seen: Counter[int] = Counter()
-        found: list[int] = []
-        for rack in self._racks():
-            found.append(seen[rack])
-            seen[rack] += 1
-        return found
-
-    def _places(self) -> tuple[int, ...]:
+    def _places(self) -> Sequence[int]:
+        """Say for each rank which place in its host it has."""
         if "places" not in self._known:
-            seen: Counter[int] = Counter()
-            places: list[int] = []
-            for host in self.placement:
-                places.append(seen[host])
-                seen[host] += 1
-            self._known["places"] = tuple(places)
+            self._known["places"] = _places_in(self.placement)
         return self._known["places"]
 
     def _shape(self, ranks: Iterable[int]) -> str:
         return shape_text((self.placement[rank] for rank in ranks), [tier.units for tier in self.above])
+
+
+def _places_in(units: Sequence[int]) -> list[int]:
+    """Number what lies in the same unit, where `units` says the unit of each."""
+    seen: Counter[int] = Counter()
+    places: list[int] = []
+    for unit in units:
+        places.append(seen[unit])
+        seen[unit] += 1
+    return places

@@ -30,8 +30,8 @@ from fxcomp.compat.dynamo import (
     will_run_backward,
 )
 from fxcomp.compat.fsdp import (
-    GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused, group_rank,
-    group_ranks, group_size, is_mean, is_sum, largest, local_part, rank_in_job, sharded_modules, wrapper_of,
+    GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused,
+    group_ranks, largest, local_part, sharded_modules, wrapper_of,
 )
 from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -50,19 +51,15 @@ def uncompiled(function: Any) -> Any:
     return function if isinstance(function, torch.nn.Module) else dynamo.innermost_fn(function)
 
 
-@contextmanager
-def compiled_functions_inline() -> Generator[None]:
+def compiled_functions_inline() -> AbstractContextManager[Any]:
     """Let make_fx trace into what torch.compile has made, which raises else."""
     config: Any = sys.modules.get("torch._dynamo.config")
-    with nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False):
-        yield
+    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
-@contextmanager
-def compiled_functions_eager() -> Generator[None]:
+def compiled_functions_eager() -> AbstractContextManager[Any]:
     """Run what torch.compile has made as it was before."""
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
@@ -72,14 +69,18 @@ def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
 
 def nodes_of(loss: torch.Tensor) -> list[Any]:
     """List the nodes of a loss's backward graph, in an order that follows from the graph."""
-    left: list[Any] = [loss.grad_fn]
-    found = dict[Any, None]()
+    return list(_nodes_below([loss.grad_fn]))
+
+
+def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield these nodes of a backward graph and all that they lead to, the nearest first, each once."""
+    left, seen = deque(nodes), set[Any]()
     while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found[node] = None
-            left += [each for each, _ in node.next_functions]
-    return list(found)
+        node = left.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left.extend(each for each, _ in node.next_functions)
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -207,8 +208,12 @@ def _keep_what_is_saved() -> None:
 
 
 def backward_node(results: Sequence[Any]) -> Any:
-    """Find the node of the compiled function that returned these, None if nothing can run backward through it."""
-    return _compiled_node([value.grad_fn for value in results if isinstance(value, torch.Tensor)])
+    """Find the node of the compiled function that returned these, None if nothing can run backward through it.
+
+    It is the nearest one: outputs may be views of what it returned.
+    """
+    nodes = _nodes_below(value.grad_fn for value in results if isinstance(value, torch.Tensor))
+    return next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
 
 
 def before_backward(node: Any, call: Callable[[], None]) -> None:
@@ -273,21 +278,6 @@ def why_not_compiled() -> str | None:
         return "torch._dynamo.config.disable is set, as TORCH_COMPILE_DISABLE=1 does"
     stance = eval_frame._stance.stance
     return None if stance == "default" else f"torch.compiler.set_stance({stance!r}) is in force"
-
-
-def _compiled_node(nodes: Sequence[Any]) -> Any:
-    """Find the nearest compiled function; outputs may be views of what it returned."""
-    seen: set[Any] = set()
-    queue = [node for node in nodes if node is not None]
-    while queue:
-        node = queue.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CompiledFunctionBackward":
-            return node
-        queue += [following for following, _ in node.next_functions if following is not None]
-    return None
 
 
 def draws_by_seed(node: Node) -> bool:
@@ -358,7 +348,9 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
     given: dict[str, Any] = {"options": {"config_patches": patches}}
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, Fake)), None)
     # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
-    with torch.no_grad(), _without_word_of_a_cache():
+    # standalone_compile warns that it cannot save what nobody asked it to save.
+    log = logging.getLogger("torch._inductor.standalone_compile")
+    with torch.no_grad(), mock.patch.object(log, "disabled", True):
         if mode is None:
             return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", **given)
         # In a mode of its own Inductor would take two sizes for one where they were equal while tracing.
@@ -369,14 +361,3 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
 def is_cached(fakes: Sequence[Any]) -> bool:
     """Return whether a graph of such inputs may be taken from Inductor's cache on disk."""
     return not any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes)
-
-
-@contextmanager
-def _without_word_of_a_cache() -> Generator[None]:
-    """Keep standalone_compile from warning that it cannot save what nobody asked it to save."""
-    log = logging.getLogger("torch._inductor.standalone_compile")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled

@@ -191,32 +191,9 @@ def group_ranks(group: Any) -> list[int]:
     return _dist.get_process_group_ranks(group)
 
 
-def rank_in_job() -> int:
-    """This rank's number among all ranks."""
-    return dist.get_rank()
-
-
-def group_rank(group: Any) -> int:
-    """This rank's number within a group."""
-    return group.rank()
-
-
-def group_size(group: Any) -> int:
-    return group.size()
-
-
 def largest(value: Tensor, group: Any) -> None:
     """Make a tensor its largest value over the ranks of a group, in place; every one of them calls it."""
     _dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-
-
-def is_mean(op: Any) -> bool:
-    """Tell a reduction that divides by the number of ranks from one that adds up."""
-    return op == dist.ReduceOp.AVG
-
-
-def is_sum(op: Any) -> bool:
-    return op == dist.ReduceOp.SUM
 
 
 def at_end_of_backward(work: Callable[[], None]) -> None:

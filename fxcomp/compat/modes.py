@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,8 +105,7 @@ def outside_function_modes() -> Generator[None]:
         yield
 
 
-@contextmanager
-def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
+def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager[None]:
     """Keep a mode around the Python that backward passes call; torch takes it off where a function begins one."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
@@ -114,8 +113,7 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> Generator[None]:
         with nullcontext() if type(mode).__name__ in function_modes() else mode:
             return run(*args, **kwargs)
 
-    with attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}}):
-        yield
+    return attributes_instead({torch.autograd: {"_engine_run_backward": run_inside}})
 
 
 def dispatch_mode() -> str | None:

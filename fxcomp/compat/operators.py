@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, TypeGuard, cast
 
@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from fxcomp.compat.source_lines import frames
-from fxcomp.compat.symbols import has_symbols, size_hint
+from fxcomp.compat.symbols import attributes_instead, has_symbols, size_hint
 
 Operator = OpOverload[..., Any]
 
@@ -329,23 +329,16 @@ def carries_objects() -> bool:
     return any(code.co_filename == here and "_object" in code.co_name for code in codes)
 
 
-@contextmanager
-def without_hidden_communication(refuse: Callable[[str], Any]) -> Generator[None]:
+def without_hidden_communication(refuse: Callable[[str], Any]) -> AbstractContextManager[None]:
     """Call `refuse` with what was tried where torch.distributed would communicate by other ways than operators."""
-    c10d: Any = dist.distributed_c10d
     hidden = {
         "_object_to_tensor": OBJECTS,
         "_tensor_to_object": OBJECTS,
         "_new_group_with_tag": "a new process group",
     }
-    before = {name: getattr(c10d, name) for name in hidden}
-    try:
-        for name, what in hidden.items():
-            setattr(c10d, name, partial(_refused, refuse, what))
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(c10d, name, function)
+    return attributes_instead(
+        {dist.distributed_c10d: {name: partial(_refused, refuse, what) for name, what in hidden.items()}}
+    )
 
 
 def _refused(refuse: Callable[[str], Any], what: str, *_: Any, **__: Any) -> Any:

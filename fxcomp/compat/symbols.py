@@ -17,10 +17,10 @@ What tracing made a number of is compared as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -72,8 +72,7 @@ def symbols_of_number(number: torch.SymFloat) -> set[str]:
     return set(map(str, number.node.expr.free_symbols))
 
 
-@contextmanager
-def noting_texts(note: Callable[[], None]) -> Generator[None]:
+def noting_texts(note: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `note` where the user's code writes a float symbol as text: that has the number of today."""
 
     def noting(method: Callable[..., str]) -> Callable[..., str]:
@@ -85,8 +84,7 @@ def noting_texts(note: Callable[[], None]) -> Generator[None]:
         return text
 
     methods = {name: noting(getattr(torch.SymFloat, name)) for name in ("__str__", "__repr__", "__format__")}
-    with attributes_instead({torch.SymFloat: methods}):
-        yield
+    return attributes_instead({torch.SymFloat: methods})
 
 
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
@@ -159,15 +157,9 @@ def size_hint(size: Any) -> int:
     return 1 if size.node.hint is None else int(size.node.hint)
 
 
-@contextmanager
-def without_locations() -> Generator[None]:
+def without_locations() -> AbstractContextManager[None]:
     """Keep symbols from noting where they are made, for which torch would import its exporter."""
-    before = symbolic_shapes.uninteresting_files
-    symbolic_shapes.uninteresting_files = cast("Any", set[str])
-    try:
-        yield
-    finally:
-        symbolic_shapes.uninteresting_files = before
+    return attributes_instead({symbolic_shapes: {"uninteresting_files": set[str]}})
 
 
 @contextmanager

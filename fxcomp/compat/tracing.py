@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -82,11 +83,9 @@ def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
             known.pop(value, None)
 
 
-@contextmanager
-def plain_values() -> Generator[None]:
+def plain_values() -> AbstractContextManager[Any]:
     """Compute on real values, unseen by whatever traces around us."""
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 @contextmanager
@@ -121,8 +120,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
         return make_fx(outside_exchanged, tracing_mode="real")(*inputs)
 
 
-@contextmanager
-def _generators_as_attributes() -> Generator[None]:
+def _generators_as_attributes() -> AbstractContextManager[Any]:
     """Let operators be given generators in a graph; torch does so itself since 2.13, and raises before."""
 
     def as_attribute(tracer: Any, generator: torch.Generator) -> Node:
@@ -130,15 +128,7 @@ def _generators_as_attributes() -> Generator[None]:
         setattr(tracer.root, name, generator)
         return tracer.create_node("get_attr", name, (), {})
 
-    handlers: dict[Any, Any] = _create_arg_bypass
-    if _GENERATOR in handlers:
-        yield
-        return
-    handlers[_GENERATOR] = as_attribute
-    try:
-        yield
-    finally:
-        del handlers[_GENERATOR]
+    return mock.patch.dict(cast("Any", _create_arg_bypass), {_GENERATOR: as_attribute} | _create_arg_bypass)
 
 
 def trace_functional(

@@ -10,8 +10,7 @@
 - examples: one of each, which pages, tests and `calibrate` show and measure.
 """
 
-from fxcomp.compressors import triton
-from fxcomp.compressors.base import Compressed, Compressor, use_on_cuda
+from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.casts import BF16, FP16, CastCompressor
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.cmax import CMax
@@ -53,5 +52,3 @@ __all__ = [
     "parse_compressor",
     "register",
 ]
-
-use_on_cuda(triton)

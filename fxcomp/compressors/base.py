@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fxcomp.compressors.inputs import (
     check_encode,
     check_propose,
 )
+from fxcomp.compressors.triton import dispatch
 
 _OURS = "fxcomp.compressors."
 
@@ -100,13 +101,13 @@ class Compressor(Declared):
         return self._run_kernel("propose", given.segments, given.bucket, given.residual, given.state, out) is not None
 
     def encode_on_cuda(self, given: EncoderInput, payload: Tensor) -> bool:
-        return any(gpu.encode(self, given, payload) for gpu in _on_cuda)
+        return dispatch.encode(self, given, payload)
 
     def decode_on_cuda(self, received: DecoderInput, out: Tensor) -> bool:
-        return any(gpu.decode(self, received, out) for gpu in _on_cuda)
+        return dispatch.decode(self, received, out)
 
     def propose_on_cuda(self, given: EncoderInput, out: Tensor) -> bool:
-        return any(gpu.propose(self, given, out) for gpu in _on_cuda)
+        return dispatch.propose(self, given, out)
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         """List the kernels' arguments after the tensors: how the bucket is cut, and the parameters."""
@@ -132,7 +133,7 @@ class Compressor(Declared):
         check_encode(self, given, payload)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(given, payload):
             return
-        if _can_run_on_cuda(bucket) and self.encode_on_cuda(given, payload):
+        if dispatch.can_run_on(bucket) and self.encode_on_cuda(given, payload):
             return
         new = self.compress_reference(given)
         payload.copy_(new.payload)
@@ -155,7 +156,7 @@ class Compressor(Declared):
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
             return
-        if not (_can_run_on_cuda(out) and self.decode_on_cuda(received, out)):
+        if not (dispatch.can_run_on(out) and self.decode_on_cuda(received, out)):
             out.copy_(self.decompress_reference(received))
 
     def propose(
@@ -166,48 +167,8 @@ class Compressor(Declared):
         check_propose(self, given, out)
         if kernels.can_run_on(bucket) and self.propose_on_cpu(given, out):
             return
-        if not (_can_run_on_cuda(bucket) and self.propose_on_cuda(given, out)):
+        if not (dispatch.can_run_on(bucket) and self.propose_on_cuda(given, out)):
             out.copy_(self.propose_reference(given))
-
-
-class DeviceKernels(Protocol):
-    """Kernels for another device, of any compressor: they fill the last tensor, or return False where they cannot."""
-
-    def can_run_on(self, tensor: Tensor) -> bool: ...
-
-    def encode(self, compressor: Compressor, given: EncoderInput, payload: Tensor) -> bool: ...
-
-    def decode(self, compressor: Compressor, received: DecoderInput, out: Tensor) -> bool: ...
-
-    def propose(self, compressor: Compressor, given: EncoderInput, out: Tensor) -> bool: ...
-
-    def encode_pieces(self, compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool: ...
-
-    def decode_pieces(self, compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool: ...
-
-
-def encode_pieces_on_cuda(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
-    """Encode all pieces at once where they are on a GPU and a kernel can; tells if it did."""
-    return any(
-        gpu.can_run_on(given.bucket) and gpu.encode_pieces(compressor, given, payload, pieces) for gpu in _on_cuda
-    )
-
-
-def decode_pieces_on_cuda(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
-    """Decode all pieces at once where they are on a GPU and a kernel can; tells if it did."""
-    return any(gpu.can_run_on(out) and gpu.decode_pieces(compressor, received, out, pieces) for gpu in _on_cuda)
-
-
-_on_cuda: list[DeviceKernels] = []
-
-
-def use_on_cuda(device_kernels: DeviceKernels) -> None:
-    """Run these where a tensor is on a GPU."""
-    _on_cuda.append(device_kernels)
-
-
-def _can_run_on_cuda(tensor: Tensor) -> bool:
-    return any(gpu.can_run_on(tensor) for gpu in _on_cuda)
 
 
 @cache

@@ -183,15 +183,11 @@ def read(field: FieldInfo, text: str) -> Any:
     return convert(text)
 
 
-def _is_true(text: str) -> bool:
-    return text in ("true", "True")
-
-
 # Python's own readers take 1_000 and the digits of other scripts as well.
 _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (r"[+-]?[0-9]+", int),
     "float": (r"[+-]?(?:[0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf|nan)", float),
-    "bool": (r"[tT]rue|[fF]alse", _is_true),
+    "bool": (r"[tT]rue|[fF]alse", lambda text: text in ("true", "True")),
     "str": (r"[A-Za-z]\w*", str),
 }
 

@@ -100,9 +100,7 @@ class _Calls:
         return kernel(*map(_to_c, arguments))
 
 
-@cache
-def _calls(library: ctypes.CDLL) -> _Calls:
-    return _Calls(library)
+_calls = cache(_Calls)
 
 
 @cache

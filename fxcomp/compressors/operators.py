@@ -20,9 +20,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-from fxcomp.compressors.base import Compressor, decode_pieces_on_cuda, encode_pieces_on_cuda
+from fxcomp.compressors.base import Compressor
 from fxcomp.compressors.facts import SCHEMA, fields_of
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixed, check_segments
+from fxcomp.compressors.triton import dispatch
 
 Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """The sizes of a value's segments; those of each of its pieces, where it is compressed in pieces."""
@@ -52,7 +53,7 @@ def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
         return
-    if encode_pieces_on_cuda(compressor, given, payload, tuple(pieces)):
+    if dispatch.can_run_on(given.bucket) and dispatch.encode_pieces(compressor, given, payload, tuple(pieces)):
         return
     values, sent, states = _PieceReader(given.bucket), _PieceReader(payload), _PieceReader(given.state)
     residuals = _PieceReader(given.residual)
@@ -72,7 +73,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
     if len(pieces) == 1 or (ranks == 1 and compressor.facts.is_joined):
         compressor.decode(payloads, ranks, segments, out, agreed, state)
         return
-    if decode_pieces_on_cuda(compressor, received, out, tuple(pieces)):
+    if dispatch.can_run_on(out) and dispatch.decode_pieces(compressor, received, out, tuple(pieces)):
         return
     sent, means = _PieceReader(payloads), _PieceReader(out)
     for piece in pieces:
@@ -110,19 +111,18 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
     parameters = "".join(f", {SCHEMA[field.type]} {field.name}" for field in fields_of(kind).values())
     bucket = f"(Tensor bucket, Tensor? residual, int[] segments{parameters}, *, Tensor? state=None"
 
-    def fake_compress(
-        bucket: Tensor,
-        residual: Tensor | None,
-        segments: Sequence[int],
-        *values: Any,
-        state: Tensor | None = None,
-        agreed: Tensor | None = None,
-        pieces: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def made(values: tuple[Any, ...], segments: Sequence[int], first: Tensor, *others: Tensor | None) -> Compressor:
         compressor = make(*values)
         check_segments(compressor, segments)
-        check_not_mixed(compressor, segments, bucket, residual, state, agreed)
-        elements = payload_elements(compressor, in_pieces(segments, pieces))
+        check_not_mixed(compressor, segments, first, *others)
+        return compressor
+
+    def fake_compress(
+        bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = named.get("state")
+        compressor = made(values, segments, bucket, residual, state, named.get("agreed"))
+        elements = payload_elements(compressor, in_pieces(segments, named.get("pieces")))
         payload = bucket.new_empty(elements, dtype=compressor.payload_dtype)
         new_residual = bucket.new_empty(0 if residual is None else sum(segments))
         return payload, new_residual, bucket.new_empty(0) if state is None else torch.empty_like(state)
@@ -140,20 +140,10 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
         new_residual, new_state = _copy(residual), _copy(state)
         given = EncoderInput(bucket.contiguous(), new_residual, tuple(segments), new_state, _flat(agreed))
         encode(make(*values), given, payload, in_pieces(segments, pieces))
-        return payload, _or_empty(new_residual, bucket), _or_empty(new_state, bucket)
+        return payload, or_empty(new_residual, bucket), or_empty(new_state, bucket)
 
-    def fake_decompress(
-        payloads: Tensor,
-        ranks: int,  # noqa: ARG001
-        segments: Sequence[int],
-        *values: Any,
-        agreed: Tensor | None = None,
-        state: Tensor | None = None,
-        pieces: Sequence[int] | None = None,  # noqa: ARG001
-    ) -> Tensor:
-        compressor = make(*values)
-        check_segments(compressor, segments)
-        check_not_mixed(compressor, segments, payloads, agreed, state)
+    def fake_decompress(payloads: Tensor, _: int, segments: Sequence[int], *values: Any, **named: Any) -> Tensor:
+        made(values, segments, payloads, named.get("agreed"), named.get("state"))
         return payloads.new_empty(sum(segments), dtype=torch.float32)
 
     def decompress(
@@ -173,9 +163,7 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
     def fake_propose(
         bucket: Tensor, residual: Tensor | None, segments: Sequence[int], *values: Any, state: Tensor | None = None
     ) -> Tensor:
-        compressor = make(*values)
-        check_segments(compressor, segments)
-        check_not_mixed(compressor, segments, bucket, residual, state)
+        compressor = made(values, segments, bucket, residual, state)
         return bucket.new_empty(compressor.proposal_elements(segments), dtype=compressor.facts.proposal_dtype)
 
     def propose(
@@ -214,5 +202,5 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor

@@ -101,7 +101,8 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
     """Of those that are not zero: exponents add up exactly, and mantissas are multiplied, 512 at a time."""
-    magnitudes = pad(magnitudes, (0, _power_of_two(len(magnitudes)) - len(magnitudes)))
+    power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
+    magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
     exponents = int(((bits >> 52) - 1023).sum())
     mantissas = ((bits & ((1 << 52) - 1)) | (1023 << 52)).view(torch.float64)
@@ -124,10 +125,6 @@ def _sum(values: Tensor) -> float:
         half = len(lanes) // 2
         lanes = lanes[:half] + lanes[half:]
     return float(lanes[0])
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def inverse_gamma(shape: float, share: float) -> float:

@@ -183,10 +183,7 @@ def chosen_algorithm(
     """Return the algorithm that the library takes in a group: NCCL the fastest for the size, gloo one for all sizes."""
     if library is Library.GLOO:
         return large_algorithm(kind, group, library)
-    choices = CANDIDATES[library][kind]
-    if len(choices) == 1:
-        return choices[0]
-    return min(choices, key=lambda algorithm: _collective_us(kind, size, group, algorithm))
+    return _least(kind, library, lambda algorithm: _collective_us(kind, size, group, algorithm))
 
 
 def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algorithm: Algorithm) -> float:
@@ -196,10 +193,12 @@ def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algo
 
 def large_algorithm(kind: CollectiveKind, group: GroupTopology, library: Library) -> Algorithm:
     """Return the algorithm that the library takes where only bytes count."""
+    return _least(kind, library, lambda algorithm: _us_per_byte(kind, group, algorithm))
+
+
+def _least(kind: CollectiveKind, library: Library, us: Callable[[Algorithm], float]) -> Algorithm:
     choices = CANDIDATES[library][kind]
-    if len(choices) == 1:
-        return choices[0]
-    return min(choices, key=lambda algorithm: _us_per_byte(kind, group, algorithm))
+    return choices[0] if len(choices) == 1 else min(choices, key=us)
 
 
 def _us_per_byte(kind: CollectiveKind, group: GroupTopology, algorithm: Algorithm) -> float:

@@ -24,6 +24,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -115,12 +116,10 @@ def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:
 
 def _chosen_breaks(x: Vector, y: Vector, most_pieces: int) -> Breaks:
     """Add the break that helps most, one after the other, move each to where it helps most, and keep what pays."""
-    known: dict[Breaks, float] = {}
 
+    @cache
     def score(breaks: Breaks) -> float:
-        if breaks not in known:
-            known[breaks] = _score(x, y, breaks) if _is_possible(x, breaks) else math.inf
-        return known[breaks]
+        return _score(x, y, breaks) if _is_possible(x, breaks) else math.inf
 
     candidates = list(_candidates(x))
     chosen: Breaks = ()

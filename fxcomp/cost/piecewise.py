@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
@@ -118,7 +119,7 @@ class Fit:
     def at(self, size: float) -> float:
         """Return the time for a size, in µs. It never falls."""
         pieces = self.pieces
-        piece = pieces[max(0, bisect_right(pieces, size, key=_start) - 1)]
+        piece = pieces[max(0, bisect_right(pieces, size, key=attrgetter("start")) - 1)]
         if size <= self.largest:
             return piece.at(size)
         end = piece.at(self.largest)
@@ -145,10 +146,6 @@ class Fit:
     def line(cls, at_zero_us: float, us_per_unit: float, residual: float = 0.0) -> Fit:
         """Make a line that holds everywhere."""
         return cls((Piece(0.0, at_zero_us, us_per_unit),), 0.0, 0.0, 0, residual, residual)
-
-
-def _start(piece: Piece) -> float:
-    return piece.start
 
 
 _INTERVAL = null_or(number(), null=math.inf)
@@ -205,7 +202,7 @@ def interpolate(points: Sequence[Sample], size: float) -> float:
     """
     rising = list(accumulate((us for _, us in points), max))
     first, last = points[0][0], points[-1][0]
-    right = bisect_right(points, size, key=_size)
+    right = bisect_right(points, size, key=itemgetter(0))
     if right == 0:
         return rising[0]
     if len(points) == 1:
@@ -214,7 +211,3 @@ def interpolate(points: Sequence[Sample], size: float) -> float:
         return rising[-1] + (size - last) * (rising[-1] - rising[0]) / (last - first)
     low, high = points[right - 1][0], points[right][0]
     return rising[right - 1] + (size - low) * (rising[right] - rising[right - 1]) / (high - low)
-
-
-def _size(point: Sample) -> float:
-    return point[0]

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -199,30 +199,18 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `save` writes."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": VERSION,
-            "hardware": self.hardware,
-            "versions": self.versions,
-            "date": self.date,
-            "source": self.source,
-            "pack_gb_per_s": self.pack_gb_per_s,
-            "launch_us": self.launch_us,
-            "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
-            "copy_gb_per_s": self.copy_gb_per_s,
-            "contention": self.contention,
-            "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
-            "feed_us": self.feed_us,
-            "host_us": self.host_us,
-            "error": self.error,
-            "compute_error": self.compute_error,
-            "estimate": self.estimate,
-            "roofline": asdict(self.roofline),
+            **own,
             "compute": {key: asdict(value) for key, value in self.compute.items()},
+            "roofline": asdict(self.roofline),
             "collectives": {
                 f"{kind.value}@{topology}": v.to_json() for (kind, topology), v in self.collectives.items()
             },
             "compressors": {key: known.to_json() for key, known in self.compressors.items()},
-            "threads": self.threads,
+            "transport": {kind.value: asdict(taken) for kind, taken in self.transport.items()},
+            "processors": None if math.isinf(self.processors.count) else asdict(self.processors),
         }
 
     @classmethod

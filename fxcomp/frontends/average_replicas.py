@@ -65,7 +65,7 @@ def average_replicas(
     with Ranks.meeting(cluster, "average_replicas", replicas) as ranks:
         modules = ranks.attempt("looking at the model", lambda: _averaged_modules(model, options, ranks))
         beside = modules[0].shard_group
-        place = compat.group_rank(beside), compat.group_size(beside)
+        place = beside.rank(), beside.size()
         # For each parameter of each module, a tensor of the shape of this rank's part, without memory.
         stand_ins = [[torch.empty(shape, device="meta") for shape in module.shapes] for module in modules]
         named = list(zip(chain(*stand_ins), chain(*(module.names for module in modules)), strict=True))

@@ -132,12 +132,7 @@ def compile_step(
 
 
 def _captured(
-    model: nn.Module,
-    loss_fn: LossFn,
-    optimizer: GivenOptimizers,
-    batch: Any,
-    options: StepOptions,
-    ranks: Ranks,
+    model: nn.Module, loss_fn: LossFn, optimizer: GivenOptimizers, batch: Any, options: StepOptions, ranks: Ranks
 ) -> tuple[Training, Captured]:
     """Capture the step on every rank."""
 

@@ -148,11 +148,7 @@ class DdpHook(PlannedAverage):
                 "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
                 stacklevel=2,
             )
-        return _as_it_is
-
-
-def _as_it_is(bucket: compat.GradBucket) -> Future:
-    return delivered(bucket.buffer())
+        return lambda bucket: delivered(bucket.buffer())
 
 
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:

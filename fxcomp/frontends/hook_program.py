@@ -147,10 +147,7 @@ class Run:
 def runs_of(plan: Plan, layout: Layout) -> list[Run]:
     """Say where the means of a plan's buckets belong."""
     places = {name: (number, start) for number, bucket in enumerate(layout) for name, start in bucket.starts.items()}
-    found: list[Run] = []
-    for number, bucket in enumerate(plan.buckets):
-        found += _joined(number, bucket, places)
-    return found
+    return [run for number, bucket in enumerate(plan.buckets) for run in _joined(number, bucket, places)]
 
 
 def _joined(number: int, bucket: Bucket, places: dict[str, tuple[int, int]]) -> list[Run]:

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -201,19 +202,14 @@ class _Files:
         if "http" in self._system.protocol:  # a page, and no folder
             return {}
         folder, _, name = self._place.rpartition("/")
-        start, end = FILE.format(checkpoint=name, rank="/").split("/")
+        pattern = re.escape(FILE.format(checkpoint=name, rank="/")).replace("/", r"(\d+)")
         self._system.invalidate_cache(folder)
         try:
             places: list[str] = self._system.ls(folder, detail=False)
         except FileNotFoundError:
             return {}
-        names = {place: place.rpartition("/")[2] for place in places}
-        numbers = {
-            place: name.removeprefix(start).removesuffix(end)
-            for place, name in names.items()
-            if name.startswith(start) and name.endswith(end)
-        }
-        return {int(number): place for place, number in numbers.items() if number.isdecimal()}
+        found = {place: re.fullmatch(pattern, place.rpartition("/")[2]) for place in places}
+        return {int(match[1]): place for place, match in found.items() if match}
 
 
 def _state_of(before: DdpHook) -> Mapping[str, Any] | None:

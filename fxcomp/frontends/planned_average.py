@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from fxcomp import compat
 from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
@@ -78,7 +78,7 @@ class PlannedAverage:
 
         `fxcomp.read_checkpoint` reads it. Random generators are left to the loop, whose draws they are.
         """
-        return to_tensors(self.state_dict(), compat.rank_in_job())
+        return to_tensors(self.state_dict(), dist.get_rank())
 
     def load_state_dict(self, state: Given) -> None:
         """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, as CompiledStep.load_state_dict.

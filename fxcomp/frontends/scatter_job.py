@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -139,7 +140,7 @@ class ScatterJob(BackwardPasses):
 
     def _compress(self, program: HookProgram, output: Tensor, given: Tensor, op: Any) -> None:
         """Run the emitted step of a module."""
-        if not (compat.is_mean(op) or compat.is_sum(op)):
+        if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
             raise Unsupported(
                 "fully_shard scatters with a divisor of its own for gradients (set_gradient_divide_factor).\n"
                 "  Leave it out, and scale the loss."
@@ -150,7 +151,7 @@ class ScatterJob(BackwardPasses):
         self.executor.begin(program.module, self.runtime, program.arguments(state))
         _, (mean, *_) = self.executor.arrive(program.layout[0].with_views(given))
         self.executor.end(None, self.runtime)
-        output.copy_(mean.mul_(self.site.ranks.world_size) if compat.is_sum(op) else mean)
+        output.copy_(mean.mul_(self.site.ranks.world_size) if op == dist.ReduceOp.SUM else mean)
 
     # Its end
 

@@ -48,7 +48,7 @@ class ShardFeed:
 
     def __init__(self, modules: Sequence[compat.ShardedModule], stand_ins: Sequence[list[Tensor]], job: HookJob):
         self._modules, self._stand_ins, self._job = modules, stand_ins, job
-        self._shards = compat.group_size(modules[0].shard_group)
+        self._shards = modules[0].shard_group.size()
         self._order: list[int] | None = None
         """The modules as the first pass brought them; later passes are fed in this order."""
         self._pass = _FeedPass()

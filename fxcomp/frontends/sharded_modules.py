@@ -130,7 +130,7 @@ def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
     modules = checked_modules(model, "compress_reduce_scatter")
     for module in modules:
         _check_is_scattered(module)
-    return [ScatteredModule(module, compat.group_size(module.shard_group)) for module in modules]
+    return [ScatteredModule(module, module.shard_group.size()) for module in modules]
 
 
 def _check_is_scattered(module: compat.ShardedModule) -> None:

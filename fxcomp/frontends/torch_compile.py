@@ -99,11 +99,7 @@ def compile_model(
 
 
 def fxcomp_backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    **unknown: Any,
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
 ) -> Callable[..., Any]:
     """Compile what Dynamo found, `gm`, for `example_inputs`: torch.compile calls this.
 

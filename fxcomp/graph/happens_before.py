@@ -37,10 +37,7 @@ def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataR
     """
     if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):
         return []
-    found: dict[DataRace, None] = {}
-    for events in traces(gm, is_asynchronous):
-        found.update(dict.fromkeys(races_of(events)))
-    return list(found)
+    return list(dict.fromkeys(race for events in traces(gm, is_asynchronous) for race in races_of(events)))
 
 
 def races_of(events: Sequence[Event]) -> list[DataRace]:

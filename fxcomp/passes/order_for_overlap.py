@@ -44,9 +44,7 @@ def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
     commits = [n for n in nodes if info(n).role in (Role.COMMIT, Role.ROLL_BACK)]
     placed = {*order, *commits}
 
-    finals: list[Node] = []
-    for number in range(len(plan.buckets)):
-        finals += [n for n in nodes if n not in placed and info(n).bucket == number]
+    finals = [n for k in range(len(plan.buckets)) for n in nodes if n not in placed and info(n).bucket == k]
     placed.update(finals)
     updates = _updates_by_bucket([n for n in nodes if info(n).role is Role.UPDATE and n not in placed], plan)
     clips = [n for n in nodes if info(n).role is Role.CLIP]

@@ -51,36 +51,28 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
     its share: 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` has measured errors of one gradient; the next compression is
     taken to lose as much of the sum as it would of that gradient.
     """
-    kept, grown, beyond = _kept_and_grown(strategy, cluster, error_of, max)
-    return beyond + (1.0 - kept * (2.0 - grown) if kept < 1.0 else grown - 1.0)
+    return float(strategy_errors(strategy, cluster, error_of))
 
 
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
-    """Return the same for many gradients at once; `errors_of` gives an array with an entry for each."""
-    kept, grown, beyond = _kept_and_grown(strategy, cluster, errors_of, np.maximum)
-    where: Any = np.where
-    return beyond + where(kept < 1.0, 1.0 - kept * (2.0 - grown), grown - 1.0)
+    """Return the same for many gradients at once; `errors_of` gives an array with an entry for each.
 
-
-def _kept_and_grown(
-    strategy: Strategy, cluster: Cluster, error_of: Callable[[Compressor, int], Any], larger: Callable[[Any, Any], Any]
-) -> tuple[Any, Any, Any]:
-    """Multiply what each compression keeps, of those that leave values out, and what the others add.
-
-    What one of the former loses beyond all that there is, by a strange table, is added up: nothing is kept of it twice.
+    What a compression that leaves values out loses beyond all that there is, by a strange table, is added up: nothing
+    is kept of it twice.
     """
     kept: Any = 1.0
     grown: Any = 1.0
     beyond: Any = 0.0
     for held, step in zip(strategy.held, strategy.steps, strict=False):
         if isinstance(step, Compress):
-            error = error_of(step.compressor, _ranks_missing(held, cluster))
+            error = errors_of(step.compressor, _ranks_missing(held, cluster))
             if step.compressor.bias is Bias.BIASED:
-                kept = kept * larger(1 - error, 0.0)
-                beyond = beyond + larger(error - 1, 0.0)
+                kept = kept * np.maximum(1 - error, 0.0)
+                beyond = beyond + np.maximum(error - 1, 0.0)
             else:
                 grown = grown * (1 + error)
-    return kept, grown, beyond
+    where: Any = np.where
+    return beyond + where(kept < 1.0, 1.0 - kept * (2.0 - grown), grown - 1.0)
 
 
 def _ranks_missing(held: Standing, cluster: Cluster) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fxcomp import compressors
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.errors import BadOption, BadPlan, Unsupported
 from fxcomp.options import StepOptions
-from fxcomp.plan.compress import Compress, Warmup
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Mode, one_shot_ways
@@ -102,15 +102,11 @@ class PointChooser:
         """Predict the job by both. Raises BadOption where the warm-up cannot be made."""
         compress = self.options.compress
         assert compress.steps is not None, "where the point is chosen, the job has a length"
-        known: dict[str, float] = {}
-
-        def price(plan: Plan) -> float:
-            if plan.digest not in known:
-                known[plan.digest] = prices.step_us(plan)
-            return known[plan.digest]
+        price = cache(prices.step_us)
 
         def job(plan: Plan, steps: int) -> float:
-            return job_us(stretches(_warmup(compress, plan, steps).stages(plan), steps, price))
+            warmup = replace(compress, steps=steps).warmup_for(plan)
+            return job_us(stretches(warmup.stages(plan), steps, price))
 
         since = first_that_pays(lambda steps: job(momenta, steps) < job(gradients, steps))
         since = since and max(since, LEAST_STEPS)
@@ -119,10 +115,6 @@ class PointChooser:
 
 def _note(why: str) -> str:
     return f"{Mode.AGGRESSIVE.value}: ranks exchange gradients, because {why}."
-
-
-def _warmup(compress: Compress, plan: Plan, steps: int) -> Warmup:
-    return replace(compress, steps=steps).warmup_for(plan)
 
 
 def movable(workload: Workload, pins: Pins) -> list[str]:

@@ -59,11 +59,7 @@ def survey(
 
 
 def _surveyed(
-    ranks: Ranks,
-    compressors: Sequence[Compressor],
-    threads: Sequence[int],
-    links_s: float,
-    tell: Callable[[str], None],
+    ranks: Ranks, compressors: Sequence[Compressor], threads: Sequence[int], links_s: float, tell: Callable[[str], None]
 ) -> Survey:
     ranks.check_same("comparing options", {"compressors": [str(c) for c in compressors], "threads": list(threads)})
     site = Site.of(ranks, None, device_here())

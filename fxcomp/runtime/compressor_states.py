@@ -122,10 +122,6 @@ class CompressorStates:
         """Return the state that the compressor of a slot reads and replaces."""
         return self._slots[bucket, slot]
 
-    def of_parameter(self, name: str) -> list[Tensor]:
-        """Find what is remembered of a parameter's parts on this rank, in all slots."""
-        return [part.value for part in self._parts if part.name == name]
-
     def shared(self) -> dict[str, Tensor]:
         """Find all parts by their labels: what has the same label on several ranks must be the same on them."""
         return {part.label: part.value for part in self._parts}

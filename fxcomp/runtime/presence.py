@@ -21,6 +21,8 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from fxcomp import compat
 
 CONNECT_S, ANSWER_S = 1.0, 0.05
@@ -129,7 +131,7 @@ def presence() -> Presence | None:
             weakref.finalize(world, fresh.close).atexit = False
         if fresh is not None:
             with suppress(Exception):  # a store that has gone is reported by the next read
-                compat.default_store().set(_key(compat.rank_in_job()), json.dumps(fresh.address))
+                compat.default_store().set(_key(dist.get_rank()), json.dumps(fresh.address))
         _current = weakref.ref(world), fresh
     return _current[1]
 

@@ -89,12 +89,8 @@ class Stopwatch:
         pool = _between(self._pool_clock, self._pool_begin, self._pool)
         if main is None or pool is None:
             return None
-        ends: dict[Call, float] = {}
-        for call, end in list(self._ends.items()):
-            us = self._clock.us(self._begin, end)
-            if us is not None:
-                ends[call] = us
-        return Reading(main, pool, ends)
+        ends = {call: self._clock.us(self._begin, end) for call, end in list(self._ends.items())}
+        return Reading(main, pool, {call: us for call, us in ends.items() if us is not None})
 
     def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """A region's function with a clock around it."""

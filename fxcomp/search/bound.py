@@ -36,7 +36,7 @@ from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Content, Mode, error_limit, strategies, worth_offering
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.atoms import Atom, atoms_of
+from fxcomp.search.atoms import atoms_of
 from fxcomp.search.least_work import COMPUTE, STREAMS, Least, LeastWork
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
@@ -52,13 +52,7 @@ _ROUNDING = 1e-9
 
 
 def bound_us(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    mode: Mode,
-    *,
-    bursts: float = 1.0,
-    pins: Pins = NO_PINS,
+    workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
 ) -> float:
     """Return a time that no plan's step is shorter than; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
@@ -138,7 +132,8 @@ class _Bound:
         return bool(self.burstable < self.elements.sum() and self.bursty.any())
 
     def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_BoundKind]:
-        cut = {atom.number for atom in atoms_of(self.workload, self.cluster.world_size) if _is_part(atom)}
+        atoms = atoms_of(self.workload, self.cluster.world_size)
+        cut = {atom.number for atom in atoms if len(atom.extent) < atom.gradient.elements}
         groups: dict[tuple[object, ...], list[int]] = {}
         has_shapes = any(map(_depends_on_shapes, self.strategies))
         for number, gradient in enumerate(self.workload.gradients):
@@ -303,10 +298,6 @@ def _refine(at: Callable[[float], float], best: float, value: float) -> tuple[fl
                 best, value = us, tried
         step = math.sqrt(step)
     return best, value
-
-
-def _is_part(atom: Atom) -> bool:
-    return len(atom.extent) < atom.gradient.elements
 
 
 def _depends_on_shapes(strategy: Strategy) -> bool:

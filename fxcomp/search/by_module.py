@@ -24,7 +24,7 @@ from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.budget import is_bursty
 from fxcomp.plan.given import strategy_named
 from fxcomp.plan.kinds import CollectiveKind, Stream, wire_of
-from fxcomp.plan.modes import Content, worth_offering
+from fxcomp.plan.modes import worth_offering
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.choose import Choice
@@ -32,7 +32,7 @@ from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketWriter
 from fxcomp.search.question import Terms
 from fxcomp.search.runners import DENSE, PREDICTED_BEST, Runner
 from fxcomp.search.shared_draws import LEAST_GAIN
-from fxcomp.search.workload import Gradient, Workload
+from fxcomp.search.workload import Gradient, Workload, content_of
 
 SCATTERED = Strategy.scattered(None)
 """reduce_scatter, dense."""
@@ -282,9 +282,3 @@ class _Search:
         compresses = any(strategies[k] != SCATTERED for k in free)
         within = lost <= self._limit * self._losses.elements and bursts <= self._terms.bursts * self._losses.elements
         return within or not compresses
-
-
-def content_of(members: Sequence[Gradient]) -> Content:
-    """Tell matrices from vectors, and modules that have both."""
-    kinds = {gradient.is_vector for gradient in members}
-    return Content.MIXED if len(kinds) == 2 else Content.VECTORS if kinds == {True} else Content.MATRICES

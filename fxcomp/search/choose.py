@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from fxcomp.cluster.cluster import Cluster
@@ -17,7 +18,6 @@ from fxcomp.plan.modes import Content, Mode, strategies
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.cells import Value
 from fxcomp.search.descent.plan_search import Found, PlanSearch, searches_of
 from fxcomp.search.exchanged import Exchanged
 from fxcomp.search.losses import Losses
@@ -142,12 +142,7 @@ class Choice:
 
 
 @gc_paused()
-def choose(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    terms: Terms | Mode,
-) -> Choice:
+def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
     """Choose a plan, with the reasons. A mode alone stands for terms of that mode.
 
     What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
@@ -211,28 +206,21 @@ def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
         for k, (found, search) in enumerate(ends[:_IN_FULL])
         if k == 0 or (not search.is_joined and found[0].value.us <= best_us * (1 + _NEAR))
     ]
-    others = sorted(((each, search) for found, search in ends for each in found), key=_value_of)[: _PRICED - 1]
+    others = sorted(((each, search) for found, search in ends for each in found), key=lambda pair: pair[0].value)
+    others = others[: _PRICED - 1]
     if not dense_only:  # what lies close together by the search's prices may not do so exactly
         bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
         others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
-    best = min((_priced(*each) for each in (*carried_on, *others)), key=_step_of)
+    best = min((_priced(*each) for each in (*carried_on, *others)), key=attrgetter("step_us"))
     for search in searches:
         for start in search.starts_below(best.step_us, dense_only=dense_only):
-            best = min(best, _priced(start, search), key=_step_of)
+            best = min(best, _priced(start, search), key=attrgetter("step_us"))
     return best
 
 
 def _priced(found: Found, search: PlanSearch) -> Best:
     plan = search.plan(found)
     return Best(plan, search.prices.step_us(plan), found, search)
-
-
-def _step_of(best: Best) -> float:
-    return best.step_us
-
-
-def _value_of(found: tuple[Found, PlanSearch]) -> Value:
-    return found[0].value
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
@@ -290,12 +278,7 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
 
 
 def flip_gbit(
-    workload: Workload,
-    costs: CostTable,
-    cluster: Cluster,
-    terms: Terms | Mode,
-    *,
-    choice: Choice | None = None,
+    workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode, *, choice: Choice | None = None
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
 

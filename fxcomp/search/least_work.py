@@ -74,12 +74,7 @@ class LeastWork:
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
     def of(
-        self,
-        strategy: Strategy,
-        element_type: ElementType,
-        shape: Sequence[int] | None = None,
-        *,
-        is_cut: bool = False,
+        self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
         """Bound buckets of a type with this strategy; `shape` is a gradient's, where what is sent depends on it.
 
@@ -103,15 +98,7 @@ class LeastWork:
 class _LeastWorkWriter:
     """Adds up what bounds each of a bucket's lines; `_BOUNDS` has the kinds that count."""
 
-    def __init__(
-        self,
-        work: LeastWork,
-        strategy: Strategy,
-        elements: int,
-        *,
-        is_exact: bool,
-        proposes: bool,
-    ) -> None:
+    def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
         self.work, self.costs, self.cluster = work, work.costs, work.cluster
         self.elements = elements
@@ -139,14 +126,14 @@ class _LeastWorkWriter:
     def encode(self, line: BucketLine) -> None:
         leg = line.encode
         what = self.costs.propose_us if leg.is_proposal else self.costs.encode_us
-        self._device("encode", leg, lambda n: what(leg.compressor, _whole(n), leg.device), leg.compressor)
+        self._device("encode", leg, lambda n: what(leg.compressor, math.floor(n), leg.device), leg.compressor)
 
     def decode(self, line: BucketLine) -> None:
         leg = line.decode
         self._device(
             f"decode {leg.payloads}",
             leg,
-            lambda n: self.costs.decode_us(leg.compressor, _whole(n), leg.payloads, leg.device),
+            lambda n: self.costs.decode_us(leg.compressor, math.floor(n), leg.payloads, leg.device),
             leg.compressor,
         )
 
@@ -194,7 +181,3 @@ _BOUNDS: dict[LineKind, Callable[[_LeastWorkWriter, BucketLine], None]] = {
     LineKind.AGREE: _LeastWorkWriter.send,
     LineKind.SEND: _LeastWorkWriter.send,
 }
-
-
-def _whole(size: float) -> int:
-    return math.floor(size)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from fxcomp.plan.kinds import ElementType
@@ -23,13 +25,14 @@ from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import Atom
 from fxcomp.search.descent.cells import Limits, Part, Parts, Strand, Value
 from fxcomp.search.descent.engine import Engine, engine_of
-from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, option_of, pinned_option
+from fxcomp.search.descent.plan_search import PRICES, SPENT, Found, PlanSearch, by_value, option_of, pinned_option
 from fxcomp.search.descent.problem import NO_BOUNDS, Bounds, Problems
 from fxcomp.search.descent.templates import Setting
 from fxcomp.search.losses import Losses
 from fxcomp.search.pinned import Pinned
 from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms, questions_of
+from fxcomp.search.workload import content_of
 
 WORTH_MOVING = 0.02
 """Of the step: other buckets, which need another program, must save so much."""
@@ -89,7 +92,7 @@ class Resolve:
         starts = (buckets.now, buckets.plainest)
         found = list(zip(engine.values(starts), starts, strict=True))
         dense_us = found[1][0].us
-        value, parts = min(found, key=_value_of)
+        value, parts = min(found, key=itemgetter(0))
         saved_us = max(dense_us - value.us, 0.1 * dense_us)
         low, high = (factor * saved_us / max(lossable, _LEAST) for factor in PRICES)
         for _ in range(_ROUNDS):
@@ -99,7 +102,7 @@ class Resolve:
             low, high = (price, high) if value.lost > SPENT * lossable else (low, price)
             found.append((value, parts))
             yield None
-        parts, _ = engine.improve(min(found, key=_value_of)[1], _LAST)
+        parts, _ = engine.improve(min(found, key=itemgetter(0))[1], _LAST)
         return engine.values([parts])[0], buckets.plan(parts)
 
     def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
@@ -114,24 +117,16 @@ class Resolve:
             for start in starts:
                 found.append(search.improved(start.parts, _MOVE))
                 yield None
-            for each in search.at_prices(min(found, key=_plan_value_of), _MOVE, _MOVING_ROUNDS):
+            for each in search.at_prices(min(found, key=by_value), _MOVE, _MOVING_ROUNDS):
                 found.append(each)
                 yield None
-            best = search.improved(min(found, key=_plan_value_of).parts, _MOVED)
+            best = search.improved(min(found, key=by_value).parts, _MOVED)
             yield None
             ends.append((best.value, search.plan(best)))
-        return min(ends, key=_value_of)
+        return min(ends, key=itemgetter(0))
 
 
 _LEAST = 1e-9  # elements
-
-
-def _value_of(found: tuple[Value, object]) -> Value:
-    return found[0]
-
-
-def _plan_value_of(found: Found) -> Value:
-    return found.value
 
 
 class _Kind(NamedTuple):
@@ -158,7 +153,10 @@ class _Buckets:
         numbers = {gradient.name: number for number, gradient in enumerate(workload.gradients)}
         members = [
             sorted(
-                (Atom(numbers[name], extent, workload.gradients[numbers[name]]) for name, extent in _extents(bucket)),
+                (
+                    Atom(numbers[name], extent, workload.gradients[numbers[name]])
+                    for name, extent in zip(bucket.names, bucket.extents, strict=True)
+                ),
                 key=_place_of,
             )
             for bucket in plan.buckets
@@ -168,7 +166,8 @@ class _Buckets:
         for number, bucket in enumerate(plan.buckets):
             strand = pinned.strand_of.get(bucket.names[0])
             kind = bucket.element_type
-            found = strand.strategies if strand else worth_offering(offered[_content_of(members[number])], kind)
+            content = content_of([atom.gradient for atom in members[number]])
+            found = strand.strategies if strand else worth_offering(offered[content], kind)
             by_kind.setdefault(_Kind(found, strand is not None, kind), []).append(number)
         self._numbers = [sorted(each, key=lambda k: order[_place_of(members[k][-1])]) for each in by_kind.values()]
         self._strategies = [
@@ -214,24 +213,13 @@ class _Buckets:
         return self._plan.buckets[self._numbers[strand][cell]]
 
 
-def _extents(bucket: Bucket) -> list[tuple[str, range]]:
-    return list(zip(bucket.names, bucket.extents, strict=True))
-
-
 def _place_of(atom: Atom) -> tuple[int, int]:
     """Its place among all that travels."""
     return atom.number, atom.extent.start
 
 
-def _content_of(atoms: list[Atom]) -> Content:
-    kinds = {atom.gradient.is_vector for atom in atoms}
-    return Content.MIXED if len(kinds) == 2 else Content.VECTORS if True in kinds else Content.MATRICES
-
-
 def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
     """Put buckets one after the other, a cell each."""
     atoms = [atom for cell in cells for atom in cell]
-    borders = [0]
-    for cell in cells:
-        borders.append(borders[-1] + len(cell))
+    borders = accumulate(map(len, cells), initial=0)
     return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

@@ -78,10 +78,7 @@ class Runner:
 
 
 def pick_runners(
-    always: Mapping[str, Plan],
-    others: Iterable[tuple[Plan, float]],
-    prices: StepPrices,
-    table: ErrorTable = ASSUMED,
+    always: Mapping[str, Plan], others: Iterable[tuple[Plan, float]], prices: StepPrices, table: ErrorTable = ASSUMED
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fxcomp.errors import BadOption
 from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.modes import Content
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18
@@ -183,6 +184,12 @@ class Workload:
     def __str__(self) -> str:
         what = f"{len(self.gradients)} gradients, {self.elements:,} elements"
         return f"{what}, {self.free_us / 1e3:.4g} ms without communication"
+
+
+def content_of(members: Sequence[Gradient]) -> Content:
+    """Tell matrices from vectors, and modules that have both."""
+    kinds = {gradient.is_vector for gradient in members}
+    return Content.MIXED if len(kinds) == 2 else Content.VECTORS if kinds == {True} else Content.MATRICES
 
 
 def _bad_time(what: str, us: float) -> BadOption:

@@ -114,10 +114,7 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
         return set()
 
     def giving() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for label in (label for label in shared if label in wanted and label not in reset):
-            found[label] = shared[label].tolist()  # pyright: ignore[reportUnknownMemberType]
-        return found
+        return {label: value.tolist() for label, value in shared.items() if label in wanted and label not in reset}  # pyright: ignore[reportUnknownMemberType]
 
     givers = sharing.gather("joining", sharing.attempt("handing on what compressors remember", giving))
 

@@ -14,7 +14,7 @@ from fxcomp.capture.probe import check_habits
 from fxcomp.capture.training import Owned, Training
 from fxcomp.codegen.program import Program
 from fxcomp.errors import StepChanged
-from fxcomp.graph.info import ARGUMENTS, InputKind, Source
+from fxcomp.graph.info import ARGUMENTS, InputKind
 from fxcomp.state.gradient_state import GradientState
 
 
@@ -138,8 +138,10 @@ class Inputs:
                     value = self.sums.seed(is_weighted=program.captured.is_weighted)
                 case InputKind.FACTOR:
                     value = self.sums.factor
+                case InputKind.RESIDUAL:
+                    value = state.residuals.of(source.index, source.slot)
                 case _:
-                    value = _kept(source, state)
+                    value = state.compressor_states.of(source.index, source.slot)
             lists[source.kind].append(value)
         return tuple(lists.values())
 
@@ -230,12 +232,3 @@ class Inputs:
     def sizes(self) -> dict[str, int]:
         """The number of elements of every parameter."""
         return {name: parameter.numel() for name, parameter in self.parameters.items()}
-
-
-def _kept(source: Source, state: GradientState) -> Tensor:
-    """Find what a rank keeps of a bucket."""
-    match source.kind:
-        case InputKind.RESIDUAL:
-            return state.residuals.of(source.index, source.slot)
-        case _:
-            return state.compressor_states.of(source.index, source.slot)

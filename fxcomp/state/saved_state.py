@@ -52,15 +52,14 @@ def _described(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[dict[str
     return {name: [_fields(kept) for kept in pieces] for name, pieces in slices.items()}
 
 
+_NUMBERS, _SHARES = ("start", "size", "slot", "place"), ("weight", "total")
+
+
 def _fields(kept: Slice) -> dict[str, Any]:
     return {
         "values": kept.values.detach().clone(),
-        "start": kept.start,
-        "size": kept.size,
-        "slot": kept.slot,
-        "place": kept.place,
-        "weight": list(kept.weight.as_integer_ratio()),
-        "total": list(kept.total.as_integer_ratio()),
+        **{name: getattr(kept, name) for name in _NUMBERS},
+        **{name: list(getattr(kept, name).as_integer_ratio()) for name in _SHARES},
     }
 
 
@@ -157,15 +156,9 @@ def _slices_of(saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, li
 
 
 def _slice(kept: Mapping[str, Any]) -> Slice:
-    return Slice(
-        kept["values"],
-        int(kept["start"]),
-        int(kept["size"]),
-        int(kept["slot"]),
-        int(kept["place"]),
-        Fraction(*kept["weight"]),
-        Fraction(*kept["total"]),
-    )
+    start, size, slot, place = (int(kept[name]) for name in _NUMBERS)
+    weight, total = (Fraction(*kept[name]) for name in _SHARES)
+    return Slice(kept["values"], start, size, slot, place, weight, total)
 
 
 def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:

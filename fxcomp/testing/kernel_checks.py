@@ -10,8 +10,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, EncoderInput, Feedback, kernels, triton
+from fxcomp.compressors import Compressor, EncoderInput, Feedback, kernels
 from fxcomp.compressors.base import find_kernel
+from fxcomp.compressors.operators import or_empty
+from fxcomp.compressors.triton import dispatch
 from fxcomp.errors import BadTensor
 from fxcomp.testing.rounds import Replica, agree, average, decode, encode, fresh_state, replicas_of
 from fxcomp.testing.samples import LARGE, ROUND_SEGMENTS, SAMPLES, gaussian, laplace, segments_to_try
@@ -37,7 +39,7 @@ def plain_torch() -> Generator[None]:
     """Run the references, whether there are kernels or not."""
     with (
         patch.object(kernels, "can_run_on", return_value=False),
-        patch.object(triton, "can_run_on", return_value=False),
+        patch.object(dispatch, "can_run_on", return_value=False),
     ):
         yield
 
@@ -94,10 +96,6 @@ def opcheck(op: Any, arguments: tuple[Any, ...], keywords: dict[str, Tensor | No
 
 def clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if tensor is None else tensor
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float, where: str) -> None:

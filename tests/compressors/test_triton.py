@@ -23,26 +23,26 @@ from helpers.devices import round_on
 from helpers.pretended import runs_triton
 from helpers.ptx import compiled
 
-from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, parse_compressor, triton
+from fxcomp.compressors import CATALOGUE, CMax, Compressor, Feedback, parse_compressor
 from fxcomp.compressors.powersgd import _orthonormal as reference_basis  # pyright: ignore[reportPrivateUsage]
 from fxcomp.compressors.sidco import Controller
-from fxcomp.compressors.triton import language
+from fxcomp.compressors.triton import dispatch, language
 from fxcomp.compressors.triton.orthonormal import orthonormal
 from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.testing import SAMPLES
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 
-FILES = sorted(path.stem for path in Path(triton.__file__).parent.glob("*.py"))
+FILES = sorted(path.stem for path in Path(dispatch.__file__).parent.glob("*.py"))
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-HAS_TRITON = pytest.mark.skipif(not triton.available(), reason="Triton is not installed")
+HAS_TRITON = pytest.mark.skipif(not dispatch.available(), reason="Triton is not installed")
 RUNS = pytest.mark.skipif(
-    not triton.available() or not (IS_INTERPRETED or torch.cuda.is_available()),
+    not dispatch.available() or not (IS_INTERPRETED or torch.cuda.is_available()),
     reason="neither a GPU nor Triton's interpreter",
 )
-COMPILES = pytest.mark.skipif(IS_INTERPRETED or not triton.available(), reason="no compiler")
-WITH_KERNELS = [compressor for compressor in COMPRESSORS if triton.has_kernels(type(compressor))]
+COMPILES = pytest.mark.skipif(IS_INTERPRETED or not dispatch.available(), reason="no compiler")
+WITH_KERNELS = [compressor for compressor in COMPRESSORS if dispatch.has_kernels(type(compressor))]
 SEGMENTS = [(0, 1, 513, 0, 66, 3), (2600, 3), ()]  # in the second, some tiles take vectors
 FEW_SAMPLES = ("laplace", "ties", "negative zero", "huge", "one nan")
 
@@ -64,7 +64,7 @@ def test_what_a_mode_or_a_budget_offers_has_kernels() -> None:
         type(compressor)
         for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS)
     }
-    assert offered == {kind for kind in CATALOGUE.values() if triton.has_kernels(kind)}
+    assert offered == {kind for kind in CATALOGUE.values() if dispatch.has_kernels(kind)}
 
 
 def test_every_file_with_kernels_is_named_as_a_compressor() -> None:
@@ -75,7 +75,7 @@ def test_every_file_with_kernels_is_named_as_a_compressor() -> None:
 
 def test_a_plug_in_has_no_kernel_by_a_chance_of_its_name() -> None:
     plug_in = type("Int8", (CATALOGUE["int8"],), {"__module__": "elsewhere.int8"})
-    assert not triton.has_kernels(plug_in)
+    assert not dispatch.has_kernels(plug_in)
 
 
 @RUNS

@@ -10,15 +10,15 @@ import pytest
 import torch
 from helpers.ptx import accesses, compiled
 
-from fxcomp.compressors import parse_compressor, triton
+from fxcomp.compressors import parse_compressor
 from fxcomp.compressors.block_codes import BlockCompressor
 from fxcomp.compressors.inputs import EncoderInput
-from fxcomp.compressors.triton import blocks, language, orthonormal
+from fxcomp.compressors.triton import blocks, dispatch, language, orthonormal
 from fxcomp.compressors.triton.language import constexpr, jit, tl
 from fxcomp.compressors.triton.tiles import compensated, places
 
 COMPILES = pytest.mark.skipif(
-    not triton.available() or "interpreter" in type(language.mix).__module__, reason="Triton's compiler is not there"
+    not dispatch.available() or "interpreter" in type(language.mix).__module__, reason="Triton's compiler is not there"
 )
 IN_ORDER = ["read", "barrier", "write"]
 
@@ -39,7 +39,7 @@ def of_residual(text: str) -> list[str]:
     segments = (2 * compressor.block,)
     bucket, payload = torch.zeros(segments), torch.zeros(compressor.payload_elements(segments), dtype=torch.uint8)
     with patch.object(language, "start", compile_only):
-        triton.encode(compressor, EncoderInput(bucket, torch.zeros(segments), segments, None, None), payload)
+        dispatch.encode(compressor, EncoderInput(bucket, torch.zeros(segments), segments, None, None), payload)
     return found[0]
 
 

@@ -12,10 +12,10 @@ import torch
 from helpers.pretended import runs_triton
 from torch import Tensor
 
-from fxcomp.compressors import Compressor, parse_compressor, triton
+from fxcomp.compressors import Compressor, parse_compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.operators import decode, encode, payload_elements
-from fxcomp.compressors.triton import language
+from fxcomp.compressors.triton import dispatch, language
 from fxcomp.testing.kernel_checks import plain_torch
 from fxcomp.testing.rounds import fresh_state
 from fxcomp.testing.samples import gaussian
@@ -32,7 +32,7 @@ QUANTISERS = (
     "sign(2048)",
 )
 INTERPRETS = pytest.mark.skipif(
-    not triton.available() or os.environ.get("TRITON_INTERPRET") != "1", reason="no interpreter of Triton"
+    not dispatch.available() or os.environ.get("TRITON_INTERPRET") != "1", reason="no interpreter of Triton"
 )
 
 

@@ -11,12 +11,12 @@ from helpers.devices import round_on
 from helpers.pretended import runs_triton
 from helpers.ptx import compiled, vectors
 
-from fxcomp.compressors import parse_compressor, triton
-from fxcomp.compressors.triton import language
+from fxcomp.compressors import parse_compressor
+from fxcomp.compressors.triton import dispatch, language
 from fxcomp.compressors.triton.tiles import rows_of, tiles_of
 
 COMPILES = pytest.mark.skipif(
-    not triton.available() or "interpreter" in type(language.mix).__module__, reason="Triton's compiler is not there"
+    not dispatch.available() or "interpreter" in type(language.mix).__module__, reason="Triton's compiler is not there"
 )
 BLOCKS = (1, 7, 64, 100, 512, 1000, 2048, 4096)
 SIZES = (0, 1, 2, 15, 16, 17, 2047, 2048, 2049)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxcomp import compat
-from fxcomp.compressors import kernels, triton
+from fxcomp.compressors import kernels
+from fxcomp.compressors.triton import dispatch
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def runs_triton(*patches: AbstractContextManager[Any]) -> Generator[None]:
     """Take the processor's tensors for the device's, under other patches too."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(kernels, "can_run_on", return_value=False))
-        stack.enter_context(patch.object(triton, "can_run_on", return_value=True))
+        stack.enter_context(patch.object(dispatch, "can_run_on", return_value=True))
         for each in patches:
             stack.enter_context(each)
         yield

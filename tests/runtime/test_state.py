@@ -42,15 +42,19 @@ def pieces(start: int, *, compressor: Compressor = INT8, slot: int = 0) -> State
     return StateLayout(compressor, ((Part("a", start, 8, 16), compressor),), slot=slot)
 
 
+def of_parameter(kept: CompressorStates, name: str) -> list[Tensor]:
+    return [value for label, value in kept.shared().items() if label.startswith(f"{name}, ")]
+
+
 def filled(kept: CompressorStates, *names: str) -> CompressorStates:
     for number, name in enumerate(names):
-        for piece in kept.of_parameter(name):
+        for piece in of_parameter(kept, name):
             piece.copy_(100 * number + torch.arange(piece.numel()))
     return kept
 
 
 def only(kept: CompressorStates, name: str) -> Tensor:
-    (piece,) = kept.of_parameter(name)
+    (piece,) = of_parameter(kept, name)
     return piece
 
 

@@ -171,9 +171,7 @@ def gpt_job(config: GPTConfig | None = None, *, seed: int = 0, batch_size: int =
     )
 
 
-@functools.cache
-def training_text() -> Text:
-    return load_text()
+training_text = functools.cache(load_text)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -26,27 +26,3 @@ and cmax have kernels of their own.
 On an H100 they have the bits of the references, and quantisers run at the speed of a copy (docs/benchmarks/gpu.md).
 Tests run them in Triton's interpreter on the CPU, and compile them for compute capability 9.0.
 """
-
-from fxcomp.compressors.triton.dispatch import (
-    available,
-    can_run_on,
-    decode,
-    decode_pieces,
-    encode,
-    encode_pieces,
-    has_kernels,
-    propose,
-)
-from fxcomp.compressors.triton.language import launches_told
-
-__all__ = [
-    "available",
-    "can_run_on",
-    "decode",
-    "decode_pieces",
-    "encode",
-    "encode_pieces",
-    "has_kernels",
-    "launches_told",
-    "propose",
-]

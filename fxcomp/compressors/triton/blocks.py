@@ -158,14 +158,7 @@ def _encode_tile(
 
 @jit
 def _decode(
-    table,
-    payloads,
-    out,
-    BITS: constexpr,
-    MOST: constexpr,
-    VALUE: constexpr,
-    RANKS: constexpr,
-    SHAPE: constexpr,
+    table, payloads, out, BITS: constexpr, MOST: constexpr, VALUE: constexpr, RANKS: constexpr, SHAPE: constexpr
 ):
     if lies_well(table, SHAPE):
         _decode_tile(table, payloads, out, SHAPE[4], BITS, MOST, VALUE, RANKS, SHAPE)

@@ -90,16 +90,7 @@ def _find(table, bucket, residual, sections, codes, sums, counts, BITS: constexp
 
 @jit
 def _find_in_run(
-    table,
-    bucket,
-    residual,
-    sections,
-    codes,
-    sums,
-    counts,
-    ALIGNMENT: constexpr,
-    BITS: constexpr,
-    SHAPE: constexpr,
+    table, bucket, residual, sections, codes, sums, counts, ALIGNMENT: constexpr, BITS: constexpr, SHAPE: constexpr
 ):
     CHUNK: constexpr = SHAPE[0] // RUN_CHUNKS
     start, size, run, _ = tile_of(table, ALIGNMENT)
@@ -189,15 +180,7 @@ def _send(table, bucket, residual, sections, codes, payload, BITS: constexpr, SH
 
 @jit
 def _send_tile(
-    table,
-    bucket,
-    residual,
-    sections,
-    codes,
-    payload,
-    ALIGNMENT: constexpr,
-    BITS: constexpr,
-    SHAPE: constexpr,
+    table, bucket, residual, sections, codes, payload, ALIGNMENT: constexpr, BITS: constexpr, SHAPE: constexpr
 ):
     CHUNK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]

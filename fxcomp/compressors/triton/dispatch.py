@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from fxcomp.compressors.base import Compressor
+from fxcomp.compressors.facts import Declared
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.triton.language import are_told
 
@@ -32,38 +32,38 @@ def can_run_on(tensor: Tensor) -> bool:
     return (tensor.is_cuda and available()) or (tensor.is_meta and are_told())
 
 
-def has_kernels(kind: type[Compressor]) -> bool:
+def has_kernels(kind: type[Declared]) -> bool:
     return _function(kind, "encode") is not None
 
 
-def encode(compressor: Compressor, given: EncoderInput, payload: Tensor) -> bool:
+def encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> bool:
     """Fill `payload`, replace residual and state; return False where no kernel can."""
     return _is_aligned(payload) and _run("encode", compressor, given, payload)
 
 
-def decode(compressor: Compressor, received: DecoderInput, out: Tensor) -> bool:
+def decode(compressor: Declared, received: DecoderInput, out: Tensor) -> bool:
     """Fill `out` with the mean; return False where no kernel can."""
     return _is_aligned(received.payloads) and _run("decode", compressor, received, out)
 
 
-def encode_pieces(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
+def encode_pieces(compressor: Declared, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
     """Fill the payloads of all pieces at once, as `encode` does; return False where no kernel takes several."""
     return _takes_pieces(compressor) and _is_aligned(payload) and _run("encode", compressor, given, payload, pieces)
 
 
-def decode_pieces(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
+def decode_pieces(compressor: Declared, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
     """Fill `out` with the means of all pieces at once; return False where no kernel takes several."""
     is_aligned = _is_aligned(received.payloads)
     return _takes_pieces(compressor) and is_aligned and _run("decode", compressor, received, out, pieces)
 
 
-def propose(compressor: Compressor, given: EncoderInput, out: Tensor) -> bool:
+def propose(compressor: Declared, given: EncoderInput, out: Tensor) -> bool:
     """Fill `out` with what ranks reduce before they compress; return False where no kernel can."""
     return _run("propose", compressor, given, out)
 
 
 @cache
-def _function(kind: type[Compressor], name: str) -> Callable[..., None] | None:
+def _function(kind: type[Declared], name: str) -> Callable[..., None] | None:
     """Look into the file beside this one that is named as the compressor; a plug-in has none."""
     module = f"{__package__}.{_SHARED.get(kind.facts.name, kind.facts.name)}"
     if not kind.__module__.startswith(_OURS) or find_spec(module) is None:
@@ -71,12 +71,12 @@ def _function(kind: type[Compressor], name: str) -> Callable[..., None] | None:
     return getattr(import_module(module), name, None)
 
 
-def _takes_pieces(compressor: Compressor) -> bool:
+def _takes_pieces(compressor: Declared) -> bool:
     return _function(type(compressor), "TAKES_PIECES") is not None
 
 
 def _run(
-    name: str, compressor: Compressor, given: EncoderInput | DecoderInput, out: Tensor, pieces: Pieces | None = None
+    name: str, compressor: Declared, given: EncoderInput | DecoderInput, out: Tensor, pieces: Pieces | None = None
 ) -> bool:
     kernel = _function(type(compressor), name)
     if kernel is None:

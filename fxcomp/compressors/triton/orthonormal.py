@@ -98,15 +98,7 @@ def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: cons
 
 @jit
 def _orthonormalise(
-    factors,
-    basis,
-    work,
-    scratch,
-    matrices,
-    PADDED: constexpr,
-    TERMS: constexpr,
-    WIDTH: constexpr,
-    IS_START: constexpr,
+    factors, basis, work, scratch, matrices, PADDED: constexpr, TERMS: constexpr, WIDTH: constexpr, IS_START: constexpr
 ):
     """Of the rows of Q, zeros if one is not finite, or of P, whose basis is NaN then."""
     matrix = matrices + tl.program_id(0) * MATRIX_COLUMNS

@@ -30,9 +30,11 @@ from fxcomp.compressors.triton.orthonormal import (
 from fxcomp.compressors.triton.tiles import compensated, is_finite, nothing
 
 _ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # values of a matrix that a program expands: 16 a thread  # assumed
+ROW_BLOCK, COLUMN_BLOCK = constant(_ROW_BLOCK), constant(_COLUMN_BLOCK)
 _BACK_COLUMNS = 128  # columns of MᵀP of a program: one a thread  # assumed
 _SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum of a program  # assumed
 _DENSE = 1024  # values of a dense segment of a program  # assumed
+DENSE = constant(_DENSE)
 CHUNK = constant(32)  # the same numbers as in the reference
 SPAN = constant(64)
 AHEAD = constant(8)  # chunks that are read before the first of them is added  # assumed
@@ -125,8 +127,8 @@ def encode(compressor: PowerSGD, given: EncoderInput, payload: Tensor) -> None:
     launch(_add_chunks, len(plan.column_parts), *arguments, warps=_SUM_WARPS, **constants)
     if given.residual is not None:
         arguments = (values, given.residual, payload, basis, plan.matrices, plan.tiles)
-        launch(_leave_out, len(plan.tiles), *arguments, RANK=rank, ROWS=_ROW_BLOCK, WIDTH=_COLUMN_BLOCK)
-    launch(_send_dense, len(plan.dense), values, given.residual, payload, plan.dense, WIDTH=_DENSE)
+        launch(_leave_out, len(plan.tiles), *arguments, RANK=rank)
+    launch(_send_dense, len(plan.dense), values, given.residual, payload, plan.dense)
 
 
 def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
@@ -134,10 +136,9 @@ def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
     plan, ranks = _plan(compressor, received.segments, out.device), received.ranks
     basis = orthonormal(received.agreed, plan.matrices, plan.longest_column, is_start=False)
     arguments = (received.payloads, basis, out, plan.matrices, plan.tiles, len(received.payloads) // received.ranks)
-    constants = {"RANKS": ranks, "RANK": compressor.rank, "ROWS": _ROW_BLOCK, "WIDTH": _COLUMN_BLOCK}
-    launch(_decode, len(plan.tiles), *arguments, **constants)
+    launch(_decode, len(plan.tiles), *arguments, RANKS=ranks, RANK=compressor.rank)
     arguments = (received.payloads, out, plan.dense, len(received.payloads) // received.ranks)
-    launch(_decode_dense, len(plan.dense), *arguments, RANKS=ranks, WIDTH=_DENSE)
+    launch(_decode_dense, len(plan.dense), *arguments, RANKS=ranks)
 
 
 @jit
@@ -224,10 +225,10 @@ def _expanded(basis, right, rows, columns, row, column, RANK: constexpr):
 
 
 @jit
-def _leave_out(bucket, residual, payload, basis, matrices, parts, RANK: constexpr, ROWS: constexpr, WIDTH: constexpr):
+def _leave_out(bucket, residual, payload, basis, matrices, parts, RANK: constexpr):
     part, matrix, rows, columns = _part_of(matrices, parts, 3)
-    row = tl.load(part + 1) + tl.arange(0, ROWS)
-    column = tl.load(part + 2) + tl.arange(0, WIDTH)
+    row = tl.load(part + 1) + tl.arange(0, ROW_BLOCK)
+    column = tl.load(part + 2) + tl.arange(0, COLUMN_BLOCK)
     right = payload + tl.load(matrix + Q_AT)
     sent = _expanded(basis + tl.load(matrix + P_AT), right, rows, columns, row, column, RANK)
     at = tl.load(matrix + FIRST_VALUE) + row[:, None] * columns + column[None, :]
@@ -238,9 +239,9 @@ def _leave_out(bucket, residual, payload, basis, matrices, parts, RANK: constexp
 
 
 @jit
-def _send_dense(bucket, residual, payload, parts, WIDTH: constexpr):
+def _send_dense(bucket, residual, payload, parts):
     part = parts + tl.program_id(0).to(tl.int64) * 3
-    number = tl.arange(0, WIDTH)
+    number = tl.arange(0, DENSE)
     is_there = number < tl.load(part + 2)
     at = tl.load(part) + number
     value, old = compensated(bucket, residual, at, is_there)
@@ -250,24 +251,13 @@ def _send_dense(bucket, residual, payload, parts, WIDTH: constexpr):
 
 
 @jit
-def _decode(
-    payloads,
-    basis,
-    out,
-    matrices,
-    parts,
-    payload_elements,
-    RANKS: constexpr,
-    RANK: constexpr,
-    ROWS: constexpr,
-    WIDTH: constexpr,
-):
+def _decode(payloads, basis, out, matrices, parts, payload_elements, RANKS: constexpr, RANK: constexpr):
     part, matrix, rows, columns = _part_of(matrices, parts, 3)
-    row = tl.load(part + 1) + tl.arange(0, ROWS)
-    column = tl.load(part + 2) + tl.arange(0, WIDTH)
+    row = tl.load(part + 1) + tl.arange(0, ROW_BLOCK)
+    column = tl.load(part + 2) + tl.arange(0, COLUMN_BLOCK)
     right = payloads + tl.load(matrix + Q_AT)
     basis += tl.load(matrix + P_AT)
-    total = nothing([ROWS, WIDTH])
+    total = nothing([ROW_BLOCK, COLUMN_BLOCK])
     for _ in range(RANKS):
         total += _expanded(basis, right, rows, columns, row, column, RANK)
         right += payload_elements
@@ -276,9 +266,9 @@ def _decode(
 
 
 @jit
-def _decode_dense(payloads, out, parts, payload_elements, RANKS: constexpr, WIDTH: constexpr):
+def _decode_dense(payloads, out, parts, payload_elements, RANKS: constexpr):
     part = parts + tl.program_id(0).to(tl.int64) * 3
-    number = tl.arange(0, WIDTH)
+    number = tl.arange(0, DENSE)
     is_there = number < tl.load(part + 2)
     payloads += tl.load(part + 1)
     total = tl.load(payloads + number, is_there, other=0.0)

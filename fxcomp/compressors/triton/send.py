@@ -46,7 +46,8 @@ from fxcomp.compressors.triton.tiles import (
     tile_of,
 )
 
-BINS = 2048
+BIN_COUNT = 2048
+BINS = constant(BIN_COUNT)
 DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
 COPIES = 8  # of a histogram while there are few: most values fall in few bins, and additions to one bin wait  # assumed
 PART = constant(128)  # of a list that a program reads at once: 4 a thread of a warp  # assumed
@@ -59,7 +60,7 @@ def copies_of(segments: int) -> int:
 
 
 @jit
-def pick(decisions, histograms, SHIFT: constexpr, BINS: constexpr, COPIES: constexpr):
+def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
     """Append the next digit to an open decision: the last bin, from the largest on, that holds the rank."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
@@ -85,7 +86,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 
 @jit
-def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr, BINS: constexpr):
+def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
     """Count first digits of large magnitudes: most are among few, and additions to one bin wait for each other."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
@@ -97,15 +98,7 @@ def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr, BINS: c
 
 @jit
 def _digit_histogram(
-    table,
-    sample,
-    decisions,
-    histograms,
-    segments,
-    SHIFT: constexpr,
-    ABOVE: constexpr,
-    BINS: constexpr,
-    SHAPE: constexpr,
+    table, sample, decisions, histograms, segments, SHIFT: constexpr, ABOVE: constexpr, SHAPE: constexpr
 ):
     """Of a tile of a sample's magnitudes, -1 where there is none, for one of the decisions on its segment."""
     TILE: constexpr = SHAPE[1]
@@ -122,11 +115,11 @@ def _digit_histogram(
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
     """Find the magnitude of each open decision; there may be several rows of one a segment."""
     for shift, above in DIGITS:
-        histograms = torch.zeros(len(decisions), BINS, dtype=torch.int32, device=sample.device)
-        constants = {"SHIFT": shift, "ABOVE": above, "BINS": BINS}
+        histograms = torch.zeros(len(decisions), BIN_COUNT, dtype=torch.int32, device=sample.device)
         rows = len(decisions) // max(segments, 1)
-        tiles.launch(_digit_histogram, sample, decisions, histograms, segments, rows=rows, **constants)
-        launch(pick, len(decisions), decisions, histograms, SHIFT=shift, BINS=BINS, COPIES=1)
+        arguments = (sample, decisions, histograms, segments)
+        tiles.launch(_digit_histogram, *arguments, rows=rows, SHIFT=shift, ABOVE=above)
+        launch(pick, len(decisions), decisions, histograms, SHIFT=shift, COPIES=1)
 
 
 TALLY_COLUMNS = constant(3)
@@ -149,8 +142,8 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
     lists = replace(tiles, warps=1)
     copies = copies_of(segments)
     for shift, above in DIGITS:
-        histograms = torch.zeros(segments * copies, BINS, dtype=torch.int32, device=device)
-        constants = {"SHIFT": shift, "BINS": BINS, "COPIES": copies}
+        histograms = torch.zeros(segments * copies, BIN_COUNT, dtype=torch.int32, device=device)
+        constants = {"SHIFT": shift, "COPIES": copies}
         lists.launch(_histogram, values, lengths, decisions, histograms, ABOVE=above, **constants)
         launch(pick, segments, decisions, histograms, **constants)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
@@ -173,17 +166,7 @@ def _gather(table, bucket, residual, cuts, segments, places, values, lengths, ta
 
 @jit
 def _gather_tile(
-    table,
-    bucket,
-    residual,
-    cuts,
-    segments,
-    places,
-    values,
-    lengths,
-    tally,
-    ALIGNMENT: constexpr,
-    SHAPE: constexpr,
+    table, bucket, residual, cuts, segments, places, values, lengths, tally, ALIGNMENT: constexpr, SHAPE: constexpr
 ):
     TILE: constexpr = SHAPE[1]
     start, size, _, _ = tile_of(table, ALIGNMENT)
@@ -237,7 +220,6 @@ def _histogram(
     histograms,
     SHIFT: constexpr,
     ABOVE: constexpr,
-    BINS: constexpr,
     COPIES: constexpr,
     SHAPE: constexpr,
 ):
@@ -251,7 +233,7 @@ def _histogram(
         value, is_there = _read_values(values, first, length, SHAPE[1])
         magnitude = magnitude_of(value)
         if ABOVE == 31:
-            add_leading_digits(histogram, magnitude, is_there, SHIFT, BINS)
+            add_leading_digits(histogram, magnitude, is_there, SHIFT)
         else:
             add_to_histogram(histogram, magnitude, is_there, known, SHIFT, ABOVE)
         first += PART

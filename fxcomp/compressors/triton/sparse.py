@@ -72,8 +72,9 @@ def _layout(
 
 
 _BIT_BYTES = 512  # of a program that reads places: 4096 bits, 32 a thread  # assumed
-_CHUNK = 256  # values that a program places at once  # assumed
-_PIVOTS = 128  # of a search in a list
+BYTES = constant(_BIT_BYTES)
+CHUNK = constant(256)  # values that a program places at once  # assumed
+PIVOTS = constant(128)  # of a search in a list
 
 BIT_COLUMNS = constant(3)
 
@@ -90,12 +91,11 @@ def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
     counts = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)
     lists = torch.empty(ranks * all_slots, dtype=torch.int32, device=out.device)
     strings = (received.payloads, layout.sections, table, counts, payload_bytes)
-    launch(_count_ones, len(table), *strings, rows=ranks, BYTES=_BIT_BYTES)
+    launch(_count_ones, len(table), *strings, rows=ranks)
     ends = counts.cumsum(dim=1)
-    launch(_read_places, len(table), *strings, first_rows, ends, lists, all_slots, rows=ranks, BYTES=_BIT_BYTES)
+    launch(_read_places, len(table), *strings, first_rows, ends, lists, all_slots, rows=ranks)
     arguments = (received.payloads.view(torch.float32), lists, out, layout.sections, payload_bytes // 4, all_slots)
-    constants = {"HAS_COUNTS": layout.has_counts, "RANKS": ranks, "CHUNK": _CHUNK, "PIVOTS": _PIVOTS}
-    layout.tiles.launch(_decode, *arguments, **constants)
+    layout.tiles.launch(_decode, *arguments, HAS_COUNTS=layout.has_counts, RANKS=ranks)
 
 
 @cache
@@ -112,7 +112,7 @@ def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torc
 
 
 @jit
-def _ones(payload, sections, table, BYTES: constexpr):
+def _ones(payload, sections, table):
     """Read a program's part of a bit string: ones and zeros, its segment and section, and its first bit's number."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
@@ -126,19 +126,17 @@ def _ones(payload, sections, table, BYTES: constexpr):
 
 
 @jit
-def _count_ones(payloads, sections, table, counts, payload_bytes, BYTES: constexpr):
+def _count_ones(payloads, sections, table, counts, payload_bytes):
     rank = tl.program_id(1).to(tl.int64)
-    ones, _, _, _ = _ones(payloads + rank * payload_bytes, sections, table, BYTES)
+    ones, _, _, _ = _ones(payloads + rank * payload_bytes, sections, table)
     tl.store(counts + rank * tl.num_programs(0) + tl.program_id(0), tl.sum(ones, axis=0))
 
 
 @jit
-def _read_places(
-    payloads, sections, table, counts, payload_bytes, first_rows, ends, lists, list_elements, BYTES: constexpr
-):
+def _read_places(payloads, sections, table, counts, payload_bytes, first_rows, ends, lists, list_elements):
     rank = tl.program_id(1).to(tl.int64)
     payload = payloads + rank * payload_bytes
-    ones, segment, section, first_bit = _ones(payload, sections, table, BYTES)
+    ones, segment, section, first_bit = _ones(payload, sections, table)
     row = rank * tl.num_programs(0)
     this = row + tl.program_id(0)
     base = row + tl.load(first_rows + segment)
@@ -156,7 +154,7 @@ def _read_places(
 
 
 @jit
-def _first_from(places, length, bound, PIVOTS: constexpr):
+def _first_from(places, length, bound):
     """Count the ascending places below a bound; each round leaves one of 128 parts."""
     below = length * 0
     left = length
@@ -182,42 +180,16 @@ def _decode(
     list_elements,
     HAS_COUNTS: constexpr,
     RANKS: constexpr,
-    CHUNK: constexpr,
-    PIVOTS: constexpr,
     SHAPE: constexpr,
 ):
     """Clear a tile, add what each rank sent of it, and multiply; a program's own values stay in the cache."""
     if lies_well(table, SHAPE):
         _decode_tile(
-            table,
-            payloads,
-            lists,
-            out,
-            sections,
-            payload_words,
-            list_elements,
-            SHAPE[4],
-            HAS_COUNTS,
-            RANKS,
-            CHUNK,
-            PIVOTS,
-            SHAPE,
+            table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[4], HAS_COUNTS, RANKS, SHAPE
         )
     else:
         _decode_tile(
-            table,
-            payloads,
-            lists,
-            out,
-            sections,
-            payload_words,
-            list_elements,
-            SHAPE[3],
-            HAS_COUNTS,
-            RANKS,
-            CHUNK,
-            PIVOTS,
-            SHAPE,
+            table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[3], HAS_COUNTS, RANKS, SHAPE
         )
 
 
@@ -233,8 +205,6 @@ def _decode_tile(
     ALIGNMENT: constexpr,
     HAS_COUNTS: constexpr,
     RANKS: constexpr,
-    CHUNK: constexpr,
-    PIVOTS: constexpr,
     SHAPE: constexpr,
 ):
     TILE: constexpr = SHAPE[1]
@@ -251,8 +221,8 @@ def _decode_tile(
         length = slots
         if HAS_COUNTS:
             length = tl.minimum(slots, tl.load((values - 1).to(tl.pointer_type(tl.int32))))
-        begin = _first_from(places, length, first, PIVOTS)
-        end = _first_from(places, length, first + size, PIVOTS)
+        begin = _first_from(places, length, first)
+        end = _first_from(places, length, first + size)
         tl.debug_barrier()  # other threads wrote what this one adds to
         while begin < end:
             entry = begin + tl.arange(0, CHUNK)

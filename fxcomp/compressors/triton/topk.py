@@ -19,13 +19,15 @@ from torch import Tensor
 
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.topk import TopK, counts
-from fxcomp.compressors.triton.language import constexpr, jit, launch, tl
-from fxcomp.compressors.triton.send import BINS, DECISION_COLUMNS, DIGITS, pick, send
+from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, tl
+from fxcomp.compressors.triton.send import BIN_COUNT, BINS, DECISION_COLUMNS, DIGITS, pick, send
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import TILE, compensated, cut, lies_well, magnitude_of, segment_of, tile_of
 
 _STRETCH = 1 << 14  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
 _SAMPLE = 1 << 14  # values of a segment  # assumed
+AT_ONCE = constant(TILE)
+LEADING = constant(DIGITS[0][0])  # the lowest of the leading bits
 
 
 @cache
@@ -55,17 +57,16 @@ def encode(compressor: TopK, given: EncoderInput, payload: Tensor) -> None:
     segments, ratio, device, count = given.segments, compressor.ratio, given.bucket.device, len(given.segments)
     sampled, whole, table = _ranks(segments, ratio, device)
     guesses, decisions, values = sampled.clone(), whole.clone(), (given.bucket, given.residual)
-    digit = {"SHIFT": DIGITS[0][0], "BINS": BINS}
-    histograms = torch.zeros(2, count, BINS, dtype=torch.int32, device=device)
+    histograms = torch.zeros(2, count, BIN_COUNT, dtype=torch.int32, device=device)
     reached = torch.zeros(count, dtype=torch.int32, device=device)
     programs = -(-min(max(segments, default=0), 2 * _SAMPLE) // TILE)
-    launch(_sample, count, table, *values, histograms[0], rows=programs, **digit, TILE=TILE)
-    launch(pick, count, guesses, histograms[0], **digit, COPIES=1)
+    launch(_sample, count, table, *values, histograms[0], rows=programs)
+    launch(pick, count, guesses, histograms[0], SHIFT=DIGITS[0][0], COPIES=1)
     stretches = replace(cut(segments, _STRETCH, device), warps=4)
-    stretches.launch(_count, *values, guesses, reached, TILE=TILE)
-    stretches.launch(_histogram, *values, decisions, reached, histograms[1], **digit, TILE=TILE)
+    stretches.launch(_count, *values, guesses, reached)
+    stretches.launch(_histogram, *values, decisions, reached, histograms[1])
     launch(_keep, count, guesses, decisions, reached)
-    launch(pick, count, decisions, histograms[1], **digit, COPIES=1)
+    launch(pick, count, decisions, histograms[1], SHIFT=DIGITS[0][0], COPIES=1)
     cuts = decisions[:, 1].expand(2, -1).contiguous()
     send(given, payload, layout_of_largest(segments, ratio, device), cuts)
 
@@ -75,13 +76,13 @@ def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
 
 
 @jit
-def _sample(table, bucket, residual, histograms, SHIFT: constexpr, BINS: constexpr, TILE: constexpr):
+def _sample(table, bucket, residual, histograms):
     """Count the upper bits of a part of a segment's sample."""
     entry = table + tl.program_id(0) * 3
-    number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     is_there = number < tl.load(entry + 2)
     value, _ = compensated(bucket, residual, tl.load(entry) + number * tl.load(entry + 1), is_there)
-    digit = magnitude_of(value) >> SHIFT
+    digit = magnitude_of(value) >> LEADING
     tl.atomic_add(histograms + tl.program_id(0) * BINS + digit, 1, mask=is_there, sem="relaxed")
 
 
@@ -94,73 +95,51 @@ def _stretch_of(table, ALIGNMENT: constexpr):
 
 
 @jit
-def _count(table, bucket, residual, guesses, reached, TILE: constexpr, SHAPE: constexpr):
+def _count(table, bucket, residual, guesses, reached, SHAPE: constexpr):
     """Count the values of a stretch that reach the guessed cut."""
     if lies_well(table, SHAPE):
-        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[4], TILE)
+        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[4])
     else:
-        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[3], TILE)
+        _count_stretch(table, bucket, residual, guesses, reached, SHAPE[3])
 
 
 @jit
-def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constexpr, TILE: constexpr):
+def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constexpr):
     start, size, segment = _stretch_of(table, ALIGNMENT)
     least = tl.load(guesses + segment * DECISION_COLUMNS + 1)
-    found = tl.zeros([TILE], tl.int32)
+    found = tl.zeros([AT_ONCE], tl.int32)
     first = size * 0
     while first < size:
-        place = first + tl.arange(0, TILE)
+        place = first + tl.arange(0, AT_ONCE)
         is_there = place < size
         value, _ = compensated(bucket, residual, start + place, is_there)
         found += (is_there & (magnitude_of(value) >= least)).to(tl.int32)
-        first += TILE
+        first += AT_ONCE
     tl.atomic_add(reached + segment, tl.sum(found, axis=0), sem="relaxed")
 
 
 @jit
-def _histogram(
-    table,
-    bucket,
-    residual,
-    decisions,
-    reached,
-    histograms,
-    SHIFT: constexpr,
-    BINS: constexpr,
-    TILE: constexpr,
-    SHAPE: constexpr,
-):
+def _histogram(table, bucket, residual, decisions, reached, histograms, SHAPE: constexpr):
     """Count the upper bits of a stretch's magnitudes, where too few reach the guessed cut."""
     if lies_well(table, SHAPE):
-        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4], SHIFT, BINS, TILE)
+        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4])
     else:
-        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[3], SHIFT, BINS, TILE)
+        _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[3])
 
 
 @jit
-def _histogram_of_stretch(
-    table,
-    bucket,
-    residual,
-    decisions,
-    reached,
-    histograms,
-    ALIGNMENT: constexpr,
-    SHIFT: constexpr,
-    BINS: constexpr,
-    TILE: constexpr,
-):
+def _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, ALIGNMENT: constexpr):
     start, size, segment = _stretch_of(table, ALIGNMENT)
     is_guessed = tl.load(reached + segment) >= tl.load(decisions + segment * DECISION_COLUMNS + 2)
     size = tl.where(is_guessed, 0, size)
     found = tl.zeros([BINS], tl.int32)
     first = size * 0
     while first < size:
-        place = first + tl.arange(0, TILE)
+        place = first + tl.arange(0, AT_ONCE)
         is_there = place < size
         value, _ = compensated(bucket, residual, start + place, is_there)
-        found += tl.histogram(magnitude_of(value) >> SHIFT, BINS, mask=is_there)
-        first += TILE
+        found += tl.histogram(magnitude_of(value) >> LEADING, BINS, mask=is_there)
+        first += AT_ONCE
     tl.atomic_add(histograms + segment * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
 
 

@@ -108,11 +108,8 @@ class Strand:
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
         """Add up each feature before each cell, and after the last."""
         shapes = tuple(atom.shape for atom in self.atoms)
-        found: list[list[float]] = []
-        for feature in features:
-            before = [0.0, *accumulate(feature_sizes(feature, shapes, ranks))]
-            found.append([before[border] for border in self.borders])
-        return found
+        before = ([0.0, *accumulate(feature_sizes(feature, shapes, ranks))] for feature in features)
+        return [[sums[border] for border in self.borders] for sums in before]
 
     def updates_us(self) -> list[float]:
         """Add up the updates before each cell, and after the last: a gradient's is with its last part."""

@@ -133,8 +133,7 @@ class Simulated:
         reach = p.option_reach[option]
         if reach >= 0 and part.stop > p.reach[reach + part.start]:
             return math.inf
-        first, width = p.strand_losses[part.strand] + part.option, self._options[part.strand]
-        return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
+        return p.lost(part)
 
     def _bursting(self, part: Part) -> float:
         p, row = self._problem, self._problem.strand_cells[part.strand] + part.strand

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.plan.budget import is_bursty
@@ -54,6 +55,10 @@ class Found:
     value: Value
     strands: tuple[Strand, ...]
     """The cells that the parts count."""
+
+
+by_value = attrgetter("value")
+"""Key that sorts what was found."""
 
 
 class PlanSearch:
@@ -99,18 +104,17 @@ class PlanSearch:
         effort = SHARED if self.shares else ALONE
         first = effort.first._replace(dense_only=dense_only)
         varied = self._varied(starts, effort.starts)
-        ends = sorted((self.improved(found.parts, first) for found in varied), key=_value_of)
+        ends = sorted((self.improved(found.parts, first) for found in varied), key=by_value)
         then = effort.then._replace(dense_only=dense_only)
         ends += [self.improved(found.parts, then) for found in ends[: effort.improved]]
         if self.question.prices_errors and not dense_only:
-            ends += [
-                self.improved(parts, first) for parts in spent_starts(self.problem, min(ends, key=_value_of).parts)
-            ]
-            ends += self.at_prices(min(ends, key=_value_of), effort.first, effort.prices)
+            spent = spent_starts(self.problem, min(ends, key=by_value).parts)
+            ends += [self.improved(parts, first) for parts in spent]
+            ends += self.at_prices(min(ends, key=by_value), effort.first, effort.prices)
         best_us = min(found.value.us for found in ends)
         close = [found for found in starts[:_CLOSE] if found.value.us <= best_us * (1 + _ERROR)]
         distinct = {found.parts: found for found in (*close, *ends)}
-        return sorted(distinct.values(), key=_value_of)
+        return sorted(distinct.values(), key=by_value)
 
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
         """Improve a plan with a price on what it loses: at the right one the limit is spent where that helps most.
@@ -202,7 +206,8 @@ class PlanSearch:
             names, sizes = tuple(gradient.name for gradient, _ in members), tuple(len(e) for _, e in members)
             starts = tuple(extent.start for _, extent in members)
             kind = strands[part.strand].element_type
-            buckets.append(Bucket(names, sizes, self._strategy(part), starts, kind))
+            strategy = self.options[part.strand][part.option].strategy
+            buckets.append(Bucket(names, sizes, strategy, starts, kind))
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
@@ -227,11 +232,11 @@ class PlanSearch:
             return Found(parts, engine.values([parts])[0], strands)
 
         again = starts[: effort.improved] if self.is_joined else ()
-        best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=_value_of)
+        best = min([improved(self._spread(each.parts), effort.in_full) for each in (found, *again)], key=by_value)
         tails = [option for option in dict.fromkeys(map(self._first_option, starts)) if option is not None]
         for _ in range(effort.rounds):
             ends = [improved(parts, effort.kicked) for parts in kicks(best.parts, strands, tails[: effort.tails])]
-            kicked = min(ends, key=_value_of, default=best)
+            kicked = min(ends, key=by_value, default=best)
             if not kicked.value.beats(best.value):
                 break
             best = kicked
@@ -280,9 +285,6 @@ class PlanSearch:
     def _dense_options(self) -> list[int]:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
 
-    def _strategy(self, part: Part) -> Strategy:
-        return self.options[part.strand][part.option].strategy
-
     def improved(self, parts: Parts, limits: Limits) -> Found:
         """Change a plan until no change helps, or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
@@ -327,10 +329,6 @@ def _of_buckets(starts: Sequence[Found], most: int) -> list[Found]:
     """Take the first starts, of so many buckets in all."""
     counts = itertools.accumulate(len(found.parts) for found in starts)
     return [found for found, count in zip(starts, counts, strict=True) if count <= most]
-
-
-def _value_of(found: Found) -> Value:
-    return found.value
 
 
 def _may_hold(content: Content, atom: Atom) -> bool:

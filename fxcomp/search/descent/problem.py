@@ -20,8 +20,8 @@ from fxcomp.cost.piecewise import Curve
 from fxcomp.plan.kinds import Stream
 from fxcomp.plan.prices import PriceQuestion
 from fxcomp.plan.strategy import Strategy
-from fxcomp.search.descent.cells import Strand, reaches
-from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, Template, template_of
+from fxcomp.search.descent.cells import Part, Strand, reaches
+from fxcomp.search.descent.templates import ELEMENTS, Setting, TaskTemplate, template_of
 from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
 
@@ -149,6 +149,12 @@ class Problem:
         points = slice(*self.curve_points[curve : curve + 2])
         return more * max(self.slopes[points]) if more else 0.0
 
+    def lost(self, part: Part) -> float:
+        """Return what the elements of a part lose by its option, in elements' worth of squares."""
+        first = self.strand_losses[part.strand] + part.option
+        width = self.strand_options[part.strand + 1] - self.strand_options[part.strand]
+        return self.losses[first + part.stop * width] - self.losses[first + part.start * width]
+
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
         """The same for C++, which reads the arrays where they are."""
@@ -175,11 +181,7 @@ class Problems:
     """Writes problems: one workload's strands and options, at the prices of a step."""
 
     def __init__(
-        self,
-        losses: Losses,
-        strands: Sequence[Strand],
-        options: Sequence[Sequence[Option]],
-        setting: Setting,
+        self, losses: Losses, strands: Sequence[Strand], options: Sequence[Sequence[Option]], setting: Setting
     ) -> None:
         self.strands, self.options = strands, options
         self.losses = [
@@ -191,10 +193,8 @@ class Problems:
             [template_of(option.strategy, each) for option in offered]
             for offered, each in zip(options, settings, strict=True)
         ]
-        numbers: dict[Template, int] = {}
-        for template in (template for each in found for template in each):
-            numbers.setdefault(template, len(numbers))
-        self.templates = list(numbers)
+        self.templates = list(dict.fromkeys(template for each in found for template in each))
+        numbers = {template: number for number, template in enumerate(self.templates)}
         self.numbers = [[numbers[template] for template in each] for each in found]
         terms = [term for template in self.templates for task in template.tasks for term in task.terms]
         self.features = list(dict.fromkeys([ELEMENTS, *(term.feature for term in terms)]))

@@ -111,14 +111,6 @@ Numbers = Any
 """A numpy array."""
 
 
-class _Priced(NamedTuple):
-    """All buckets of a strand by all options, as arrays of pairs of borders * options."""
-
-    wire_us: Numbers
-    compute_us: Numbers
-    lost: Numbers
-
-
 def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     """Make starts: the first strand cut and its options chosen, the buckets of others as they are in `others`.
 
@@ -131,7 +123,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
-    limit = p.lossable - sum(_lost(p, part) for part in rest)
+    limit = p.lossable - sum(map(p.lost, rest))
     if not cells or not 0 < limit < 1e300:
         return
     borders: Numbers = np.unique(np.linspace(0, cells, min(cells, MOST_CELLS) + 1).round().astype(np.int64))
@@ -143,10 +135,10 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
     ]
     if not offered:
         return
-    priced = _prices(p, borders[starts], borders[stops], offered)
+    wire_us, compute_us, lost = _prices(p, borders[starts], borders[stops], offered)
     ready_us: Numbers = _array(p.ready_us)[borders[1:] - 1]
-    for times in (priced.wire_us, priced.wire_us + priced.compute_us):
-        table = _SpentTable((starts, stops), times, priced.lost / limit, ready_us)
+    for times in (wire_us, wire_us + compute_us):
+        table = _SpentTable((starts, stops), times, lost / limit, ready_us)
         found = table.within_limit()
         made = [Part(0, int(borders[i]), int(borders[j]), offered[option]) for i, j, option in found]
         if made:
@@ -197,13 +189,16 @@ class _SpentTable:
         return [] if stop else found
 
 
-def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> _Priced:
-    """Price buckets between these borders by each option; `PricedParts` does it one by one."""
+def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> tuple[Numbers, Numbers, Numbers]:
+    """Price buckets between these borders by each option: us on wires, us of compute, and what is lost.
+
+    Each is an array of pairs of borders * options.
+    """
     sums = _array(p.sums).reshape(-1, p.features)
     sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
     features = sums[stops] - sums[starts]
     shape = len(starts), len(offered)
-    made = _Priced(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    wire_us, compute_us, lost = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     losses = _array(p.losses)[: (p.strand_cells[1] + 1) * p.strand_options[1]].reshape(-1, p.strand_options[1])
     known: dict[int, tuple[Numbers, Numbers]] = {}
     search: Any = np.searchsorted
@@ -220,20 +215,12 @@ def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> 
                     at = low + search(sizes[low:high], size, side="right") - 1
                     into += values[at] + (size - sizes[at]) * slopes[at]
             known[pattern] = wire, compute
-        made.wire_us[:, column], made.compute_us[:, column] = known[pattern]
-        made.lost[:, column] = losses[stops, option] - losses[starts, option]
+        wire_us[:, column], compute_us[:, column] = known[pattern]
+        lost[:, column] = losses[stops, option] - losses[starts, option]
         reach = p.option_reach[option]
         if reach >= 0:
-            made.lost[stops > _array(p.reach)[reach + starts], column] = np.inf
-    return made
-
-
-def _lost(p: Problem, part: Part) -> float:
-    first, width = (
-        p.strand_losses[part.strand] + part.option,
-        p.strand_options[part.strand + 1] - p.strand_options[part.strand],
-    )
-    return p.losses[first + part.stop * width] - p.losses[first + part.start * width]
+            lost[stops > _array(p.reach)[reach + starts], column] = np.inf
+    return wire_us, compute_us, lost
 
 
 def _array(column: Any) -> Numbers:
