@@ -34,9 +34,14 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """The regions of one captured step that Inductor has compiled."""
+    """The regions of one captured step that Inductor has compiled.
 
-    def __init__(self) -> None:
+    Those compiled `once` are waited for where another process of this machine compiles the same: not inside of Dynamo,
+    whose lock is held there.
+    """
+
+    def __init__(self, *, once: bool = False) -> None:
+        self._once = once
         self._known: dict[Hashable, tuple[Future[Compiled], Sequence[Any]]] = {}
         """Each with the constants that its key names by their addresses."""
 
@@ -48,33 +53,36 @@ class CompiledRegions:
         What is not compiled `later` has its result on return.
         """
         key = _key(module, keeps_order=keeps_order)
-        found = self._known[key][0] if key in self._known else _begun(key, module, fakes, keeps_order, later)
+        found = self._known[key][0] if key in self._known else self._begun(key, module, fakes, keeps_order, later)
         if not later:
             found.result()
         if key is not None:
             self._known[key] = found, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
         return found
 
+    def _begun(
+        self, key: Hashable, module: GraphModule, fakes: Sequence[Any], keeps_order: bool, later: bool
+    ) -> Future[Compiled]:
+        lock = None
+        if self._once and key is not None and compat.is_cached(fakes):
+            lock = compat.cache_directory() / "regions" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        here = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread begins on the first one
+
+        def compiled() -> Compiled:
+            if not threading.main_thread().is_alive():
+                raise CancelledError("the process ends, and waits for this thread")
+            alone, traces = compat.alone_on_this_machine(lock), compat.TRACE_LOCK if later else nullcontext()
+            with alone, traces, torch.cuda.device(here):
+                return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
+
+        if later:
+            return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are a context's own
+        done: Future[Compiled] = Future()
+        done.set_result(compiled())
+        return done
+
 
 _THREAD = ThreadPoolExecutor(1, "fxcomp-regions")
-
-
-def _begun(
-    key: Hashable, module: GraphModule, fakes: Sequence[Any], keeps_order: bool, later: bool
-) -> Future[Compiled]:
-    def compiled() -> Compiled:
-        if not threading.main_thread().is_alive():
-            raise CancelledError("the process ends, and waits for this thread")
-        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-        lock = compat.cache_directory() / "regions" / name if key is not None and compat.is_cached(fakes) else None
-        with compat.alone_on_this_machine(lock), compat.TRACE_LOCK if later else nullcontext():
-            return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
-
-    if later:
-        return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are a context's own
-    done: Future[Compiled] = Future()
-    done.set_result(compiled())
-    return done
 
 
 _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary()
@@ -82,7 +90,7 @@ _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary
 
 def regions_of_capture(graph: GraphModule) -> CompiledRegions:
     """Find what the programs of a captured graph share; it goes with the graph."""
-    return _OF_CAPTURE.setdefault(graph, CompiledRegions())
+    return _OF_CAPTURE.setdefault(graph, CompiledRegions(once=True))
 
 
 def _constant(module: GraphModule, node: Node) -> Any:
