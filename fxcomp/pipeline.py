@@ -149,13 +149,12 @@ class Compiler:
         finish_us = workload.finish_us + look_us
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
-    def emit(self, captured: Captured, plan: Plan, costs: CostTable, *, later: bool = False) -> Turns[Program]:
-        """Make the program that follows a plan; with `later` its regions are compiled in another thread."""
+    def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
+        """Make the program that follows a plan."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
-            timeline = self.predicted(gm, costs, (captured.graph, plan))
-            program = load_program(captured, gm, replay, timeline, later=later)
+            program = load_program(captured, gm, replay, self.predicted(gm, costs, (captured.graph, plan)))
             trace_program(plan, program.emitted, program.timeline, replay)
             return program
 

@@ -175,8 +175,7 @@ class StepCapture:
         Local: ranks do not communicate in it. Raises CaptureFailed, and StepChanged where other parameters get a
         gradient: another set of them needs another plan, on all ranks at once.
         """
-        with compat.TRACE_LOCK:
-            captured = capture(self.training, batch, varying)
+        captured = capture(self.training, batch, varying)
         if captured.is_weighted != self.first.is_weighted:
             raise StepChanged(
                 "loss_fn returns a WeightedLoss for some batches and a plain loss for others, which have no common"

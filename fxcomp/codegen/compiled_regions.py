@@ -1,24 +1,21 @@
 """Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
 
-    now      in the calling thread
-    later    in a thread of its own, one region after the other, while the job trains
-
-Processes of one machine compile a region one after the other, so that all but the first find it in Inductor's cache.
-
 Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
 operators and their arguments, by the types, sizes and strides of its inputs and which of these share memory, and by the
 tensors that it reads as constants; the names of nodes do not count, so the backward passes of a model's like layers are
 alike. Symbols of sizes mean the same in all regions of one capture.
+
+Processes of one machine compile a region of one device one after the other: the first one compiles, and the others load
+its result from Inductor's cache.
 """
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
-import threading
+import os
+import tempfile
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,55 +31,25 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """The regions of one captured step that Inductor has compiled.
+    """The regions of one captured step that Inductor has compiled."""
 
-    Those compiled `once` are waited for where another process of this machine compiles the same: not inside of Dynamo,
-    whose lock is held there.
-    """
-
-    def __init__(self, *, once: bool = False) -> None:
-        self._once = once
-        self._known: dict[Hashable, tuple[Future[Compiled], Sequence[Any]]] = {}
+    def __init__(self, *, locks: bool = False) -> None:
+        """`locks`: take a file lock for each region. Inside of Dynamo none is taken, since Dynamo holds its own."""
+        self._locks = locks
+        self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
         """Each with the constants that its key names by their addresses."""
 
-    def of(
-        self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool, later: bool = False
-    ) -> Future[Compiled]:
-        """Find what was compiled for such a graph and such inputs, else compile it, or begin to.
-
-        What is not compiled `later` has its result on return.
-        """
+    def of(self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Compiled:
+        """Find what was compiled for such a graph and such inputs, else compile it."""
         key = _key(module, keeps_order=keeps_order)
-        found = self._known[key][0] if key in self._known else self._begun(key, module, fakes, keeps_order, later)
-        if not later:
-            found.result()
-        if key is not None:
-            self._known[key] = found, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
-        return found
-
-    def _begun(
-        self, key: Hashable, module: GraphModule, fakes: Sequence[Any], keeps_order: bool, later: bool
-    ) -> Future[Compiled]:
-        lock = None
-        if self._once and key is not None and compat.is_cached(fakes):
-            lock = compat.cache_directory() / "regions" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-        here = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread begins on the first one
-
-        def compiled() -> Compiled:
-            if not threading.main_thread().is_alive():
-                raise CancelledError("the process ends, and waits for this thread")
-            alone, traces = compat.alone_on_this_machine(lock), compat.TRACE_LOCK if later else nullcontext()
-            with alone, traces, torch.cuda.device(here):
-                return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
-
-        if later:
-            return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are a context's own
-        done: Future[Compiled] = Future()
-        done.set_result(compiled())
-        return done
-
-
-_THREAD = ThreadPoolExecutor(1, "fxcomp-regions")
+        if key is None:
+            return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
+        if key not in self._known:
+            lock = _lock_of(key) if self._locks and compat.is_cached(fakes) else None
+            with compat.alone_on_this_machine(lock):
+                compiled = compat.standalone_compile(module, fakes, keeps_order=keeps_order)
+            self._known[key] = compiled, [_constant(module, node) for node in module.graph.find_nodes(op="get_attr")]
+        return self._known[key][0]
 
 
 _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary()
@@ -90,7 +57,13 @@ _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary
 
 def regions_of_capture(graph: GraphModule) -> CompiledRegions:
     """Find what the programs of a captured graph share; it goes with the graph."""
-    return _OF_CAPTURE.setdefault(graph, CompiledRegions(once=True))
+    return _OF_CAPTURE.setdefault(graph, CompiledRegions(locks=True))
+
+
+def _lock_of(key: Hashable) -> Path:
+    """Return the path of a region's lock, in a local folder of this user, as Inductor's cache is."""
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"fxcomp_regions_{os.getuid()}" / name
 
 
 def _constant(module: GraphModule, node: Node) -> Any:

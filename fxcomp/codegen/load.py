@@ -9,7 +9,6 @@ import hashlib
 import linecache
 import operator
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn, cast
@@ -50,16 +49,9 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 
 
 def compile_with_inductor(
-    gm: GraphModule,
-    region: Region,
-    plain: Callable[..., Any],
-    known: CompiledRegions | None = None,
-    under_way: list[Future[Any]] | None = None,
+    gm: GraphModule, region: Region, plain: Callable[..., Any], known: CompiledRegions | None = None
 ) -> Callable[..., Any]:
     """Compile a whole region; `plain` computes the same, and stays for one without work, or whose draws would change.
-
-    With a list `under_way` the region is compiled in another thread: what becomes of it is appended to the list, and
-    the first call waits for it.
 
     It stays for one with a check whose result nobody uses, too: Inductor would leave the check out.
 
@@ -85,20 +77,17 @@ def compile_with_inductor(
         return plain
     module = region_module(gm, inner)
     known = CompiledRegions() if known is None else known
-    found = known.of(module, fakes, keeps_order=len(draws) - len(fills) > 1, later=under_way is not None)
-    if under_way is not None:
-        under_way.append(found)
+    compiled = known.of(module, fakes, keeps_order=len(draws) - len(fills) > 1)
     place = {node: number for number, node in enumerate(region.inputs)}
     wanted = [place[node] for node in inner.inputs if node in place]
     items = [(place[cast("Node", node.args[0])], cast("int", node.args[1])) for node in taken]
 
-    is_known, run, compiled = False, plain, plain
+    is_known, run = False, plain
 
     def compiled_region(*inputs: Any) -> Any:
-        nonlocal is_known, run, compiled
+        nonlocal is_known, run
         if not is_known:
-            is_known, compiled = True, found.result()
-            run = run_compiled if all(map(_is_as_captured, _given(inputs), inner.inputs)) else plain
+            is_known, run = True, run_compiled if all(map(_is_as_captured, _given(inputs), inner.inputs)) else plain
         return run(*inputs)
 
     def run_compiled(*inputs: Any) -> Any:
@@ -189,19 +178,14 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     return module
 
 
-def compile_regions(
-    module: ModuleType, gm: GraphModule, known: CompiledRegions, under_way: list[Future[Any]] | None = None
-) -> None:
-    """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are.
-
-    `under_way` as for `compile_with_inductor`.
-    """
+def compile_regions(module: ModuleType, gm: GraphModule, known: CompiledRegions) -> None:
+    """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are."""
     by_name = {region.name: region for region in regions(gm)}
 
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if name not in by_name or by_name[name].updates:
             return run
-        return compile_with_inductor(gm, by_name[name], run, known, under_way)
+        return compile_with_inductor(gm, by_name[name], run, known)
 
     replace_regions(module, compiled)
 

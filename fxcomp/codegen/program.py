@@ -6,7 +6,6 @@ captured step ─► final graph ─emit─► source ─load─► module
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -85,13 +84,6 @@ class Program:
     """Numbers that lines take in the place of those in the emitted source."""
     carriers: frozenset[str] = frozenset()
     """The collectives that carry the digest."""
-    under_way: tuple[Future[Any], ...] = ()
-    """The regions that are compiled in another thread; the first call of one waits for it."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Nothing is under way."""
-        return all(region.done() for region in self.under_way)
 
     @property
     def source(self) -> str:
@@ -112,18 +104,11 @@ class Program:
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
 
-def load_program(
-    captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline, *, later: bool = False
-) -> Program:
-    """Emit and load a final graph, whoever made it: the graph alone decides what runs.
-
-    With `later` its regions are compiled in another thread.
-    """
+def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
+    """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
-    under_way: list[Future[Any]] = []
     if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:
-        compile_regions(module, graph, regions_of_capture(captured.graph), under_way if later else None)
+        compile_regions(module, graph, regions_of_capture(captured.graph))
     inputs = tuple(s for n in graph.graph.nodes if n.op == "placeholder" and (s := info(n).source) is not None)
-    found = Program(captured, graph, replay, module, source, timeline, inputs, carriers=carriers_of(graph))
-    return replace(found, under_way=tuple(under_way))
+    return Program(captured, graph, replay, module, source, timeline, inputs, carriers=carriers_of(graph))

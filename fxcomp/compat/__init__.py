@@ -75,7 +75,7 @@ from fxcomp.compat.symbols import (
     unbacked_symbols, unbound_symbols, without_locations,
 )
 from fxcomp.compat.tracing import (
-    DATA_DEPENDENT, TRACE_LOCK, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,
+    DATA_DEPENDENT, DispatchMode, Fake, FakeMode, fake_mode, fake_on, fake_with_dynamic_dims, forget_fakes,
     is_traced_here, onednn, plain_values, real_tensors, SIZE_DEPENDS, trace, trace_functional, uses_onednn,
     without_autocast,
 )

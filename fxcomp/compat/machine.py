@@ -9,7 +9,7 @@ import platform
 import socket
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -25,21 +25,17 @@ def cache_directory() -> Path:
 
 @contextmanager
 def alone_on_this_machine(path: Path | None) -> Generator[None]:
-    """Wait until no other process is in here with the same path; without one, or where none can be made, for nobody.
+    """Hold an exclusive lock on a file; do nothing without a path, or where the file cannot be made or locked.
 
-    A process that dies lets the others in.
+    The lock of a process that dies is released.
     """
-    try:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        file = path and path.open("w")
-    except OSError:
-        file = None
-    if file is None:
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked processes have the file open, too
         yield
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -35,10 +34,6 @@ from fxcomp.compat.modes import DispatchMode as DispatchMode
 from fxcomp.compat.modes import Fake, FakeMode, dispatch_mode_stack, outside_function_modes
 from fxcomp.compat.operators import symbolic_products
 from fxcomp.compat.symbols import constant_source
-
-TRACE_LOCK = threading.Lock()
-"""Held while a step is traced: functions of torch are others meanwhile, for all threads. And while another thread
-compiles."""
 
 _GENERATOR = torch.Generator  # which as_if_on exchanges for another class
 

@@ -73,8 +73,6 @@ class Calendar:
     """The first steps of a job, by which its plan is chosen; empty once it has one."""
     checked: tuple[int, ...] = ()
     """The first steps of a job that check an earlier job's costs; empty once that is done."""
-    is_compiling: bool = False
-    """The regions of plans to come are compiled while the one in force goes on."""
     turn: RaceTurn | None = None
     """The turn that is on, or the first one to come; None while no plans race."""
     patience: int = 1
@@ -120,7 +118,7 @@ class Calendar:
     @property
     def is_settled(self) -> bool:
         """The plan is to stay: it was chosen, and no race is on or due."""
-        return not self.timed and not self.checked and not self.is_compiling and self.turn is None
+        return not self.timed and not self.checked and self.turn is None
 
     # After a step
 

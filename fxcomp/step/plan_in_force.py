@@ -14,7 +14,6 @@ from typing import Any
 from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
-from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import Timeline
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.run_passes import Turns, finished
@@ -73,7 +72,7 @@ class PlanInForce:
             self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
-            self._adopt(finished(self.emit(plan, later=number > 0)), number)
+            self._adopt(finished(self.emit(plan)), number)
         self._go_on()
 
     @property
@@ -155,12 +154,9 @@ class PlanInForce:
         self.plans, self.stage = (plan,), 0
         self.calendar.stay()
 
-    def emit(self, plan: Plan, costs: CostTable | None = None, *, later: bool = False) -> Turns[Program]:
-        """Make the program for another plan, to switch to later; ranks do not communicate in it.
-
-        It is priced by the costs of now, or by others. With `later` its regions are compiled in another thread.
-        """
-        return self._compiler.emit(self._capture.first, plan, costs or self.decision.costs, later=later)
+    def emit(self, plan: Plan) -> Turns[Program]:
+        """Make the program for another plan, to switch to later; ranks do not communicate in it."""
+        return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
         """Follow another decision from the next step on, without warm-up; nothing that was left out is lost.
@@ -171,7 +167,7 @@ class PlanInForce:
         program = self._follower.carry_to(
             decision,
             f"{topic}: emitting the step",
-            lambda: program or finished(self.emit(decision.plan, decision.costs)),
+            lambda: program or finished(self._compiler.emit(self._capture.first, decision.plan, decision.costs)),
             lambda: self.momenta.units_between(self.plan, decision.plan),
         )
         self._stay_with(decision.plan)
@@ -211,8 +207,11 @@ class PlanInForce:
 
     # Racing
 
-    def line_up(self, plans: Sequence[Plan], programs: Sequence[Program]) -> None:
-        """Let plans take turns with the one that stays, by the programs that `emit` made; every rank calls it."""
+    def line_up(self, plans: Sequence[Plan], topic: str) -> None:
+        """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
+        programs = self._site.ranks.attempt(
+            f"{topic}: emitting the steps", lambda: [finished(self.emit(plan)) for plan in plans]
+        )
         self._follower.line_up(plans)
         self.programs.racing = len(plans)
         for each, program in zip(self._follower.racing[1:], programs, strict=True):

@@ -20,7 +20,6 @@ from typing import Any
 from fxcomp.cluster.cluster import Level
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import BadPlan, CannotReplan
-from fxcomp.graph.run_passes import finished
 from fxcomp.options import StepOptions
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.plan import Plan
@@ -38,7 +37,6 @@ from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.first_steps import FirstSteps
 from fxcomp.step.freeze import Freeze
-from fxcomp.step.next_plans import NextPlans
 from fxcomp.step.observer import StepUnderWay
 from fxcomp.step.plan_in_force import CALENDAR, PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
@@ -127,7 +125,7 @@ class StepSchedule(Schedule):
         super().__init__(force.calendar, times, site, force.take_turn, self._settle_on)
         self.calendar.verified = options.checks.verified
         self._force, self._planner, self._options, self._note = force, planner, options, note
-        self._freeze = Freeze(force, site.ranks, self._follow_another, note)
+        self._freeze = Freeze(force, site.ranks, self._follow, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled_ms: float | None = None
         """The median of the first window under the plan; None until that is over."""
@@ -138,25 +136,20 @@ class StepSchedule(Schedule):
         """Lets the plan follow the gradients; None without an error budget."""
         self._first: FirstSteps | None = None
         """The steps by which the plan will be chosen; None once there is one."""
-        self._next: NextPlans | None = None
-        """The plans that are followed, or race, once their regions are compiled."""
         if force.decision.is_provisional:
             self._time_from(0)
         elif force.decision.is_remembered:
             self._expect_from(0)
         else:
-            self._prepare(0, "compiling")
+            self._race_plans(0, "compiling")
 
     @property
     def is_racing(self) -> bool:
         """Plans take turns, or will soon, or are yet to be chosen: nothing is compared with its prediction."""
-        is_due = self._first is not None or self._next is not None or bool(self.calendar.checked)
-        return is_due or super().is_racing
+        return self._first is not None or bool(self.calendar.checked) or super().is_racing
 
     def note_on_race(self, step: int) -> str:
         """Describe the first steps, or a race that is on, or due; empty if there is none."""
-        if self._next is not None:
-            return "the regions of plans that come next are being compiled; until then this plan is followed"
         if checked := self.calendar.checked:
             return f"plans will race after step {checked[-1] + 1}: an earlier job's costs are checked until then"
         if self._first is None:
@@ -203,9 +196,6 @@ class StepSchedule(Schedule):
 
     def between(self, steps: int) -> None:
         """Do the work that is due between two steps; `steps` is the number of steps taken."""
-        if self._next is not None and self._next.are_ready(steps, self._site):
-            with self._site.ranks.together(self._next.topic):
-                self._follow(steps, self._next)
         if self._first is not None and self._first.between(steps):
             self._choose(steps, self._first)
         self.calendar.timed = () if self._first is None else self._first.numbers
@@ -219,7 +209,7 @@ class StepSchedule(Schedule):
             self._adaptation.act(steps)
         super().between(steps)
 
-    def _follow_another(self, step: int) -> None:
+    def _follow(self, step: int) -> None:
         """Follow another plan from a step on; a race that was on is over."""
         self.call_off()
         self._settle_anew(step)
@@ -245,7 +235,7 @@ class StepSchedule(Schedule):
             if took_us is not None and not is_alike(took_us, predicted_us):
                 said = f"steps take {took_us / 1e3:.4g} ms, by an earlier job's costs {predicted_us / 1e3:.4g}"
             elif self._planner.links_are_as_they_were(decision.costs, decision.workload.dense_bytes):
-                self._prepare(step, topic)
+                self._race_plans(step, topic)
                 return
             self._note(f"step {step}: {said}; the first steps are timed again")
             self._planner.measure_next_time()
@@ -261,7 +251,9 @@ class StepSchedule(Schedule):
             decision = self._planner.after_steps(steps, feed_us)
             self._first = None
             with phase("writing the steps"):
-                self._prepare(step, topic, decision)
+                self._force.switch(decision, topic)
+                self._settle_anew(step)
+                self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
         """Let a job that has not begun follow the plan on which a saved one of as many ranks had settled.
@@ -312,9 +304,7 @@ class StepSchedule(Schedule):
             self._time_from(steps)
         if self.calendar.checked:
             self._expect_from(steps)
-        if self._next is not None:
-            self._next.asks_at = steps
-        elif not self._force.is_racing:
+        if not self._force.is_racing:
             self.call_off()
         if self._errors is not None:
             self._errors.begin_at(steps)
@@ -334,44 +324,16 @@ class StepSchedule(Schedule):
         if step is not None and self._force.plans[-1].moves_exchange:
             self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
 
-    # What comes next
+    # Racing
 
-    def _prepare(self, step: int, topic: str, decision: Decision | None = None) -> None:
-        """Make what another decision needs, and the plans that will race, if there are several; every rank calls it.
-
-        They are followed once their regions are compiled on all ranks: at once where Inductor compiles none.
-        """
-        force = self._force
-        choice, stays = (decision or force.decision).choice, decision.plan if decision else force.plans[-1]
+    def _race_plans(self, step: int, topic: str) -> None:
+        """Make the programs of the plans that will race, if there are several; every rank calls it."""
+        choice, stays = self._force.decision.choice, self._force.plans[-1]
         runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
-        plans = [*([decision.plan] if decision else ()), *(runner.plan for runner in runners[1:])]
-        if not plans:
-            return
-        costs = (decision or force.decision).costs
-        programs = self._site.ranks.attempt(
-            f"{topic}: emitting the steps", lambda: [finished(force.emit(plan, costs, later=True)) for plan in plans]
-        )
-        found = self._next = NextPlans(topic, decision, runners, programs, step)
-        self.calendar.is_compiling = True
-        if found.are_ready(step, self._site):
-            self._follow(step, found)
-
-    def _follow(self, step: int, found: NextPlans) -> None:
-        """Follow what comes next from a step on; all ranks are ready for it."""
-        self.call_off()
-        programs = list(found.programs)
-        if found.decision is not None:
-            self._force.switch(found.decision, found.topic, programs.pop(0))
-            self._settle_anew(step)
-        if found.runners:
+        if runners:
             self._drop_adaptation(step)
-            self._force.line_up([runner.plan for runner in found.runners[1:]], programs)
-            self.line_up(found.runners, step)
-
-    def call_off(self) -> None:
-        """Hold no race, and follow nothing that is being prepared: another plan is followed."""
-        super().call_off()
-        self._next, self.calendar.is_compiling = None, False
+            self._force.line_up([runner.plan for runner in runners[1:]], topic)
+            self.line_up(runners, step)
 
     def _settle_on(self, raced: Raced) -> None:
         step = raced.last_step
@@ -402,11 +364,6 @@ class StepSchedule(Schedule):
             raise CannotReplan(
                 f"an earlier job's costs are being checked, and this is step {step}.\n"
                 f"  Plan again after step {checked[-1] + 1}."
-            )
-        if self._next is not None:
-            raise CannotReplan(
-                f"the regions of plans that come next are being compiled, and this is step {step}.\n"
-                "  Plan again once a note says which plan stays."
             )
         if self._first is not None:
             raise CannotReplan(
@@ -476,7 +433,7 @@ class StepSchedule(Schedule):
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
         """Let plans race, if they do, and be patient if the plan of `before` stays in the end."""
         self._settle_anew(step)
-        self._prepare(step, topic)
+        self._race_plans(step, topic)
         self._planned_for = before if self.is_racing else None
         if not self.is_racing:
             self.calendar.be_patient(step, changed=self._force.plan != before)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import warnings
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.graphs import TWO
-from helpers.jobs import JOBS, captured_step
+from helpers.jobs import JOBS, OPTIMIZERS, captured_step, cross_entropy
 from helpers.plans import plan_in_turns
 from helpers.pretended import mean_square
+from helpers.ranks import run_ranks
+from helpers.torch_compiled import QUICK
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule
 
+import fxcomp
 from fxcomp import compat
 from fxcomp.capture.training import Training
 from fxcomp.capture.whole_step import capture
@@ -160,3 +170,54 @@ def test_an_argument_that_cannot_be_compared_is_compiled_each_time(inductor: Cou
         next(iter(gm.graph.find_nodes(op="call_function", target=SCALAR))).kwargs = {"mark": object()}
         compiled(known, gm)
     assert inductor.calls == 2
+
+
+def regions_compiled(directory: str) -> tuple[int, int, list[float]]:
+    """Compile a step by Inductor itself; return misses and hits of the cache on disk."""
+    rank = dist.get_rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    counters.clear()
+    with (
+        patch.object(program, "INDUCTOR_DEVICES", ("cpu",)),
+        inductor_config.patch(QUICK),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # Inductor's own
+        model = JOBS["mlp"].build()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = fxcomp.compile_step(model, cross_entropy, optimizer, JOBS["mlp"].batch(0, rank), compress="dense")
+        losses = [float(step(JOBS["mlp"].batch(number, rank))) for number in range(2)]
+        step.close()
+    found = counters["inductor"]
+    return found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], losses
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_compile_a_region_once_among_them_and_later_jobs_compile_none(tmp_path: Path):
+    first = run_ranks(2, regions_compiled, str(tmp_path))
+    regions = first[0][0] + first[0][1]
+    assert regions > 0
+    assert sum(misses for misses, _, _ in first) == regions, "each was compiled by one of the ranks"
+    second = run_ranks(2, regions_compiled, str(tmp_path))
+    assert [(misses, hits) for misses, hits, _ in second] == [(0, regions)] * 2
+    assert [losses for _, _, losses in first] == [losses for _, _, losses in second]
+
+
+def test_a_lock_keeps_others_out_until_it_is_left_and_none_is_needed_where_no_file_can_be_made(tmp_path: Path):
+    with compat.alone_on_this_machine(tmp_path / "locks" / "one"):
+        (child := os.fork()) or os._exit(0)  # a forked process has the file open until it ends
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not can_lock(tmp_path / "locks" / "one")
+    assert can_lock(tmp_path / "locks" / "one")
+    (tmp_path / "a file").write_text("")
+    with compat.alone_on_this_machine(tmp_path / "a file" / "one"), compat.alone_on_this_machine(None):
+        pass
+
+
+def can_lock(path: Path) -> bool:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

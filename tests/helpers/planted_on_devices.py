@@ -12,7 +12,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.capture import optimizer
 from fxcomp.compat import groups, operators
-from fxcomp.compressors import base
+from fxcomp.compressors.triton import dispatch
 from fxcomp.cost.timeline import Task
 from fxcomp.frontends.backend_options import Options
 from fxcomp.passes.clip_in_lists import clip_in_lists
@@ -161,4 +161,4 @@ def attention_without_dropout_counts_as_a_draw() -> None:
 
 @caught_by("tests/compressors/test_triton_pieces.py::test_launches_do_not_grow_with_ranks[int8]")
 def pieces_are_encoded_one_by_one() -> None:
-    exchange(base.encode_pieces_on_cuda, lambda *_: False)
+    exchange(dispatch.encode_pieces, lambda *_: False)

@@ -1,4 +1,4 @@
-"""A rank is killed, or comes late, while first steps are timed, a plan is chosen or its regions are compiled."""
+"""A rank is killed, or comes late, while first steps are timed, a plan is chosen or its programs are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxcomp import compat
 from fxcomp.planning.decide import Planner
 from fxcomp.planning.timed_steps import HeldCollectives, OneByOne
 from fxcomp.site import Site
-from fxcomp.step.next_plans import NextPlans
+from fxcomp.step.plan_in_force import PlanInForce
 
 RANKS = 3
 
@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "ranks compare first steps": (Site, "gather_numbers"),
     "the machine is measured": (Planner, "_gathered"),
     "the plan is chosen": (Planner, "choose"),
-    "regions are compiled": (NextPlans, "are_ready"),
+    "programs of the race are made": (PlanInForce, "line_up"),
 }
 """Places of the first steps and the choice, by what happens there; the plan is chosen on rank 0 alone."""
 

@@ -48,19 +48,6 @@ def runner(name: str, predicted_ms: float) -> Runner:
 
 
 @dataclass
-class Emitted:
-    """The program of a plan, whose regions compile until ranks have asked some times."""
-
-    plan: Plan
-    asks_left: int
-
-    @property
-    def is_compiled(self) -> bool:
-        self.asks_left -= 1
-        return self.asks_left < 0
-
-
-@dataclass
 class Force:
     """A plan in force, and those that take turns with it; it keeps no gradients and runs nothing."""
 
@@ -69,8 +56,6 @@ class Force:
     racing: list[Plan] = field(default_factory=list[Plan])
     is_warm: bool = True
     switches: list[str] = field(default_factory=list[str])
-    compiled_after: int = 0
-    """The times that ranks ask until the regions of a plan are compiled here."""
 
     def __post_init__(self) -> None:
         self.plan = self.lasting = self.decision.plan
@@ -89,15 +74,7 @@ class Force:
     def enter_stage_of(self, _: int) -> bool:
         return False
 
-    def emit(self, plan: Plan, costs: CostTable, *, later: bool) -> Any:
-        assert costs is self.decision.costs
-        assert later, "steps go on meanwhile"
-        yield
-        made, self.compiled_after = Emitted(plan, self.compiled_after), 0
-        return made
-
-    def line_up(self, plans: Sequence[Plan], programs: Sequence[Emitted]) -> None:
-        assert [each.plan for each in programs] == plans
+    def line_up(self, plans: Sequence[Plan], _: str) -> None:
         self.racing = [self.plan, *plans]
 
     def take_turn(self, number: int) -> None:
@@ -180,7 +157,6 @@ def follow(
     checks: Checks = UNVERIFIED,
     chosen: str = "dense",
     before: Callable[[StepSchedule, int], None] = lambda *_: None,
-    compiled_after: Callable[[int], int] = lambda _: 0,
 ) -> Job:
     """Let ranks follow a schedule; all must see the same."""
 
@@ -195,17 +171,12 @@ def follow(
             return gather(topic, made())[0]
 
         talk = SimpleNamespace(
-            world_size=ranks,
-            rank=rank.rank,
-            together=lambda _: nullcontext(),
-            attempt=lambda _, made: made(),
-            from_rank_0=from_rank_0,
+            world_size=ranks, rank=rank.rank, together=lambda _: nullcontext(), from_rank_0=from_rank_0
         )
         site = SimpleNamespace(ranks=talk, cluster=None, gather_numbers=gather)
         options = StepOptions(compress=Compress.of("balanced"), checks=checks)
         first = runners[0].name if runners else "dense"
-        decision = decided(first, cast(CostTable, Costs()), *runners)
-        force, notes = Force(decision, compiled_after=compiled_after(rank.rank)), list[str]()
+        force, notes = Force(decided(first, cast(CostTable, Costs()), *runners)), list[str]()
         clock, planner = Clock(times, rank), Planner(chosen)
         schedule = StepSchedule(cast(Any, force), cast(Any, clock), planner, options, cast(Any, site), notes.append)
         plans, uses = list[str](), list[Use | None]()
@@ -304,39 +275,6 @@ def test_a_race_under_way_refuses_to_plan_again_and_one_to_come_does_not():
                 schedule.check_replan(step)
 
     follow(steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0}), 10, RUNNERS, before=ask)
-
-
-@pytest.mark.parametrize(("asks", "first_turn"), [((0, 0), 0), ((1, 0), 1), ((0, 2), 3), ((5, 3), 31)])
-def test_a_race_begins_at_one_step_once_the_slowest_rank_has_compiled(asks: tuple[int, int], first_turn: int):
-    """Ranks ask after 0, 1, 3, 7, 15 and 31 steps; no step before counts for anything."""
-
-    def refuse(schedule: StepSchedule, step: int) -> None:
-        assert schedule.is_racing or step > first_turn
-        if 0 < step < first_turn:
-            assert not schedule.calendar.is_settled
-            with pytest.raises(CannotReplan, match="are being compiled"):
-                schedule.check_replan(step)
-
-    found = follow(
-        steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0}),
-        120,
-        RUNNERS,
-        before=refuse,
-        compiled_after=asks.__getitem__,
-    )
-    assert found.uses.index(Use.TURN) == first_turn + WARM_STEPS
-    assert set(found.plans[100:]) == {"int8"}
-
-
-def test_a_job_that_goes_back_while_regions_compile_still_races():
-    def back(schedule: StepSchedule, step: int) -> None:
-        if step == 2:
-            schedule.resume(step)
-
-    times = steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0})
-    found = follow(times, 90, RUNNERS, before=back, compiled_after=lambda rank: 4 * rank)
-    assert set(found.plans[70:]) == {"int8"}
-    assert [note.split()[0] for note in found.notes] == ["raced"]
 
 
 def test_a_job_that_goes_back_begins_its_race_again():
