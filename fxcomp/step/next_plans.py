@@ -1,6 +1,6 @@
-"""Hold what comes next in a running job until it can be followed: on no rank may the others wait for a compiler.
+"""Plans that follow once all ranks have compiled them, so that no rank waits for another rank's compiler.
 
-another decision, plans that will race ─► their regions compile beside steps ─► ready on all ranks ─► followed
+another decision, racing plans ─► regions compile during steps ─► ready on all ranks ─► followed
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from fxcomp.search.runners import Runner
 from fxcomp.site import Site
 
 SELDOM = 16
-"""Maximum number of steps between two looks at whether all ranks are ready."""
+"""Maximum number of steps between two checks that all ranks are ready."""
 
 
 @dataclass(slots=True)
 class NextPlans:
-    """The programs of plans that come next, the same plans on all ranks."""
+    """Programs of the plans that follow, the same plans on all ranks."""
 
     topic: str
     decision: Decision | None
-    """The decision to follow; None if the plan in force stays."""
+    """Decision to follow; None if the plan in force stays."""
     runners: Sequence[Runner]
-    """The plans that take turns afterwards, the one that stays first; empty if none do."""
+    """Plans of the next race, the plan in force first; empty without a race."""
     programs: Sequence[Program]
-    """The programs of the decision's plan, if there is one, and of the runners but the first."""
+    """Programs of the decision's plan, if any, and of all runners except the first."""
     asks_at: int
-    """After this number of steps ranks compare whether they are ready."""
+    """Number of steps after which ranks check again."""
     interval: int = 1
 
     def are_ready(self, steps: int, site: Site) -> bool:
-        """Return whether all regions are compiled on all ranks; every rank calls it, after the same steps."""
+        """Return True if all regions are compiled on all ranks. Every rank calls it after the same steps."""
         if steps < self.asks_at:
             return False
         self.asks_at, self.interval = steps + self.interval, min(SELDOM, 2 * self.interval)
