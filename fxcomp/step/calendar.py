@@ -1,13 +1,10 @@
-"""Use of each step, from data that all ranks agree on and the step's number.
+"""Use of each step, from its number and data that all ranks agree on.
 
     verified ─► one of the first steps ─► a turn of a race ─► none, during the warm-up ─► a look
 
 The first use that applies takes the step. A step has at most one use, because each use makes the step longer and would
-distort the times of another. All ranks compute the same use. A rank may still lack the memory, or have a batch unlike
-the first one; the observer of the step handles that.
-
-The schedule (`schedule.py`) enters later agreements: a turn, the step from which a plan is followed, the earliest step
-of the next look.
+distort the times of another. All ranks compute the same use. A rank may lack the memory, or have a batch unlike the
+first one; the observer of the step handles that.
 """
 
 from __future__ import annotations
@@ -21,17 +18,17 @@ from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 100
-"""Steps of a window. The median of each window is compared with the settled step time."""
+"""Steps of a window, whose median is compared with the settled step time."""
 
 SETTLED = 20
-"""Steps under a plan before a look. They warm up the plan and give a median step time."""
+"""Steps under a plan before a look, for warming up and a median step time."""
 
 
 LASTS = ("patience", "patient_until")
-"""Fields of a calendar in a saved state, besides IS_SETTLED."""
+"""Saved fields of a calendar, besides IS_SETTLED."""
 
 IS_SETTLED = "is_settled"
-"""Key in a saved state: a plan was chosen, and no race was running or scheduled."""
+"""Saved key: a plan was chosen, and no race was running or scheduled."""
 
 
 class Use(Enum):
@@ -44,12 +41,12 @@ class Use(Enum):
     TURN = "turn"
     """Counts for the plan of the turn."""
     LOOK = "look"
-    """Measures the errors of a compressor family on the step's gradients."""
+    """Measures the errors of a compressor family."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaceTurn:
-    """Steps that count for one plan of a race, and the number of this plan."""
+    """Number of a racing plan, and the steps that count for it."""
 
     number: int
     steps: tuple[int, ...]
@@ -62,28 +59,27 @@ class RaceTurn:
 
 @dataclass(slots=True)
 class Calendar:
-    """Agreed uses of steps. Steps are numbered from the first step of the job."""
+    """Agreed uses of steps, numbered from the first step of the job."""
 
     verified: VerifiedSteps = NO_STEPS
     warm_from: tuple[int, ...] = (0,)
     """First step of each warm-up stage, then of the plan that stays."""
     followed_from: int = 0
-    """First step under the plan in force."""
     timed: tuple[int, ...] = ()
-    """First steps of a job from which its plan is chosen; empty once a plan is chosen."""
+    """First steps from which the plan is chosen; empty once there is one."""
     checked: tuple[int, ...] = ()
-    """First steps of a job that check an earlier job's costs; empty afterwards."""
+    """First steps that check an earlier job's costs; empty afterwards."""
     is_compiling: bool = False
-    """True while the regions of later plans are being compiled."""
+    """Regions of later plans are being compiled."""
     turn: RaceTurn | None = None
-    """Current turn, or the first one to come; None without a race."""
+    """Current or first turn; None without a race."""
     patience: int = 1
-    """Number of windows without drift checks after a drift was acted on."""
+    """Windows without drift checks after a drift."""
     patient_until: int = 0
     look_from: int | None = None
-    """Earliest step of the next look; None if no look is due."""
+    """Earliest step of the next look; None if none is due."""
     verified_too: int | None = None
-    """Additional verified step, agreed on after the latest new capture on any rank."""
+    """Step to verify after the latest new capture on any rank."""
 
     # A step
 
@@ -102,37 +98,36 @@ class Calendar:
         return None
 
     def is_verified(self, step: int) -> bool:
-        """Return True if the step is compared with eager PyTorch."""
         return step in self.verified or step == self.verified_too
 
     def stage_at(self, step: int) -> int:
-        """Return the index of a step's warm-up stage; the plan that stays is the last stage."""
+        """Return the index of a step's warm-up stage, the last one after the warm-up."""
         return max(0, sum(first <= step for first in self.warm_from) - 1)
 
     def is_warm_at(self, step: int) -> bool:
-        """Return True if the step is after the warm-up."""
+        """Return True after the warm-up."""
         return step >= self.warm_from[-1]
 
     def is_quiet_at(self, step: int) -> bool:
-        """Return True if the step is after the warm-up, and no race is running or scheduled."""
+        """Return True after the warm-up if no race is running or scheduled."""
         return self.is_settled and self.is_warm_at(step)
 
     @property
     def is_settled(self) -> bool:
-        """True if a plan was chosen, and no race is running or scheduled."""
+        """A plan was chosen, and no race is running or scheduled."""
         return not self.timed and not self.checked and not self.is_compiling and self.turn is None
 
     # After a step
 
     def judges_after(self, steps: int) -> bool:
-        """Return True if a full window ends after `steps` steps and drift is judged."""
+        """Return True if a full window ends after `steps` steps."""
         passed = steps - self.followed_from
         return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
     # Entering
 
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
-        """Return the first `count` steps from `step` on that are not verified according to plan.
+        """Return the first `count` steps from `step` on that are not in `verified`.
 
         A `verified_too` step may be among them, since ranks learn of it at different times. It then counts for nothing
         else.
@@ -149,20 +144,20 @@ class Calendar:
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:
-        """Pause drift checks after a drift, for one window if it changed the plan, else for twice as long as last time."""
+        """Pause drift checks: for one window if the plan changed, else twice as long as before."""
         self.patience = 1 if changed else 2 * self.patience
         self.patient_until = step + self.patience * WINDOW
 
     # Saved and loaded
 
     def to_json(self) -> dict[str, int]:
-        """Return the fields to save: the pause of drift checks, and if the plan is settled."""
+        """Return the fields to save."""
         return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Continue at another step of the job under the same plan. Raises BadState.
+        """Continue at another step under the same plan. Raises BadState.
 
-        Without `saved`, drift checks are not paused. Turns, looks and the warm-up stay those of this start.
+        Without `saved`, drift checks are not paused. Turns, looks and the warm-up stay.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):

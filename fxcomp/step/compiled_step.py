@@ -56,31 +56,29 @@ _IS_NOT_COPIED = (
 class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
-    Return the detached loss, or `(loss, aux)` if the loss function returns both. The `.grad` of parameters is not set.
+    Return the detached loss, or `(loss, aux)` if the loss function does. The `.grad` of parameters is not set.
 
-    With `accumulate`, each call runs one micro-batch, and `accumulate` calls make one step. `step(batch, last=True)`
-    ends a shorter group, for example at the end of an epoch. Every rank passes it at the same call. The mean is over
-    the micro-batches that ran.
+    With `accumulate`, each call runs one micro-batch of a group. `step(batch, last=True)` ends a shorter group, on
+    every rank at the same call. The mean is over the micro-batches that ran.
     """
 
     def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
         self.in_force = force
-        """Plan in force, with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._site, self._options, self._terms = site, options, planner.terms
         self.times = StepTimes(site.device)
         self._execution = Execution(force, self.times, site, options)
         self.training = force.inputs.training
         self.steps = 0
-        """Number of steps taken, including the steps before a loaded state."""
+        """Number of steps taken, including those before a loaded state."""
         self._steps_unlike_first = 0
         self.skipped_steps = 0
-        """Number of steps that changed nothing because a gradient was not finite on some rank."""
+        """Number of steps without effect, because a gradient was not finite on some rank."""
         self.notes = Notes(site.ranks.notes)
-        """Sentences about events, printed at the end of reports."""
+        """Events, as sentences. Reports end with them."""
         self._schedule = StepSchedule(force, self.times, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
-        """Bytes that this rank put into collectives in the last step, by kind and level."""
+        """Bytes sent by this rank in the last step, by kind of collective and level."""
         self._followed = force.plan, force.predicted  # plan and prediction of the last step, for its metrics
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, self.notes.append, inputs.sums)
@@ -94,7 +92,7 @@ class CompiledStep:
             self.watch_errors()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise Unsupported: a compiled step cannot be copied or pickled."""
+        """Raise Unsupported."""
         raise Unsupported(_IS_NOT_COPIED)
 
     # Running
@@ -138,9 +136,9 @@ class CompiledStep:
             self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
-        """End the pool's thread and release the process groups. Other ranks need not call it.
+        """End the pool's thread and release the process groups, independently of other ranks.
 
-        A step closes itself at the end of a `with` statement and when it is garbage collected.
+        A `with` statement and garbage collection also close the step.
         """
         self._execution.close(self.in_force.runtime)
 
@@ -154,7 +152,7 @@ class CompiledStep:
         """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
         Every rank calls it after the same step. The plans race as after compiling. Residuals are kept, or sent with the
-        next step if the new plan has no error feedback for them. The optimizer's state stays. Raises CannotReplan.
+        next step if the new plan does not feed them back. The optimizer's state stays. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()
@@ -176,16 +174,15 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """Cost table by which the plan was chosen. It is assumed during the first steps of a job without measured
-        costs.
+        """Cost table of the plan; assumed in the first steps of a job without measured costs.
 
-        Pass it to another `compile_step(..., costs=step.costs)` to skip the measurements.
+        `compile_step(..., costs=step.costs)` skips the measurements.
         """
         return self.in_force.decision.costs
 
     @property
     def is_racing(self) -> bool:
-        """True during a race of plans and before a scheduled one."""
+        """True during and before a race of plans."""
         return self._schedule.is_racing
 
     @property
@@ -195,12 +192,12 @@ class CompiledStep:
 
     @property
     def raced(self) -> Raced | None:
-        """Last finished race of plans, with predicted and measured times; None before the first one ends."""
+        """Last finished race, with predicted and measured times; None before the first one ends."""
         return self._schedule.raced
 
     @property
     def error_table(self) -> ErrorTable:
-        """Compression errors of each gradient, measured in training; empty if none were measured."""
+        """Measured compression errors of each gradient; empty if none were measured."""
         return ASSUMED if self.errors is None else self.errors.table
 
     @property
@@ -210,7 +207,7 @@ class CompiledStep:
 
     @property
     def exposed_ms(self) -> float:
-        """Median exposed communication time of recent steps, in ms; nan before the first."""
+        """Median exposed communication of recent steps, in ms; nan before the first."""
         return self.times.exposed_ms
 
     def __repr__(self) -> str:
@@ -218,7 +215,7 @@ class CompiledStep:
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """Return numbers of the last step, for logs. Only the norm of `residuals` synchronizes with the device."""
+        """Return numbers of the last step, for logs. Only the norm of `residuals` waits for the device."""
         found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
@@ -229,19 +226,19 @@ class CompiledStep:
 
     @property
     def timeline(self) -> Timeline:
-        """Predicted timeline of a step, for batches like the first one."""
+        """Predicted timeline, for batches like the first one."""
         return self.in_force.predicted
 
     def graph(self, after: str | None = None) -> GraphModule:
-        """Return the final graph, or the graph `after` a pass. Raises BadOption if no pass has this name."""
+        """Return the final graph, or the graph `after` a pass. Raises BadOption for an unknown pass."""
         return self.in_force.program.graph_after(after)
 
     def explain(self) -> str:
-        """Return the report on the plan and the step as text."""
+        """Return the report as text."""
         return str(self.report())
 
     def report(self) -> StepReport:
-        """Return a report on the plan and the step, with `print`, `save_html`, `save_trace` and `to_json`."""
+        """Return a report with `print`, `save_html`, `save_trace` and `to_json`."""
         notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
         force, schedule = self.in_force, self._schedule
         found = explanation_of(
@@ -256,7 +253,7 @@ class CompiledStep:
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """Notes on races, on value-dependent branches, on the warm-up and on skipped steps."""
+        """Notes on races, errors, value-dependent branches, warm-up and skipped steps."""
         race, errors = self._schedule.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
         unlike, skipped = self._steps_unlike_first, self.skipped_steps
         return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike, skipped=skipped)
@@ -264,32 +261,31 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and compressor states, and the plan. The model and the optimizer are not
-        included.
+        """Return this rank's residuals, compressor states and plan, without model and optimizer.
 
-        A job that loads it before its first step follows the saved plan, if that plan was settled.
+        A job that loads it before its first step follows the saved plan, if that was settled.
         """
         self._execution.group.check_is_over()
         return self.in_force.state_dict(self.steps)
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Return this rank's state as plain tensors, for checkpoint libraries. The names are unique to this rank.
+        """Return this rank's state as plain tensors, with names unique to the rank, for checkpoint libraries.
 
-        The states of the default random generators are included. `load_state_dict` restores them on the rank of the
-        same number if the number of ranks is the same.
+        It includes the default random generators. `load_state_dict` restores them for the same rank and number of
+        ranks.
         """
         return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
     def load_state_dict(self, state: Given) -> None:
         """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it, with None if it has none.
 
-        The states may belong to another plan or another number of ranks. Each state is loaded by exactly one rank. A
-        rank may load the states of removed ranks in a list with its own: `load_state_dict([state, another])`. The sum
-        of all residuals stays the same (see `fxcomp.state.handover`). A rank without a state receives the shared values
-        from the others: the number of steps, and the states of compressors with summed payloads.
+        The states may come from another plan or number of ranks. Each state is loaded by exactly one rank, the states
+        of removed ranks by any: `load_state_dict([state, another])`. The sum of the residuals stays the same (see
+        `fxcomp.state.handover`). A rank without a state receives the shared values: the number of steps, and states of
+        compressors with summed payloads.
 
-        Raises BadState, or PeerFailed if another rank's state does not fit. Training then stays blocked until a state
-        is loaded. Loading a state is also how ranks continue after an exception inside a step.
+        Raises BadState, or PeerFailed if another rank's state does not fit. Training is then blocked until a state is
+        loaded. After an exception inside a step, ranks continue by loading a state.
         """
         self._execution.check_open()
         with self._site.ranks.together("load_state_dict", after_a_stop=True):

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
-"""Ratio of window medians above which steps have drifted. A busy machine varies less (assumed)."""
+"""Ratio of window medians that counts as drift. A busy machine varies less (assumed)."""
 
 LEAST = WINDOW // 4
 """Minimum number of timed steps per window and rank. Verified steps and batches unlike the first are not timed."""
 
 
 def median_of_window(times_ms: Sequence[float]) -> float:
-    """Return a rank's median of a window, in ms; -1 if it timed fewer than LEAST steps."""
+    """Return a rank's median of a window, in ms; -1 with fewer than LEAST times."""
     return statistics.median(times_ms) if len(times_ms) >= LEAST else -1.0
 
 
 def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
-    """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one median per rank.
+    """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
 
     Return the new settled time and a sentence on the drift, empty if there is none. A window that some rank has not
     timed is ignored.

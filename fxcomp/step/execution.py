@@ -29,12 +29,11 @@ class Execution(Executor):
         inputs = force.inputs
         training = inputs.training
         self.group = MicroBatchGroup(inputs.sums, options.accumulate, site, training.loss_scale)
-        """Current group of micro-batches."""
         self._finds_unused = FindsUnused(training, site) if options.find_unused_parameters else None
         self._scales_with_lr = options.compress.feedback.scale_with_lr
 
     def sum_up(self, batch: Any) -> Any:
-        """Run a micro-batch that is not the last of its group. Nothing is sent and no parameter changes."""
+        """Run a micro-batch that does not end its group: nothing is sent or updated."""
         kind, leaves = batch_type(batch)
         program = self._force.find_micro(batch, kind, leaves)
         inputs, runtime = self._force.inputs, self._force.runtime
@@ -47,7 +46,7 @@ class Execution(Executor):
         return program.captured.result(loss, aux)
 
     def step(self, number: int, batch: Any, schedule: StepSchedule, observers: Sequence[Observer]) -> StepUnderWay:
-        """Run step `number`, the last micro-batch of a group, with the observers of its use."""
+        """Run step `number` on the last micro-batch of its group, with the observers of its use."""
         kind, leaves = batch_type(batch)
         program = self._force.find(batch, kind, leaves)
         self.group.complete(is_weighted=program.captured.is_weighted)

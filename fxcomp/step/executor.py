@@ -6,18 +6,13 @@
     end             wait for everything launched; residuals count, unless the step was skipped
     leave           end the step after an error
 
-Nothing else calls an emitted function.
-
-Ranks do not exchange step numbers: each collective pairs with the next collective of the other ranks. If a rank raised
-and continued with its next batch, its gradient of step 8 would be averaged with the others' gradient of step 7.
-Therefore a rank that raises stops: it writes the reason to the store and closes its connections. The other ranks, which
-wait for it in a collective, get an error at once, read the reason, and stop too. Before the next step, all ranks
-compare where they stopped:
+Ranks do not exchange step numbers: each collective pairs with the next one of the other ranks. If a rank raised and
+continued with its next batch, its gradient of step 8 would be averaged with the others' gradient of step 7. Therefore
+a rank that raises stops: it writes the reason to the store and closes its connections. The other ranks get an error in
+their collective, read the reason, and stop too. Before the next step, all ranks compare where they stopped:
 
     every rank raised in the same step, before any emitted code ran     the step runs again
     otherwise                                                           RanksApart, until all ranks load a state
-
-The cost of a step without errors is one attribute read.
 """
 
 from __future__ import annotations
@@ -41,11 +36,11 @@ CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, o
 
 
 Arriving = Generator[None, Sequence[Tensor], Any]
-"""Generator of a running step. It is sent gradients bucket by bucket and returns the emitted function's results."""
+"""Generator of a running step. It is sent gradients bucket by bucket and returns the results."""
 
 
 class Executor:
-    """Runs the emitted steps of one step function. `closed` is the message of BadCall after `close`."""
+    """Runs the emitted steps of one step function. `closed` is the message after `close`."""
 
     def __init__(self, ranks: Ranks, closed: str = CLOSED_STEP):
         self._ranks, self._closed = ranks, closed
@@ -54,20 +49,20 @@ class Executor:
         world = compat.world() if ranks.world_size > 1 else None
         self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
-        """True if emitted code has run in the current step, so that values may have changed."""
+        """Emitted code has run in the current step, so values may have changed."""
         self._arriving: Arriving | None = None
 
     # Running
 
     def run(self, module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run the emitted step at once. Return its results: the loss and auxiliary values."""
+        """Run the emitted step at once. Return the loss and auxiliary values."""
         self.has_begun = True
         if compat.is_profiling():
             return run_named(module, graph, runtime, arguments)
         return module.step(runtime, *arguments)
 
     def begin(self, module: ModuleType, runtime: Runtime, arguments: Sequence[Any]) -> None:
-        """Begin a step whose gradients arrive later. No line runs before the first ones arrive."""
+        """Begin a step whose gradients arrive later. No line runs before they do."""
         self.has_begun = True
         arriving: Arriving = module.step(runtime, *arguments)
         next(arriving)
@@ -75,7 +70,7 @@ class Executor:
 
     @property
     def is_under_way(self) -> bool:
-        """True until all gradients of the current step have arrived."""
+        """True until all gradients of the step have arrived."""
         return self._arriving is not None
 
     def arrive(self, gradients: Sequence[Tensor]) -> Any:
@@ -89,10 +84,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait for everything that the step launched. Return False if the step was skipped.
-
-        The residuals of a step that counts become those of `state`.
-        """
+        """Wait for everything launched and keep the residuals in `state`. Return False if the step was skipped."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped
@@ -132,7 +124,7 @@ class Executor:
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
     def fail(self, step: int, error: BaseException, runtime: Runtime) -> None:
-        """Stop before a step and pass the error to the other ranks. They may continue if all ranks stop there."""
+        """Stop before a step and pass the error to the other ranks. They may continue if all of them stop there."""
         self._ranks.at_step(None)
         self._ranks.stop(f"step {step}", error, step=step, has_begun=False)
         runtime.drop()
@@ -156,7 +148,7 @@ class Executor:
             raise _apart(self._ranks.stopped, "")
 
     def close(self, runtime: Runtime) -> None:
-        """End the pool's thread and release the process groups, without the other ranks."""
+        """End the pool's thread and release the process groups, independently of other ranks."""
         if not self._is_closed:
             self._is_closed = True
             runtime.close()

@@ -18,14 +18,14 @@ from fxcomp.site import Site
 from fxcomp.step.observer import StepUnderWay
 
 LONG_US = 3e6
-"""Time fewer steps if a dense step takes longer than this, in µs."""
+"""A longer dense step, in µs, is timed fewer times."""
 
 WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Maximum number of additional sets of steps, if some rank could not time enough steps. After that, the plan is chosen
-by the costs of the machine and the links alone.
+"""Additional sets of steps if some rank could not time enough. After that, the costs of the machine and the links alone
+choose the plan.
 """
 
 
@@ -37,16 +37,15 @@ class FirstSteps:
         self._site, self._free_steps, self._tries = site, free_steps, 0
         self._ways: Sequence[Way] = WAYS
         self.numbers = free_steps(step, len(WAYS))
-        """Numbers of the timed steps."""
         self._first = self.numbers[0]
         self._timed: dict[int, TimedStep] = {}
         self._feeds_us: list[float] = []
-        """Times of the work before a step's program, in µs."""
+        """Times of the work before a step's program."""
         self.are_enough = False
-        """True if every rank has steps of every way; set when timing ends."""
+        """Every rank has timed every way; set when timing ends."""
 
     def before(self, step: StepUnderWay) -> None:
-        """Time a step if its batch is like the first one."""
+        """Time a step with a batch like the first one."""
         if not step.is_like_first or step.number not in self.numbers:
             return
         way = self._way_of(self.numbers.index(step.number))
@@ -59,7 +58,7 @@ class FirstSteps:
         return Way.OVERLAPPED if way is Way.ONE_BY_ONE and compat.works_later(self._site.device) else way
 
     def between(self, steps: int) -> bool:
-        """Return True if timing has ended after `steps` steps of the job. Every rank calls it."""
+        """Return True if timing has ended after `steps` steps. Every rank calls it."""
         if steps == self.numbers[0] + 1 and self._ways is WAYS:
             self._shorten()
         if steps <= self.numbers[-1]:
@@ -72,7 +71,6 @@ class FirstSteps:
         return False
 
     def _shorten(self) -> None:
-        """Time fewer steps if the first one took longer than LONG_US on some rank."""
         compat.synchronize(self._site.device)
         took = max((timed.us or 0.0 for timed in self._timed.values()), default=0.0)
         everyone = self._site.gather_numbers("how long the first step takes", [took])
@@ -87,12 +85,12 @@ class FirstSteps:
 
     @property
     def steps(self) -> list[TimedStep]:
-        """Timed steps that count. The job's first step allocates, and counts only if no other step does."""
+        """Steps that count. The first one allocates, and counts only without others."""
         whole = {number: timed for number, timed in self._timed.items() if timed.us is not None}
         others = [timed for number, timed in whole.items() if number != self._first]
         return others if any(timed.way is Way.OVERLAPPED for timed in others) else list(whole.values())
 
     @property
     def feed_us(self) -> float:
-        """Median time of the work before a step's program, in µs."""
+        """Median time of the work before a step's program."""
         return statistics.median(self._feeds_us)

@@ -26,13 +26,13 @@ LOOK_EVERY = 10
 """Steps between checks. With beta2 = 0.999, ten steps replace 1 % of Adam's second moment."""
 
 LIMIT = 10.0
-"""Maximum mean square of an update without its learning rate. It is at most about 1 while the second moment fits. Runs
-that reached dense training's loss had up to 2.5 (docs/where_the_mean_stands.md).
+"""Maximum mean square of an update without its learning rate; at most about 1 while the second moment fits. Runs that
+reached dense training's loss had up to 2.5 (docs/where_the_mean_stands.md).
 """
 
 
 class Freeze:
-    """Freezes second moments, and exchanges gradients again while a frozen second moment does not fit."""
+    """Freezes second moments; exchanges gradients again if one no longer fits."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Freeze:
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
         self._at_momenta = force.decision.plan
-        """Plan that exchanges momenta, also kept after a thaw."""
+        """Plan that exchanges momenta, also after a thaw."""
         self._has_noted = False
 
     def before_step(self, step: int) -> int | None:
-        """Freeze second moments if that is due. Every rank calls it. Return the postponed step, or None.
+        """Freeze second moments if that is due. Every rank calls it. Return the step to which it is postponed, else
+        None.
 
-        The freeze is postponed by the number of missing updates of the parameter with the fewest. After a thaw, ranks
-        exchange momenta again.
+        A parameter with too few updates postpones the freeze. After a thaw, ranks exchange momenta again.
         """
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
@@ -71,7 +71,7 @@ class Freeze:
         return step + needed - updates
 
     def between(self, steps: int) -> None:
-        """Check the energies every LOOK_EVERY steps, and thaw if one exceeds LIMIT on any rank. Every rank calls it."""
+        """Check the energies if due, and thaw if one exceeds LIMIT on any rank. Every rank calls it."""
         if steps % LOOK_EVERY or not self._force.plan.moves_exchange:
             return
         energies = self._force.momenta.energies(self._force.plan)
@@ -93,7 +93,7 @@ class Freeze:
         )
 
     def thaw(self, step: int, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Exchange gradients in int8 instead of momenta from `step` on. Every rank calls it."""
+        """Exchange gradients in int8 instead of momenta. Every rank calls it."""
         force = self._force
         if force.is_racing:
             force.settle_on(0)
@@ -102,7 +102,7 @@ class Freeze:
         force.momenta.thaw(step, moved, energies)
 
     def _freeze_again(self, step: int, topic: str) -> None:
-        """Exchange momenta again after a thaw, with the plan used before it."""
+        """Exchange momenta again after a thaw."""
         force = self._force
         force.momenta.freeze_again(
             step, self._at_momenta
@@ -117,7 +117,7 @@ class Freeze:
         return "That is for good" if freezes_at is None else f"Momenta are exchanged again from step {freezes_at} on"
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Exchange momenta or gradients as ranks did when the state was saved. Every rank calls it."""
+        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
         if saved.is_thawed and self._force.plans[-1].moves_exchange:
             self.thaw(0, "load_state_dict")
         self._force.momenta.take_over(saved)

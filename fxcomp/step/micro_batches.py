@@ -1,4 +1,4 @@
-"""Groups of micro-batches: where a group ends, how long it took, and a check that ranks agree on its length.
+"""Groups of micro-batches.
 
 step(batch)              adds gradients to the sums; nothing is sent
 step(batch)              last of the group: sends the sums, updates, clears the sums
@@ -18,22 +18,21 @@ from fxcomp.state.inputs import Sums
 
 
 class MicroBatchGroup:
-    """Current group of micro-batches, with `length` micro-batches unless it ends early."""
+    """Current group of `length` micro-batches, or fewer if it ends early."""
 
     def __init__(self, sums: Sums, length: int, site: Site, scale: LossScale | None):
         self._sums, self._length, self._scale = sums, length, scale
         ranks = site.ranks.world_size
         self._aside = Aside(site.transport, ranks, site.device) if length > 1 and ranks > 1 else None
         self._changes_of_scale = 0
-        """Number of scale changes when the group began."""
+        """Value when the group began."""
         self._looks: list[Looks] = []
         self.is_like_first = True
-        """True if all batches of the group so far are like the first batch, which predictions are for."""
+        """All batches so far are like the first one of the job, which predictions are for."""
         self._unused: frozenset[str] | None = None
 
     @property
     def has_begun(self) -> bool:
-        """True if a micro-batch of the group has run."""
         return self._sums.micro_batches > 0
 
     def ends(self, *, last: bool) -> bool:
@@ -41,7 +40,9 @@ class MicroBatchGroup:
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
-        """Clear the sums and raise BadCall if the loss scale changed inside the group; the sums are in the old unit."""
+        """Clear the sums and raise BadCall if the loss scale changed inside the group, since the sums have the old
+        unit.
+        """
         if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
             return
         summed = self._sums.micro_batches
@@ -53,7 +54,7 @@ class MicroBatchGroup:
         )
 
     def add(self, looks: Looks, unused: Sequence[str], *, is_like_first: bool) -> None:
-        """Count a micro-batch that has run, with the parameters that it left unused."""
+        """Count a micro-batch that has run."""
         if self._scale is not None and not self.has_begun:
             self._changes_of_scale = self._scale.changes()
         self._sums.micro_batches += 1
@@ -62,9 +63,7 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters that neither earlier micro-batches nor the next one use. The next one leaves `unused`
-        unused.
-        """
+        """Return the parameters that no micro-batch has used, with the next one, which leaves `unused`."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
@@ -73,9 +72,9 @@ class MicroBatchGroup:
             self._sums.complete(is_weighted=is_weighted)
 
     def compare_lengths(self) -> Callable[[], None] | None:
-        """Begin to compare the group's length between ranks, overlapping forward and backward. Every rank calls it.
+        """Begin to compare the group's length between ranks, during forward and backward. Every rank calls it.
 
-        The returned function waits for the lengths. It raises ReplicasDiffer on all ranks if they differ.
+        The returned function waits, and raises ReplicasDiffer on all ranks if the lengths differ.
         """
         if self._aside is None:
             return None
@@ -103,7 +102,6 @@ class MicroBatchGroup:
         self.is_like_first, self._unused = True, None
 
     def check_is_over(self) -> None:
-        """Raise BadCall inside a group."""
         if self.has_begun:
             raise BadCall(
                 f"the gradients of {self._sums.micro_batches} of {self._length} micro-batches are summed up, which no"

@@ -14,26 +14,26 @@ from fxcomp.search.runners import Runner
 from fxcomp.site import Site
 
 SELDOM = 16
-"""Maximum number of steps between two checks that all ranks are ready."""
+"""Maximum number of steps between two checks."""
 
 
 @dataclass(slots=True)
 class NextPlans:
-    """Programs of the plans that follow, the same plans on all ranks."""
+    """Plans to follow, the same on all ranks."""
 
     topic: str
     decision: Decision | None
-    """Decision to follow; None if the plan in force stays."""
+    """None if the plan in force stays."""
     runners: Sequence[Runner]
     """Plans of the next race, the plan in force first; empty without a race."""
     programs: Sequence[Program]
-    """Programs of the decision's plan, if any, and of all runners except the first."""
+    """Programs of the decision's plan, if any, and of all runners but the first."""
     asks_at: int
-    """Number of steps after which ranks check again."""
+    """Number of steps before the next check."""
     interval: int = 1
 
     def are_ready(self, steps: int, site: Site) -> bool:
-        """Return True if all regions are compiled on all ranks. Every rank calls it after the same steps."""
+        """Return True if all ranks have compiled all regions. Every rank calls it after the same steps."""
         if steps < self.asks_at:
             return False
         self.asks_at, self.interval = steps + self.interval, min(SELDOM, 2 * self.interval)

@@ -29,16 +29,16 @@ class StepUnderWay:
     force: PlanInForce
     batch: Any
     is_like_first: bool
-    """The batch, and finally every batch of the group, is like the first one, which predictions are for."""
+    """All batches of the step are like the first one of the job, which predictions are for."""
     run: Callable[[Sequence[Any]], Any] | None = None
-    """Runs the emitted lines on their arguments instead of `Executor.run`, if an observer sets it."""
+    """Runs the emitted lines instead of `Executor.run`, if an observer sets it."""
     result: Any = None
     took: Sequence[Looks] = ()
     """Begin and end of each micro-batch."""
 
     @property
     def says_how_long(self) -> bool:
-        """True if the measured time is that of an ordinary step with a batch like the first one."""
+        """The measured time is that of an ordinary step with a batch like the first one."""
         return self.is_like_first and self.use in (None, Use.TURN)
 
     @property
@@ -51,10 +51,10 @@ class StepUnderWay:
 
 
 class Observer:
-    """Base class. It observes the steps whose use is in `wants`."""
+    """Observer of the steps whose use is in `wants`."""
 
     wants: frozenset[Use | None] = frozenset()
-    """Observed uses; None is training only."""
+    """None stands for training only."""
 
     def before(self, step: StepUnderWay) -> None:
         """Prepare for a step that is about to run."""

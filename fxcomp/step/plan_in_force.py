@@ -1,4 +1,4 @@
-"""Plan that a compiled step follows now (of a warm-up stage, or of a turn in a race), its runtime and its programs.
+"""Plan that a compiled step follows now, with its runtime and programs.
 
 Follower        plans, and the gradient state under each; knows no programs
 PlanInForce     programs of these plans: made, looked up by batch, replaced; saved and loaded
@@ -39,7 +39,7 @@ CALENDAR = "calendar"
 
 
 class PlanInForce:
-    """The plan in force with its warm-up stages, runtime and programs."""
+    """Plan of the current step, with its warm-up stages, runtime and programs."""
 
     def __init__(
         self,
@@ -53,17 +53,16 @@ class PlanInForce:
         self._compiler, self._capture, self.inputs, self._site = compiler, capture, inputs, trained.site
         stages = warmup.stages(decision.plan)
         self.plans: tuple[Plan, ...] = tuple(stages.values())
-        """Plans of the warm-up stages in order; the last one stays."""
+        """Plans of the warm-up stages, then the plan that stays."""
         self.calendar = Calendar(warm_from=tuple(stages))
         self.stage: int = 0
         """Index in `plans` of the plan in force."""
         self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
-        """Second moments that an exchange of momenta freezes."""
         self.first_kind: BatchType = capture.kind
-        """Type of the first batch; predictions are for batches like it."""
+        """Type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
-        """Program of the first capture under each plan, by plan number."""
+        """Program of the first capture under each plan number."""
         self._follower.enter_stage(self.plan)
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
@@ -81,7 +80,6 @@ class PlanInForce:
 
     @property
     def state(self) -> GradientState:
-        """Gradient state under the plan in force."""
         return self._follower.state
 
     @property
@@ -90,27 +88,27 @@ class PlanInForce:
 
     @property
     def lasting(self) -> Plan:
-        """Plan of the last stage; during a race, the plan that was in force before the race."""
+        """Plan of the last stage; during a race, the plan before it."""
         return self._follower.lasting.decision.plan
 
     @property
     def is_racing(self) -> bool:
-        """True if plans are lined up for a race or racing."""
+        """True during a race."""
         return bool(self._follower.racing)
 
     @property
     def is_warm(self) -> bool:
-        """True once the warm-up is over."""
+        """True after the warm-up."""
         return self.stage == len(self.plans) - 1
 
     @property
     def _number(self) -> int:
-        """Number of the plan in force: its index during the warm-up, a unique number afterwards."""
+        """Number of the plan in force: its index during the warm-up, unique afterwards."""
         return self._follower.now.number if self.is_warm else self.stage
 
     @property
     def standing(self) -> Program:
-        """Program of the first capture under the last stage's plan; predictions use it."""
+        """Program of the first capture under the last plan, used for predictions."""
         return self._standing[self._follower.now.number]
 
     # Following
@@ -132,17 +130,17 @@ class PlanInForce:
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Return the program for a batch and the current surroundings; capture it locally if there is none."""
+        """Return the program for a batch and the current surroundings; capture it locally if needed."""
         self.program = found = self.programs.find(batch, kind, leaves, self._number)
         self.runtime.numbers = found.numbers
         return found
 
     def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Return the program for a micro-batch that is not the last of its group."""
+        """Return the program for a micro-batch that does not end its group."""
         return self._micro_program(self.find(batch, kind, leaves).captured)
 
     def feed(self, batch: Any) -> None:
-        """Do the work before each run of a program: evaluate the guard and collect the arguments."""
+        """Evaluate the guard and collect the arguments, as before each run."""
         self._capture.guard.key()
         self.inputs.of(self.program, batch_type(batch)[1], self.state)
 
@@ -153,17 +151,16 @@ class PlanInForce:
         self.calendar.stay()
 
     def emit(self, plan: Plan, costs: CostTable | None = None, *, later: bool = False) -> Turns[Program]:
-        """Make a program for another plan. Local: ranks do not communicate.
+        """Make a program for another plan. Ranks do not communicate.
 
-        Costs default to those of the decision in force. With `later`, regions are compiled in another thread.
+        `costs` default to the decision's. With `later`, regions are compiled in another thread.
         """
         return self._compiler.emit(self._capture.first, plan, costs or self.decision.costs, later=later)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
-        """Follow another decision from the next step on, without warm-up; residuals are kept.
+        """Follow another decision from the next step on, without warm-up. Residuals are kept.
 
-        Every rank calls it, with `program` if it already exists. If making the program fails on one rank, all ranks
-        keep the old decision.
+        Every rank calls it. If making the program fails on one rank, all ranks keep the old decision.
         """
         program = self._follower.carry_to(
             decision,
@@ -188,10 +185,10 @@ class PlanInForce:
         return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
-        """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
+        """Follow a plan with other compressor parameters from the next step on; see `can_retune`.
 
-        Every rank calls it after the same step, with the first capture's program if it exists. Nothing is sent,
-        captured or emitted. Residuals and compressor states are kept.
+        Every rank calls it after the same step. Nothing is sent, captured or emitted. Residuals and compressor states
+        are kept.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         trained = self._follower.trained
@@ -209,20 +206,20 @@ class PlanInForce:
     # Racing
 
     def line_up(self, plans: Sequence[Plan], programs: Sequence[Program]) -> None:
-        """Line up plans for a race with the plan in force, with programs made by `emit`. Every rank calls it."""
+        """Line up plans against the plan in force, with programs from `emit`. Every rank calls it."""
         self._follower.line_up(plans)
         self.programs.racing = len(plans)
         for each, program in zip(self._follower.racing[1:], programs, strict=True):
             self._adopt(program, each.number)
 
     def take_turn(self, number: int) -> None:
-        """Follow the lined-up plan of this number."""
+        """Follow a lined-up plan."""
         if self._follower.racing[number] is not self._follower.now:
             self._follower.take_turn(number)
             self._go_on()
 
     def settle_on(self, number: int) -> None:
-        """End the race on the plan of this number. The other plans' residuals are sent with the next step."""
+        """End the race. The losers' residuals are sent with the next step."""
         self.take_turn(number)
         self._follower.scale_to_rates(self.inputs)
         for loser in self._follower.settle_on(number):
@@ -234,7 +231,6 @@ class PlanInForce:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Use the program and the gradient state of the plan in force."""
         if self.is_warm:
             self.plans = (*self.plans[:-1], self.decision.plan)
         self.program = self._standing[self._number]
@@ -245,7 +241,7 @@ class PlanInForce:
     # State
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Copy this rank's gradient state, the residuals of racing plans, the lasting plan and the calendar."""
+        """Return this rank's gradient state, racing plans' residuals, the lasting plan and the calendar."""
         if self._follower.racing:
             self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
@@ -255,8 +251,8 @@ class PlanInForce:
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Load saved states and enter their stage. Every rank calls it. Raises BadState.
 
-        `go_on` restores the exchange (momenta or gradients) of the saved job. Return the number of steps already run,
-        or None if no rank was given a state.
+        `go_on` restores the exchange of momenta or gradients. Return the number of steps already run, None without any
+        state.
         """
         momenta = SavedMomenta.told(given, self._site.ranks)
         if momenta:
@@ -278,7 +274,7 @@ class PlanInForce:
     # Making
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
-        """Capture for a batch and emit the plan in force. Local: ranks do not communicate."""
+        """Capture for a batch and emit the plan in force. Ranks do not communicate."""
         for optimizer in self.inputs.training.optimizers:
             check_rates(self._compiler.feedback, optimizer)  # its options may have changed
         self.inputs.expect_other_state()
@@ -289,7 +285,6 @@ class PlanInForce:
         return self._compiler.emit_micro_batch(captured, self.decision.costs)
 
     def _adopt(self, program: Program, number: int) -> None:
-        """Register the first capture's program under the plan of a number."""
         self._standing[number] = program
         self.programs.adopt(self._capture.kind, number, self._key, program)
 

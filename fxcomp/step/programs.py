@@ -1,13 +1,11 @@
-"""Captures of one step for different batches and surroundings: look up, make and drop programs.
+"""Captures of one step for different batches and surroundings.
 
     batch, plan, guard key  ── seen before ──────────────► its program, if its values give the traced answers
                             └─ other sizes, same family ─► a symbolic program whose guard holds, same condition
                             └─ otherwise ────────────────► capture; from the third shape on, sizes become symbols
 
-Sizes 0 and 1 are never symbols. A family may therefore hold several symbolic programs: for batches of one row, for
-other batches, and for batches with two sizes that were equal when Python compared them.
-
-A value that causes repeated captures is reported once. Graphs, lookup keys and recorded shapes are all bounded.
+Sizes 0 and 1 are never symbols. A family may therefore hold several symbolic programs: for one row, for other batches,
+and for two sizes that were equal when Python compared them. A value that causes repeated captures is reported once.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ CAPTURES = 8
 """Maximum number of captured programs per plan; the least recently used one is dropped."""
 
 KEYS = 512
-"""Maximum number of lookup keys (batch type and surroundings)."""
+"""Maximum number of lookup keys."""
 
 FAMILIES = 64
 """Maximum number of families whose varying sizes are recorded."""
 
 STATIC_SHAPES = 2
-"""Number of shapes captured with static sizes. From the next shape on, sizes that varied become symbols."""
+"""Shapes captured with static sizes. From the next shape on, sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
-"""Maximum number of failed symbolic traces per family. A failure doubles the time of a capture."""
+"""Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
 
 
 _ASK_LESS = (
@@ -51,7 +49,7 @@ _ASK_LESS = (
 _GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
-"""Capture and compile for a batch, given the batch dimensions that may vary. Local: ranks do not communicate."""
+"""Capture and compile for a batch, given the dimensions that may vary. Ranks do not communicate."""
 
 
 @dataclass(slots=True)
@@ -61,7 +59,7 @@ class _Family:
     first: BatchType
     captures: int = 0
     varying: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
-    """Dimensions that varied between batches, by batch leaf."""
+    """Dimensions that varied, by batch leaf."""
     symbolic: list[Program] = field(default_factory=list[Program])
     """Programs that may serve other sizes, the latest first."""
     failures: int = 0
@@ -82,11 +80,9 @@ class _Family:
         return next((each for each in self.symbolic if _fits(each, leaves)), None)
 
     def forget(self, program: Program) -> None:
-        """Remove a symbolic program."""
         self.symbolic = [each for each in self.symbolic if each is not program]
 
     def add(self, kind: BatchType) -> None:
-        """Count a batch type that is about to be captured."""
         self.captures += 1
         for leaf, (was, now) in enumerate(zip(self.first.shapes, kind.shapes, strict=True)):
             differing = frozenset(d for d, (a, b) in enumerate(zip(was or (), now or (), strict=True)) if a != b)
@@ -102,18 +98,15 @@ def _fits(program: Program, leaves: Sequence[Any]) -> bool:
 
 
 class _Around(NamedTuple):
-    """Surroundings of a capture, apart from the batch."""
-
     plan: int
     """Number of the plan in force."""
     key: Key
 
 
 _Known = tuple[str, Hashable, _Around]
-"""Structure and leaves of a batch, and its surroundings."""
 
 _Answered = tuple[str, Hashable, _Around, Prelude | None]
-"""Lookup key, with the questions on values that were answered while tracing."""
+"""Lookup key, with the traced questions on values."""
 
 
 class Programs:
@@ -123,15 +116,15 @@ class Programs:
         self._guard, self._make = guard, make
         self._of_key: OrderedDict[_Answered, Program] = OrderedDict()
         self._preludes: dict[_Known, list[Prelude | None]] = {}
-        """Preludes of the programs for a batch type, the last matching one first."""
+        """Questions of the programs for a batch type, the last matching ones first."""
         self._other_answer: OtherAnswer | None = None
-        """First answer that differs from the trace in the last lookup."""
+        """First answer in the last lookup that differs from the trace."""
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Program] = OrderedDict()
         self._latest: tuple[BatchType, _Around] | None = None
         self._recaptures = Recaptures()
         self.racing = 0
-        """Number of plans in a race with the plan in force."""
+        """Number of plans that race the plan in force."""
         self.is_new = False
         """True after a capture of a new kind of batch, until the schedule resets it."""
         self._kinds_captured: set[int] = set()
@@ -140,7 +133,7 @@ class Programs:
         return len(self._kept)
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], plan: int) -> Program:
-        """Return the program for a batch and the current surroundings; capture it locally if there is none."""
+        """Return the program for a batch and the current surroundings; capture it locally if needed."""
         around = _Around(plan, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._seen(key, leaves) or self._find_symbolic(kind, leaves, around)
@@ -160,11 +153,11 @@ class Programs:
 
     @property
     def options(self) -> Sequence[Hashable]:
-        """Options of each parameter group that the latest program was captured with."""
+        """Options of each parameter group in the latest program."""
         return () if self._latest is None else self._latest[1].key.options
 
     def adopt(self, kind: BatchType, plan: int, key: Key, program: Program) -> None:
-        """Register a program built for this kind of batch under the given guard key."""
+        """Register a program built under the given guard key."""
         around = _Around(plan, key)
         self._latest = kind, around
         self._family(kind, around).add(kind)
@@ -172,19 +165,16 @@ class Programs:
         self._remember((str(kind.structure), kind.leaves, around), program)
 
     def clear(self) -> None:
-        """Drop all programs."""
         self.racing = 0
         for known in (self._of_key, self._preludes, self._families, self._kept):
             known.clear()
 
     def forget_plan(self, plan: int) -> None:
-        """Drop the programs of a plan."""
         others = [program for key, program in self._of_key.items() if key[2].plan == plan]
         for program in others:
             self._drop(program)
 
     def exchange(self, known: Program, other: Program) -> None:
-        """Replace a program."""
         for key in [key for key, program in self._of_key.items() if program is known]:
             self._of_key[key] = other
         for family in self._families.values():
@@ -192,7 +182,6 @@ class Programs:
         self._kept = OrderedDict((id(each), each) for each in (other if p is known else p for p in self._kept.values()))
 
     def of_plan(self, plan: int) -> list[Program]:
-        """Return the programs of a plan."""
         kept = {id(program) for key, program in self._of_key.items() if key[2].plan == plan}
         return [program for place, program in self._kept.items() if place in kept]
 
@@ -218,7 +207,7 @@ class Programs:
         return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
-        """Return the program of this lookup key, if the batch's values give the traced answers."""
+        """Return the program of this key, if the batch's values give the traced answers."""
         self._other_answer = None
         preludes = self._preludes.get(key, ())
         for prelude in preludes:
@@ -245,7 +234,7 @@ class Programs:
             return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
-        """Let a symbolic program serve other sizes. Return True if it is the first one of its family."""
+        """Let a symbolic program serve other sizes. Return True if it is the first of its family."""
         guard = program.captured.guard
         if guard is None or not guard.is_open:
             return False
@@ -300,12 +289,10 @@ VALUES = 4
 """Warn after this number of different values in consecutive captures."""
 
 SOON = 20
-"""Captures are consecutive if at most this number of steps lies between them."""
+"""Maximum number of steps between consecutive captures."""
 
 
 class Recaptures:
-    """Latest captures with the same cause."""
-
     def __init__(self) -> None:
         self._what = ""
         self._values: list[str] = []
@@ -317,7 +304,7 @@ class Recaptures:
         self._steps_ago += 1
 
     def add(self, change: Change, seconds: float) -> None:
-        """Record a capture with its cause and duration in seconds; warn once per cause if it repeats."""
+        """Record a capture, its cause and its seconds; warn once per repeated cause."""
         if change.what != self._what or self._steps_ago > SOON:
             self._what, self._values, self._seconds = change.what, [change.before], []
         self._steps_ago = 0

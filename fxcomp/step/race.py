@@ -1,22 +1,20 @@
 """Race of the best predicted plans in the running job: they take turns, and the fastest stays.
 
     heats    every runner, the plan in force first: HEAT steps
-    rounds   the runners that may still win, TURN steps each, until one is left or all have COUNTED steps
+    rounds   the remaining runners, TURN steps each, until one is left or all have COUNTED steps
     appeals  runners that dropped out after their heat, though predicted to be near the best: HEAT more steps
-    end      the least median wins; among statistical ties, the plan with the least error
+    end      the least median wins; among statistical ties, the least error
 
-The first step of a turn is not counted, because it allocates. Verified steps belong to no turn. A step counts only if
-every rank timed it; its time is the slowest rank's. All ranks hold the same numbers and change turns at the same steps.
-`Race` neither communicates nor switches plans: the schedule does.
+The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
+timed it, with the slowest rank's time. All ranks hold the same numbers and change turns at the same steps. `Race`
+neither communicates nor switches plans.
 
-Other load on the machine only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used,
-and a heat may be repeated as an appeal.
+Other load on the machine only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
 
-The cost of a race is the time above the winner's, in steps of the winner. A runner that takes x times as long costs
-HEAT · (x - 1) for its heat and then drops out. A turn that is expected to exceed BUDGET is cut to one step, or skipped.
-BUDGET is 2 % of the first thousand steps: 20 steps. Dense at five times the winner's step costs 8 of them, bf16 at
-three times 4. A runner as fast as the winner costs only the longer first steps of its turns. A turn can exceed the
-budget if the prediction is far too low.
+A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as long
+and drops out after its heat. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the
+first thousand steps: 20. Dense at five times the winner's time costs 8, bf16 at three times 4, an equally fast runner
+only the longer first steps of its turns. A turn can exceed the budget if the prediction is far too low.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
-"""Steps under a plan before the race begins; they allocate."""
+"""Steps under a plan before the race; they allocate."""
 
 TURN = 4
 """Steps per turn."""
 
 HEAT = 2
-"""Steps of a runner's first turn."""
+"""Steps of the first turn."""
 
 COUNTED = 12
 """Counted steps that suffice for a median."""
@@ -46,25 +44,25 @@ LONGEST = 100
 """Maximum length of a race, in steps."""
 
 BUDGET = 0.02 * 1000
-"""Maximum cost of a race, in steps of the best runner."""
+"""Maximum cost, in steps of the best runner."""
 
 SPREAD = 0.05
 """Relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""
 ENOUGH = 8
 LEAST_SPREAD = 0.005
-"""Lower bound of the estimated relative spread."""
+"""Lower bound of the measured spread."""
 
 OUT = 3.0
-"""Drop a runner that is slower than the best by more than this number of standard errors."""
+"""Standard errors. A runner that is slower than the best by more is out."""
 
 OUT_AT_FIRST = 0.5
 """Drop a runner after its first step if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""Judge a runner with fewer counted steps by its shortest step."""
+"""A runner with fewer counted steps is judged by its shortest step."""
 
 NEAR = 0.25
-"""A dropped runner predicted within 25 % of the best gets a second heat."""
+"""A beaten runner predicted within 25 % of the best gets a second heat."""
 
 TIE = 0.02
 """A runner more than 2 % slower than the best never ties with it."""
@@ -72,13 +70,11 @@ TIE = 0.02
 
 @dataclass(slots=True)
 class _Entrant:
-    """A runner with its measured times."""
-
     runner: Runner
     times_ms: list[float] = field(default_factory=list[float])
-    """Times of counted steps."""
+    """Counted steps."""
     first_ms: list[float] = field(default_factory=list[float])
-    """Times of the first steps of turns."""
+    """First steps of turns."""
     turns: int = 0
     is_beaten: bool = False
     is_too_dear: bool = False
@@ -90,7 +86,7 @@ class _Entrant:
 
     @property
     def median_ms(self) -> float:
-        """Median of counted steps, or of first steps if none are counted, in ms."""
+        """Median of counted steps, or of first steps without any."""
         return statistics.median(self.times_ms or self.first_ms)
 
     @property
@@ -99,29 +95,28 @@ class _Entrant:
 
     @property
     def at_best_ms(self) -> float:
-        """Median, or the shortest step if fewer than FEW are counted, in ms."""
+        """Median, or the shortest step before FEW are counted."""
         return self.median_ms if len(self.times_ms) >= FEW else min(self.times_ms + self.first_ms)
 
 
 class Race:
-    """A race of plans, with the current turn and the result. Identical on every rank."""
+    """State of a race, identical on every rank."""
 
     def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
-        """Begin after `step` steps with the first runner, the plan in force. `free_steps` is the calendar's method."""
+        """Begin after `step` steps with the plan in force. `free_steps` is the calendar's method."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._free_steps = free_steps
         self.begins = step
-        """Number of steps after which the race begins."""
         self._order = list(range(1, len(runners)))
         """Runners yet to run in this round."""
         self._spent_ms = 0.0
         self.turn = RaceTurn(0, free_steps(step, HEAT))
-        """Current turn, or the first one to come."""
+        """Current or first turn."""
         self.result: Raced | None = None
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
-        """Record the times of a turn's steps in ms, None if unknown, and choose the next turn or end the race."""
+        """Record the times of a turn's steps, None if unknown, then choose the next turn or end the race."""
         entrant, step = self._entrants[self.turn.number], self.turn.ends
         entrant.turns += 1
         first, *counted = slowest_ms
@@ -143,10 +138,7 @@ class Race:
             self._entrants[number].is_too_dear = True
 
     def _length_for(self, entrant: _Entrant) -> int:
-        """Return the length of the runner's turn in steps; 0 if one step exceeds the budget.
-
-        A turn without expected cost always runs.
-        """
+        """Return the length of the turn; 0 if one step exceeds the budget. A turn without expected cost always runs."""
         best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
         if best_ms is None:
             return length
@@ -164,7 +156,7 @@ class Race:
 
     @property
     def _best(self) -> _Entrant | None:
-        """Runner with the least median. Runners with counted steps come before those with first steps only."""
+        """Runner with the least median; counted steps come before first steps."""
         return min(self._known, key=lambda each: (not each.times_ms, each.median_ms), default=None)
 
     @property
@@ -192,7 +184,7 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Return the runners that dropped out after one heat but were predicted to be near the best."""
+        """Return beaten runners with one heat that were predicted to be near the best."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -212,7 +204,7 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Return the fastest runner; among ties, the runner with the least error."""
+        """Return the fastest runner; among ties, the least error."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays
@@ -227,7 +219,7 @@ class Race:
         return min(ties, key=lambda k: (self._entrants[k].runner.loss, self._entrants[k].median_ms))
 
     def _standard_error(self, one: _Entrant, other: _Entrant) -> float:
-        """Estimate the standard error of the difference of two medians from the spread of all counted steps."""
+        """Estimate the standard error of a difference of medians from the spread of all counted steps."""
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]

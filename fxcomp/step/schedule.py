@@ -4,12 +4,11 @@
     first steps     its lines are timed                  the plan is chosen from the times
     warm-up         the next stage is entered            momenta are exchanged, or gradients again
     a race          the plan of the turn is entered      the next turn, or the best plan stays
-    drift                                                a window is judged: measure links, replan, race
+    drift                                                a window is judged: replan or race again
     errors          a look                               the plan is solved for with the measured errors
 
-`Calendar` holds its data. `Race`, drift and looks only judge. The schedule agrees with the other ranks, writes the
-result to the calendar and switches plans. `freeze.py` and `errors/adaptation.py` switch plans themselves when the
-schedule calls them.
+Race, drift and looks only judge. The schedule agrees with the other ranks, writes the result to its `Calendar` and
+switches plans. `freeze.py` and `errors/adaptation.py` switch plans themselves when the schedule calls them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
-"""Number of steps that check an earlier job's costs. The shortest one counts."""
+"""Steps that check an earlier job's costs. The shortest one counts."""
 
 
 class Schedule:
@@ -59,40 +58,38 @@ class Schedule:
         take_turn: Callable[[int], object],
         settle: Callable[[Raced], object],
     ):
-        """`take_turn` follows the plan of a given number. `settle` follows the winner of a finished race."""
+        """`take_turn` follows the plan of a number, `settle` the winner of a race."""
         self.calendar, self._times, self._site = calendar, times, site
         self._take_turn, self._settle = take_turn, settle
         self._race: Race | None = None
         """Current or scheduled race."""
         self.raced: Raced | None = None
-        """Last finished race."""
 
     @property
     def is_racing(self) -> bool:
-        """True during a race and before a scheduled one. Predictions are not checked then."""
+        """True during and before a race. Predictions are not checked then."""
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
-        """Return True if a race is running at `step`."""
+        """Return True during a race."""
         return self._race is not None and step >= self._race.begins
 
     def note_on_race(self, step: int) -> str:
-        """Describe the current or scheduled race; empty if there is none."""
+        """Describe the current or scheduled race; empty without one."""
         if self.takes_turns(step):
             return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
         return "" if self._race is None else f"plans will race from step {self._race.begins} on"
 
     def line_up(self, runners: Sequence[Runner], step: int) -> None:
-        """Schedule a race after the warm-up of error feedback. The first runner is the plan in force."""
+        """Schedule a race after the warm-up. The first runner is the plan in force."""
         self._race = Race(runners, max(step, self.calendar.warm_from[-1]) + WARM_STEPS, self.calendar.free_steps)
         self.calendar.turn = self._race.turn
 
     def call_off(self) -> None:
-        """Cancel the race."""
         self._race = self.calendar.turn = None
 
     def between(self, steps: int) -> None:
-        """Agree on the times of a turn that ends here, then start the next turn or keep the best plan."""
+        """After a turn, agree on its times, then start the next turn or keep the best plan."""
         race = self._race
         if race is None or steps != race.turn.ends:
             return
@@ -107,13 +104,13 @@ class Schedule:
             self._settle(race.result)
 
     def wait(self, step: int) -> None:
-        """Postpone an unfinished race to the warm-up's end, or to `step` if that is later."""
+        """Postpone an unfinished race to `step` or the warm-up's end."""
         if self._race is not None:
             self.line_up(self._race.runners, step)
 
 
 class StepSchedule(Schedule):
-    """Schedule of a compiled step: warm-up, races, drift, errors, and the steps verified after new captures."""
+    """Schedule of a compiled step."""
 
     def __init__(
         self,
@@ -130,14 +127,14 @@ class StepSchedule(Schedule):
         self._freeze = Freeze(force, site.ranks, self._follow_another, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled_ms: float | None = None
-        """Median step time of the plan's first window, in ms; None until the window is over."""
+        """Median step time of the plan's first window, in ms."""
         self._planned_for: Plan | None = None
-        """Plan that was followed when drift was noticed; None once the race after the drift is over."""
+        """Plan at the time of the last drift, until the race after the drift ends."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
-        """Adapts the plan to the measured errors; None without an error budget."""
+        """None without an error budget."""
         self._first: FirstSteps | None = None
-        """Timed steps from which the plan will be chosen; None once a plan is chosen."""
+        """Timed steps to choose a plan from; None once a plan is chosen."""
         self._next: NextPlans | None = None
         """Plans to follow or race once their regions are compiled."""
         if force.decision.is_provisional:
@@ -149,12 +146,12 @@ class StepSchedule(Schedule):
 
     @property
     def is_racing(self) -> bool:
-        """True during a race, before a scheduled one, and until a plan is chosen. Predictions are not checked then."""
+        """True during and before a race, and before a plan is chosen."""
         is_due = self._first is not None or self._next is not None or bool(self.calendar.checked)
         return is_due or super().is_racing
 
     def note_on_race(self, step: int) -> str:
-        """Describe the first steps or the current or scheduled race; empty if there is neither."""
+        """Describe the first steps or the race; empty without either."""
         if self._next is not None:
             return "the regions of plans that come next are being compiled; until then this plan is followed"
         if checked := self.calendar.checked:
@@ -166,13 +163,12 @@ class StepSchedule(Schedule):
 
     @property
     def moves(self) -> Sequence[PlanMove]:
-        """Plan changes made by the adaptation."""
         return () if self._adaptation is None else self._adaptation.moves
 
     # A step
 
     def before_step(self, step: int) -> None:
-        """Enter the stage of `step`. Momenta are exchanged once every parameter has had enough updates."""
+        """Enter the stage of `step`; freeze second moments if that is due."""
         freezes_at = self._freeze.before_step(step)
         if freezes_at is not None:
             self._freeze_at(freezes_at)
@@ -181,10 +177,7 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
 
     def begin(self, under_way: StepUnderWay) -> None:
-        """Time one of the first steps, and compare the inputs of updates between ranks.
-
-        Also agree on a step to verify after a new capture on any rank.
-        """
+        """Time a first step, compare update inputs between ranks, and agree on a step to verify after a new capture."""
         force, calendar, alike = self._force, self.calendar, self._alike
         step, program = under_way.number, under_way.program
         if under_way.use is Use.TIME and self._first is not None:
@@ -203,7 +196,7 @@ class StepSchedule(Schedule):
         programs.is_new = False
 
     def between(self, steps: int) -> None:
-        """Do the work due after `steps` steps of the job."""
+        """Do the work due after `steps` steps."""
         if self._next is not None and self._next.are_ready(steps, self._site):
             with self._site.ranks.together(self._next.topic):
                 self._follow(steps, self._next)
@@ -221,21 +214,20 @@ class StepSchedule(Schedule):
         super().between(steps)
 
     def _follow_another(self, step: int) -> None:
-        """Record that another plan is followed from `step` on, and cancel the race."""
         self.call_off()
         self._settle_anew(step)
 
     def _time_from(self, step: int) -> None:
-        """Time steps from `step` on, to choose a plan from them."""
+        """Time steps from `step` on, to choose a plan."""
         self._first = FirstSteps(self._site, self.calendar.free_steps, step)
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Compare CHECKED_STEPS steps after this one with their prediction. This one allocates."""
+        """Check CHECKED_STEPS steps after this one, which allocates."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
-        """Start a race if links and step times match an earlier job's costs; otherwise time the first steps again."""
+        """Start a race if links and step times match an earlier job's costs, else time the first steps again."""
         slowest = self._times.slowest(self.calendar.checked, self._site)
         took_us = min((1e3 * ms for ms in slowest if ms is not None), default=None)
         self.calendar.checked, topic, decision = (), "checking an earlier job's costs", self._force.decision
@@ -255,7 +247,7 @@ class StepSchedule(Schedule):
             self._time_from(step)
 
     def _choose(self, step: int, first: FirstSteps) -> None:
-        """Choose the plan from the timed steps and follow it. Every rank calls it."""
+        """Choose the plan from the timed steps. Every rank calls it."""
         topic = "choosing a plan"
         with compiling(f"step {step}: {topic}"), self._site.ranks.together(topic):
             steps, feed_us = (first.steps, first.feed_us) if first.are_enough else ((), 0.0)
@@ -265,9 +257,10 @@ class StepSchedule(Schedule):
                 self._prepare(step, topic, decision)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the settled plan of a state saved with the same number of ranks, if no rank has run a step yet.
+        """Follow the settled plan of a state from the same number of ranks, if the job has not begun. Every rank calls
+        it.
 
-        Every rank calls it. Do nothing if the saved plan does not fit here, if costs were given, or in a warm-up.
+        Do nothing if that plan does not fit, if costs were given, or in a warm-up.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
@@ -294,19 +287,19 @@ class StepSchedule(Schedule):
         self._force.switch(followed, "following the saved plan")
 
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:
-        """Measure compression errors from `step` on, and adapt the plan to them."""
+        """Measure errors from `step` on and adapt the plan to them."""
         self._errors, self.calendar.look_from = errors, step
         if self._options.compress.measured and not self._options.why_plan_stays:
             terms = self._planner.terms
             self._adaptation = Adaptation(self._force, errors, terms, self._site, self._settle_anew, self._note)
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Exchange momenta or gradients as ranks did when the state was saved. Every rank calls it."""
+        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
         self._freeze.go_on(saved)
         self._freeze_at(self._force.momenta.freezes_at)
 
     def resume(self, steps: int) -> None:
-        """Continue at another step of the job. An unfinished race starts again."""
+        """Continue at another step. An unfinished race starts again."""
         self._freeze.resume(steps)
         self._settle_anew(steps)
         if self._first is not None:
@@ -324,13 +317,12 @@ class StepSchedule(Schedule):
         self.wait(steps)
 
     def _settle_anew(self, step: int) -> None:
-        """Forget the measured step times; they belong to another plan."""
         self.calendar.followed_from = step
         self._times.forget()
         self._settled_ms = None
 
     def _freeze_at(self, step: int | None) -> None:
-        """Exchange momenta from `step` on. The last warm-up stage lasts until then."""
+        """Exchange momenta from `step` on, after the last warm-up stage."""
         self._force.momenta.freezes_at = step
         if step is not None and self._force.plans[-1].moves_exchange:
             self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
@@ -338,9 +330,9 @@ class StepSchedule(Schedule):
     # What comes next
 
     def _prepare(self, step: int, topic: str, decision: Decision | None = None) -> None:
-        """Emit the programs of another decision and of the plans that will race, if any. Every rank calls it.
+        """Emit the programs of the decision and of racing plans, if any. Every rank calls it.
 
-        The plans are followed once all ranks have compiled their regions: at once if Inductor compiles none.
+        They are followed once all ranks have compiled their regions: at once if Inductor compiles none.
         """
         force = self._force
         choice, stays = (decision or force.decision).choice, decision.plan if decision else force.plans[-1]
@@ -427,7 +419,7 @@ class StepSchedule(Schedule):
             )
 
     def replan(self, step: int) -> bool:
-        """Measure the links again, choose a plan and follow it. Every rank calls it. Return True if the plan changed."""
+        """Measure the links and choose a plan again. Every rank calls it. Return True if the plan changed."""
         topic, before = "planning again", self._force.plan
         workload, old = self._force.decision.workload, self._force.decision.costs
         self._drop_adaptation(step)
@@ -456,7 +448,7 @@ class StepSchedule(Schedule):
         return "" if step < self.calendar.patient_until else drift
 
     def _acts_on_drift(self, step: int) -> bool:
-        """Check for drift if a window ends, then replan or race again. Return True if there is drift."""
+        """Check for drift, and replan or race again. Return True if there is drift."""
         drift = self._drifted(step)
         if not drift:
             return False
@@ -472,7 +464,7 @@ class StepSchedule(Schedule):
         return True
 
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
-        """Start a race if there are rivals. Then pause drift checks, for longer if the plan `before` stays."""
+        """Start a race, if there are rivals. Drift checks then pause, for longer if the plan `before` stays."""
         self._settle_anew(step)
         self._prepare(step, topic)
         self._planned_for = before if self.is_racing else None
@@ -481,7 +473,7 @@ class StepSchedule(Schedule):
 
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
-    """Write the note on a replanned decision. `dense_us`: all-reduce of all gradients, with old and new costs, in µs."""
+    """Write the note on a replanned decision. `dense_us`: all-reduce of all gradients with old and new costs."""
     assert decision.choice is not None, "what is chosen has been compared"
     before_us, now_us = dense_us
     return (

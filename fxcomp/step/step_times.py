@@ -1,4 +1,4 @@
-"""Times of recent steps and their exposed communication, by the clock of the computing device."""
+"""Step times and exposed communication, by the clock of the computing device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from fxcomp.runtime.clock import Clock, Looks, Waits
 from fxcomp.site import Site
 
 KEPT = 200
-"""Number of steps in the medians."""
 
 
 class StepTimes:
-    """Times of whole steps. A step counts once the device is known to be done with it; `add` never synchronizes."""
+    """Times of whole steps. A step counts once the device is known to be done with it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)
@@ -28,16 +27,15 @@ class StepTimes:
         self._pending: deque[tuple[int, Sequence[Looks], Waits]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
-        """Record the beginning or the end of a step."""
+        """Record the beginning or end of a step."""
         return self._clock.look()
 
     def add(self, number: int, step: Sequence[Looks], waits: Waits) -> None:
-        """Add a step of the job: its parts (one per micro-batch) and its waits for the network."""
+        """Add a step: its parts (one per micro-batch) and its waits for the network."""
         self._pending.append((number, step, waits))
         self._collect()
 
     def forget(self) -> None:
-        """Forget all times, since another plan is followed."""
         for times in (self._step_ms, self._waited_ms, self._numbers, self._pending):
             times.clear()
 
@@ -48,13 +46,13 @@ class StepTimes:
         return self._step_ms
 
     def settled_ms(self) -> Sequence[float]:
-        """Return the times of all steps, in ms. Synchronizes with the device."""
+        """Return all times in ms. Waits for the device."""
         if self._pending:
             compat.synchronize(self._device)
         return self.step_ms
 
     def of(self, numbers: Sequence[int]) -> list[float | None]:
-        """Return the times of the given steps, in ms; None if a step did not count. Synchronizes with the device."""
+        """Return the times of steps in ms, None if not counted. Waits for the device."""
         times = self.settled_ms()
         known = dict(zip(self._numbers, times, strict=True))
         return [known.get(number) for number in numbers]
@@ -65,10 +63,7 @@ class StepTimes:
         return [ms for other, ms in zip(self._numbers, times, strict=True) if other >= number]
 
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
-        """Return the slowest rank's times of the given steps, in ms; None if some rank did not count the step.
-
-        Every rank calls it.
-        """
+        """Return the slowest rank's times in ms, None if some rank did not count the step. Every rank calls it."""
         mine = [-1.0 if ms is None else ms for ms in self.of(numbers)]
         everyone = site.gather_numbers("what a turn's steps took", mine)
         return [max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)]
