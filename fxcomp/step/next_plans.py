@@ -29,7 +29,7 @@ class NextPlans:
     programs: Sequence[Program]
     """Programs of the decision's plan, if any, and of all runners but the first."""
     asks_at: int
-    """Number of steps before the next check."""
+    """Number of taken steps at the next check."""
     interval: int = 1
 
     def are_ready(self, steps: int, site: Site) -> bool:

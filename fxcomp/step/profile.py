@@ -1,8 +1,8 @@
-"""Time every line of a few steps, on this rank alone, and lay them out as the prediction is laid out.
+"""Time every line of a few steps on this rank, laid out like the prediction.
 
-step.profile(steps=5)          the next five steps that are for nothing else
+step.profile(steps=5)          the next five steps without another use
 ...
-step.report()                  has them beside the prediction
+step.report()                  shows them next to the prediction
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 
 _WANTED = frozenset({None})
-"""Steps that are for nothing else: others take longer, or follow plans in turns."""
+"""Steps that only train: others take longer, or follow racing plans."""
 
 
 @dataclass(slots=True)
 class _Profiled:
-    """A step that was timed, and read as soon as a device is done with it."""
+    """A timed step, read once the device has finished it."""
 
     number: int
     plan: Plan
@@ -41,7 +41,7 @@ class _Profiled:
     timeline: Timeline | None = None
 
     def read(self) -> Timeline | None:
-        """Lay the step out; None while a device has not come so far."""
+        """Return the timeline; None before the device has finished."""
         reading = None if self.timeline is not None else self.timed.reading()
         if reading is not None:
             self.timeline = measured_timeline(self.timed.program, reading)
@@ -49,7 +49,7 @@ class _Profiled:
 
 
 class Profiler(Observer):
-    """Times the lines of the next steps when it is asked to. Ranks do not communicate in it."""
+    """Times the lines of steps on request. Ranks do not communicate."""
 
     def __init__(self) -> None:
         self.wants: frozenset[Use | None] = frozenset()
@@ -59,19 +59,19 @@ class Profiler(Observer):
         self._run: Any = None
 
     def begin(self, steps: int) -> None:
-        """Time so many steps, and forget those before. Raises BadOption."""
+        """Time the next `steps` steps and drop earlier ones. Raises BadOption."""
         if steps < 1:
             raise BadOption(f"step.profile(steps=...) takes a number of steps, 1 or more; it is {steps}")
         self._steps, self._asked, self.wants = [], steps, _WANTED
 
     def measured(self, plan: Plan) -> Mapping[int, Timeline]:
-        """Return the steps that followed a plan, by their numbers."""
+        """Return the steps that followed a plan, by number."""
         found = {each.number: each.read() for each in self._steps if each.plan == plan}
         return {number: timeline for number, timeline in found.items() if timeline is not None}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say that steps are still to be timed."""
+        """Note on steps that remain to be timed."""
         if len(self._steps) >= self._asked:
             return ()
         return (f"step.profile: {len(self._steps)} of {self._asked} steps are timed by now",)
@@ -86,7 +86,7 @@ class Profiler(Observer):
         self._under_way = _Profiled(step.number, step.force.plan, timed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Keep a step that was not left out."""
+        """Keep the step unless it was skipped."""
         if self._under_way is None or step.run is not self._run or step.runtime.counters.skipped:
             return
         self._steps.append(self._under_way)
@@ -95,14 +95,14 @@ class Profiler(Observer):
 
 
 def measured_timeline(program: Program, reading: Reading) -> Timeline:
-    """Lay a timed step out in the prediction's tasks: what compute waits for is a gap, as there."""
+    """Lay out a timed step as the prediction's tasks. Waits of compute are gaps."""
     predicted = {span.task.name: span.task for span in program.timeline.spans}
     spans = [_as(predicted, *each) for each in _measured(program, reading)]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
 
 
 _Measured = tuple[str, Stream, float, float]
-"""A task's name, its stream, its start and its end."""
+"""Task name, stream, start and end in µs."""
 
 
 def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
@@ -119,7 +119,7 @@ def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """A collective that sends or receives something: the line that launches it, and the one that waits for it."""
+    """A collective with data on this rank: its launch line and its wait line."""
 
     name: str
     launch: Call
@@ -128,7 +128,7 @@ class _Collective:
     on_pool: bool
 
     def end_us(self, reading: Reading) -> float | None:
-        """Return its end: as the backend reports it, or the end of the wait for it, which may come later."""
+        """Return its end as reported by the backend, or the end of its wait, which may be later."""
         if self.launch in reading.ends:
             return reading.ends[self.launch]
         times = reading.pool if self.on_pool else reading.main
@@ -138,7 +138,7 @@ class _Collective:
 def _collectives(lines: Sequence[tuple[Node, Call, Line]]) -> Iterator[_Collective]:
     calls = {node: call for node, call, _ in lines}
     for node, call, line in lines:
-        # A rank that is no root holds nothing.
+        # Only the root of a gather or broadcast may hold data.
         if line.method == "launch" and (value_bytes(node.args[0]) or value_bytes(node)):
             wait = next((calls[user] for user in node.users if user in calls and calls[user][0] == "wait"), None)
             on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
@@ -155,7 +155,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Lay out collectives: each has its link from its launch, or from when another was done."""
+    """Lay out collectives: each occupies its link from its launch, or from the end of the previous one."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)
@@ -170,6 +170,6 @@ def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[
 
 
 def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:
-    """Give a task what it waits for in the prediction, so that a trace can lead from one to the next."""
+    """Return a span with the prediction's dependencies, so that a trace shows them."""
     known = predicted.get(name)
     return Span(Task(name, stream, end - start_us, known.after if known is not None else ()), start_us, end)
