@@ -1,11 +1,11 @@
 """Compare the inputs of updates between ranks in every step: numbers and options of the optimizers' parameter groups.
 
-Replicas drift apart without notice if, for example, each rank schedules its learning rate by its own loss. A digest of
-the numbers travels with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers
-through the store, and all raise an error that names the difference.
+Otherwise replicas drift apart without notice, for example if a rank schedules its learning rate by its own loss. A
+digest travels with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
+store, and all raise an error.
 
-A rank that captures a new kind of batch changes its digest on purpose, by the step's number. All ranks that see it pass
-the number on and verify the same later step: `verified_after`.
+A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
+`verified_after`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ SELDOM = 50
 """Minimum number of steps between two steps verified after new captures."""
 
 _CAPTURED, _DIGEST = "captured in step", "digest"
-"""Facts that ranks exchange besides the optimizers' numbers."""
 
 Numbers = Sequence[Mapping[str, float]]
 """Live numbers of each parameter group."""
 
 
 class Alike:
-    """Numbers that this rank's updates read, and the rider that sends their digest."""
+    """Numbers that this rank's updates read, with the rider that sends their digest."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site
@@ -55,7 +54,7 @@ class Alike:
         self._options: Sequence[Hashable] = ()
         self._check_of_options = self._check = self._step = 0
         self._captured: int | None = None
-        """Step of a new capture on some rank, for which a step will be verified."""
+        """Step of the new capture on some rank that is being announced."""
         self._runtime: Runtime | None = None
         self.rider = Rider(self._differ)
 
@@ -85,7 +84,7 @@ class Alike:
 
     @property
     def verified_after(self) -> int | None:
-        """Step that all ranks verify after a new capture on some rank, or None."""
+        """Step that all ranks verify after a new capture on some rank."""
         return None if self._captured is None else self._captured + VERIFIED_AFTER
 
     def _carry(self) -> None:
@@ -95,7 +94,7 @@ class Alike:
             self.rider.carry(digest)
 
     def facts(self) -> dict[str, Any]:
-        """Return everything that is compared, with its value on this rank."""
+        """Return all compared values of this rank."""
         facts: dict[str, Any] = {}
         for group, (numbers, (options, _)) in enumerate(zip(self._numbers, cast("Any", self._options), strict=True)):
             facts |= {f"{name} in parameter group {group}": value for name, value in numbers.items()}
@@ -103,10 +102,7 @@ class Alike:
         return facts
 
     def _differ(self, level: str, late: int) -> None:
-        """Record a new capture on another rank, or raise ReplicasDiffer on all ranks of the level's group.
-
-        `late` counts the steps since the digest was sent.
-        """
+        """Record a new capture on another rank, or raise ReplicasDiffer on all ranks of the level's group."""
         ranks = self._site.ranks
         groups = self._site.cluster.groups(Level(level))
         members = next(tuple(group) for group in groups if ranks.rank in group)
@@ -129,7 +125,6 @@ class Alike:
 
 
 def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
-    """Describe the first difference between the first rank and another one, with both values."""
     first, *others = told
     for rank in others:
         for name in {**told[first], **told[rank]}:

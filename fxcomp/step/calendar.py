@@ -2,9 +2,8 @@
 
     verified ─► one of the first steps ─► a turn of a race ─► none, during the warm-up ─► a look
 
-The first use that applies takes the step. A step has at most one use, because each use makes the step longer and would
-distort the times of another. All ranks compute the same use. A rank may lack the memory, or have a batch unlike the
-first one; the observer of the step handles that.
+The first use that applies takes the step. A step has at most one use, because each use makes the step longer. All ranks
+compute the same use. A rank may lack the memory, or have a batch unlike the first one; the observer handles that.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ WINDOW = 100
 """Steps of a window, whose median is compared with the settled step time."""
 
 SETTLED = 20
-"""Steps under a plan before a look, for warming up and a median step time."""
+"""Steps under a plan before a look, for warming up and a median."""
 
 
 LASTS = ("patience", "patient_until")
@@ -53,7 +52,6 @@ class RaceTurn:
 
     @property
     def ends(self) -> int:
-        """Number of steps after which the turn is over."""
         return self.steps[-1] + 1
 
 
@@ -77,7 +75,7 @@ class Calendar:
     """Windows without drift checks after a drift."""
     patient_until: int = 0
     look_from: int | None = None
-    """Earliest step of the next look; None if none is due."""
+    """Earliest step of the next look."""
     verified_too: int | None = None
     """Step to verify after the latest new capture on any rank."""
 
@@ -109,7 +107,7 @@ class Calendar:
         return step >= self.warm_from[-1]
 
     def is_quiet_at(self, step: int) -> bool:
-        """Return True after the warm-up if no race is running or scheduled."""
+        """Return True if no warm-up or race is running or scheduled at the step."""
         return self.is_settled and self.is_warm_at(step)
 
     @property
@@ -129,8 +127,7 @@ class Calendar:
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
         """Return the first `count` steps from `step` on that are not in `verified`.
 
-        A `verified_too` step may be among them, since ranks learn of it at different times. It then counts for nothing
-        else.
+        `verified_too` is ignored, since ranks learn of it at different times.
         """
         found: list[int] = []
         while len(found) < count:
@@ -151,13 +148,12 @@ class Calendar:
     # Saved and loaded
 
     def to_json(self) -> dict[str, int]:
-        """Return the fields to save."""
         return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan. Raises BadState.
 
-        Without `saved`, drift checks are not paused. Turns, looks and the warm-up stay.
+        Without `saved`, drift checks are not paused.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):

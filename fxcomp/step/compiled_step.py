@@ -59,7 +59,7 @@ class CompiledStep:
     Return the detached loss, or `(loss, aux)` if the loss function does. The `.grad` of parameters is not set.
 
     With `accumulate`, each call runs one micro-batch of a group. `step(batch, last=True)` ends a shorter group, on
-    every rank at the same call. The mean is over the micro-batches that ran.
+    every rank at the same call.
     """
 
     def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
@@ -136,10 +136,7 @@ class CompiledStep:
             self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
-        """End the pool's thread and release the process groups, independently of other ranks.
-
-        A `with` statement and garbage collection also close the step.
-        """
+        """End the pool's thread and release the process groups. A `with` statement and garbage collection also do."""
         self._execution.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:
@@ -151,8 +148,8 @@ class CompiledStep:
     def replan(self) -> bool:
         """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
-        Every rank calls it after the same step. The plans race as after compiling. Residuals are kept, or sent with the
-        next step if the new plan does not feed them back. The optimizer's state stays. Raises CannotReplan.
+        Every rank calls it after the same step. Plans race as after compiling. Residuals are kept, or sent with the
+        next step if the new plan does not feed them back. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()
@@ -174,7 +171,7 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """Cost table of the plan; assumed in the first steps of a job without measured costs.
+        """Cost table of the plan, assumed at first in a job without measured costs.
 
         `compile_step(..., costs=step.costs)` skips the measurements.
         """
@@ -192,12 +189,12 @@ class CompiledStep:
 
     @property
     def raced(self) -> Raced | None:
-        """Last finished race, with predicted and measured times; None before the first one ends."""
+        """Last finished race, with predicted and measured times, or None."""
         return self._schedule.raced
 
     @property
     def error_table(self) -> ErrorTable:
-        """Measured compression errors of each gradient; empty if none were measured."""
+        """Measured compression errors of each gradient; may be empty."""
         return ASSUMED if self.errors is None else self.errors.table
 
     @property
@@ -238,7 +235,7 @@ class CompiledStep:
         return str(self.report())
 
     def report(self) -> StepReport:
-        """Return a report with `print`, `save_html`, `save_trace` and `to_json`."""
+        """Return a report: `print` it, or call `save_html`, `save_trace` or `to_json`."""
         notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
         force, schedule = self.in_force, self._schedule
         found = explanation_of(
@@ -248,12 +245,11 @@ class CompiledStep:
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
     def profile(self, steps: int = 5) -> None:
-        """Time this rank's lines in the next `steps` that only train. `report()` shows them next to the prediction."""
+        """Time this rank's lines in the next `steps` that only train, for `report()`."""
         self._profiler.begin(steps)
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """Notes on races, errors, value-dependent branches, warm-up and skipped steps."""
         race, errors = self._schedule.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
         unlike, skipped = self._steps_unlike_first, self.skipped_steps
         return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike, skipped=skipped)
@@ -271,8 +267,7 @@ class CompiledStep:
     def checkpoint(self) -> dict[str, Tensor]:
         """Return this rank's state as plain tensors, with names unique to the rank, for checkpoint libraries.
 
-        It includes the default random generators. `load_state_dict` restores them for the same rank and number of
-        ranks.
+        It includes the default random generators; `load_state_dict` restores them if the number of ranks is the same.
         """
         return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
@@ -285,7 +280,7 @@ class CompiledStep:
         compressors with summed payloads.
 
         Raises BadState, or PeerFailed if another rank's state does not fit. Training is then blocked until a state is
-        loaded. After an exception inside a step, ranks continue by loading a state.
+        loaded. Loading a state also lets ranks continue after an exception inside a step.
         """
         self._execution.check_open()
         with self._site.ranks.together("load_state_dict", after_a_stop=True):

@@ -1,4 +1,4 @@
-"""Detect that step times have changed since the plan was settled. It never switches plans.
+"""Detect changed step times. It never switches plans.
 
     every WINDOW steps under a plan     median step time, on the slowest rank
     first median                        the settled time, until another plan is followed
@@ -18,7 +18,7 @@ FACTOR = 1.25
 """Ratio of window medians that counts as drift. A busy machine varies less (assumed)."""
 
 LEAST = WINDOW // 4
-"""Minimum number of timed steps per window and rank. Verified steps and batches unlike the first are not timed."""
+"""Minimum number of timed steps per window and rank; verified steps and batches unlike the first are not timed."""
 
 
 def median_of_window(times_ms: Sequence[float]) -> float:
@@ -29,8 +29,7 @@ def median_of_window(times_ms: Sequence[float]) -> float:
 def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
     """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
 
-    Return the new settled time and a sentence on the drift, empty if there is none. A window that some rank has not
-    timed is ignored.
+    Return the settled time and a sentence on the drift, empty if there is none. Incompletely timed windows are ignored.
     """
     now_ms = max(medians_ms)
     if min(medians_ms) < 0 or settled_ms is None:

@@ -6,10 +6,10 @@
     end             wait for everything launched; residuals count, unless the step was skipped
     leave           end the step after an error
 
-Ranks do not exchange step numbers: each collective pairs with the next one of the other ranks. If a rank raised and
-continued with its next batch, its gradient of step 8 would be averaged with the others' gradient of step 7. Therefore
-a rank that raises stops: it writes the reason to the store and closes its connections. The other ranks get an error in
-their collective, read the reason, and stop too. Before the next step, all ranks compare where they stopped:
+Each collective pairs with the next one of the other ranks, without a step number. If a rank continued after an
+exception, gradients of different steps would be averaged. Therefore it writes the reason to the store and closes its
+connections. The other ranks get an error in their collective, read the reason, and stop too. Before the next step,
+ranks compare where they stopped:
 
     every rank raised in the same step, before any emitted code ran     the step runs again
     otherwise                                                           RanksApart, until all ranks load a state
@@ -36,7 +36,7 @@ CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, o
 
 
 Arriving = Generator[None, Sequence[Tensor], Any]
-"""Generator of a running step. It is sent gradients bucket by bucket and returns the results."""
+"""Running step. It is sent gradients bucket by bucket and returns the results."""
 
 
 class Executor:
@@ -55,14 +55,13 @@ class Executor:
     # Running
 
     def run(self, module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run the emitted step at once. Return the loss and auxiliary values."""
         self.has_begun = True
         if compat.is_profiling():
             return run_named(module, graph, runtime, arguments)
         return module.step(runtime, *arguments)
 
     def begin(self, module: ModuleType, runtime: Runtime, arguments: Sequence[Any]) -> None:
-        """Begin a step whose gradients arrive later. No line runs before they do."""
+        """Begin a step that runs as its gradients arrive."""
         self.has_begun = True
         arriving: Arriving = module.step(runtime, *arguments)
         next(arriving)
@@ -70,11 +69,10 @@ class Executor:
 
     @property
     def is_under_way(self) -> bool:
-        """True until all gradients of the step have arrived."""
         return self._arriving is not None
 
     def arrive(self, gradients: Sequence[Tensor]) -> Any:
-        """Run the step as far as the gradients allow. Return its results after the last ones, else None."""
+        """Run the step as far as the gradients allow. Return its results after the last ones."""
         assert self._arriving is not None, "a step is under way"
         try:
             self._arriving.send(gradients)
@@ -84,7 +82,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait for everything launched and keep the residuals in `state`. Return False if the step was skipped."""
+        """Wait for everything launched and keep the residuals. Return False if the step was skipped."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped
@@ -95,7 +93,7 @@ class Executor:
     # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Enter a step, or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different places."""
+        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different places."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)
@@ -124,7 +122,7 @@ class Executor:
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
     def fail(self, step: int, error: BaseException, runtime: Runtime) -> None:
-        """Stop before a step and pass the error to the other ranks. They may continue if all of them stop there."""
+        """Stop before a step and pass the error to the other ranks."""
         self._ranks.at_step(None)
         self._ranks.stop(f"step {step}", error, step=step, has_begun=False)
         runtime.drop()
@@ -148,7 +146,7 @@ class Executor:
             raise _apart(self._ranks.stopped, "")
 
     def close(self, runtime: Runtime) -> None:
-        """End the pool's thread and release the process groups, independently of other ranks."""
+        """End the pool's thread and release the process groups."""
         if not self._is_closed:
             self._is_closed = True
             runtime.close()

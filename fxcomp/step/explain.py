@@ -1,4 +1,4 @@
-"""Explain a running step, as a report or in numbers: its decision, measurements and notes."""
+"""Explain a running step, as a report or in numbers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ EVERY_STEP_VERIFIED = (
 def notes_of(
     force: PlanInForce, race: str, errors: str, steps: int, unlike_first: int, skipped: int
 ) -> tuple[str, ...]:
-    """Return notes on the race, errors, decisions over values, warm-up, unusual batches and skipped steps.
-
-    `unlike_first`: number of steps with batches unlike the first one.
-    """
+    """Return notes on the running step. `unlike_first`: number of steps with batches unlike the first one."""
     notes = [race] if race else []
     if (prelude := force.program.captured.prelude) is not None:
         notes.append(prelude.said)
@@ -85,10 +82,9 @@ def explanation_of(
 def explanation_of_step(
     found: Explanation, force: PlanInForce, options: StepOptions, errors: ErrorTable, moves: Sequence[PlanMove]
 ) -> Explanation:
-    """Add to an explanation the facts that only a compiled step knows.
+    """Add the facts that only a compiled step knows.
 
-    The budget is counted in the latest measured `errors`; before the first measurement, in the errors by which the plan
-    was chosen. `moves`: plan changes that followed the errors.
+    The budget is counted in the latest measured `errors`, or else in the errors by which the plan was chosen.
     """
     told, budget = set(map(str, moves)), found.budget
     if budget is not None and errors.is_measured:
@@ -119,10 +115,10 @@ def metrics_of(
     plan: Plan | None,
     predicted: Timeline | None,
 ) -> dict[str, Any]:
-    """Return a flat dictionary of numbers for logs, without waiting for the device.
+    """Return numbers for logs, without waiting for the device.
 
     `steps`: steps or backward passes, including `skipped` ones. `payload_bytes`: bytes sent by this rank in the last
-    step, by kind of collective and level. Without a plan, numbers that need one are nan, and its name is empty.
+    step, by kind of collective and level. Without a plan, numbers that need one are nan.
     """
     sent = sum(payload_bytes.values())
     dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan

@@ -1,10 +1,10 @@
-"""Timing of a job's first steps, which train densely. The plan is chosen from them. All ranks time the same steps.
+"""Timing of a job's first steps, which train densely, to choose its plan. All ranks time the same steps.
 
     step         first       alternating               last
     way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE; OVERLAPPED on an asynchronous device
     counts       only if no other step does: it allocates
 
-Only `between` communicates: ranks agree on the number of timed steps, and if they were enough.
+Only `between` communicates.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from fxcomp.site import Site
 from fxcomp.step.observer import StepUnderWay
 
 LONG_US = 3e6
-"""A longer dense step, in µs, is timed fewer times."""
+"""If a dense step takes longer, in µs, fewer steps are timed."""
 
 WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Additional sets of steps if some rank could not time enough. After that, the costs of the machine and the links alone
-choose the plan.
-"""
+"""Additional sets of steps if some rank could not time enough. After that, assumed costs choose the plan."""
 
 
 class FirstSteps:
@@ -45,7 +43,6 @@ class FirstSteps:
         """Every rank has timed every way; set when timing ends."""
 
     def before(self, step: StepUnderWay) -> None:
-        """Time a step with a batch like the first one."""
         if not step.is_like_first or step.number not in self.numbers:
             return
         way = self._way_of(self.numbers.index(step.number))

@@ -37,7 +37,6 @@ class Trained:
 
     site: Site
     shapes: Shapes
-    """Shapes of all parameters."""
     names: Sequence[str]
     """Parameters with a gradient, in the same order on all ranks."""
     feedback: ErrorFeedback
@@ -61,18 +60,16 @@ class Trained:
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A plan with its gradient state."""
-
     decision: Decision
     number: int
     """Key of its programs."""
     state: GradientState | None = None
     """None before its first turn."""
     scale: float | Tensor = 1.0
-    """Factor of the loss that scales the residuals."""
+    """Loss scale of the residuals."""
 
     def follow_scale(self, scale: float | Tensor) -> None:
-        """Rescale the residuals to another factor of the loss, without reading a tensor."""
+        """Rescale the residuals to another loss scale, without reading a tensor."""
         is_known = not isinstance(scale, Tensor) and not isinstance(self.scale, Tensor)
         if self.state is not None and not (is_known and scale == self.scale):
             self.state.multiply(scale / self.scale)
@@ -116,13 +113,12 @@ class Follower:
         return {name: sizes[name] for name in self.trained.names}
 
     def tell(self, note: str) -> None:
-        """Add a note to the decision."""
         self.now.decision = replace(self.decision, notes=(*self.decision.notes, note))
 
     def carry_to(
         self, decision: Decision, topic: str, make: Callable[[], T], units: Callable[[], Mapping[str, Tensor]] = dict
     ) -> T:
-        """Follow another decision from now on; residuals are kept. Every rank calls it.
+        """Follow another decision; residuals are kept. Every rank calls it.
 
         Return the result of `make`. `units` returns the factors of residuals whose unit changes. If either fails on one
         rank, all ranks keep the old decision.
@@ -138,9 +134,8 @@ class Follower:
     # The stages of a warm-up
 
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Lay out the state for a warm-up stage, in its units. Every rank calls it.
-
-        Without `units`, residuals are dropped: a job starts, or its state is loaded.
+        """Lay out the state for a warm-up stage, in its units; without `units`, drop the residuals. Every rank calls
+        it.
         """
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
@@ -150,7 +145,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Return a fresh state if the stage's layout differs. A stage without state uses the last stage's layout."""
+        """Return a fresh state if the layout differs. A stage without state uses the last stage's layout."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)
@@ -167,13 +162,13 @@ class Follower:
         self.racing = (self.now, *others)
 
     def take_turn(self, number: int) -> None:
-        """Follow a lined-up plan; the others keep their states. Nothing is sent."""
+        """Follow a lined-up plan; the others keep their states."""
         self.now = self.racing[number]
         if self.now.state is None:
             self.now.state = self.trained.fresh(self.decision.plan)
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race. The other plans' residuals are sent with the next gradients. Return the other plans."""
+        """End the race and return the losers. Their residuals are sent with the next gradients."""
         self.take_turn(number)
         others = tuple(each for each in self.racing if each is not self.now)
         self._take_over(self.state, self.now, others)
@@ -212,8 +207,8 @@ class Follower:
     def load(self, given: Given, enter: Callable[[int], object] = lambda _: None) -> int | None:
         """Load saved states and end a race. Every rank calls it. Raises BadState.
 
-        Calls `enter` with the number of steps already run before anything is restored. Returns this number, or None if
-        no rank was given a state.
+        Calls `enter` with the number of steps already run before anything is restored, and returns this number, or None
+        without any state.
         """
         sharing = self.sharing("load_state_dict")
         agreed = read_together(given, self.trained.sizes, sharing)

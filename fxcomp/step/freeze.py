@@ -2,11 +2,10 @@
 
     before the freeze          a parameter has too few updates: the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)²; at most about 1 while v is a mean of squares
-    above LIMIT on any rank    from the next step on, exchange gradients in int8 and update second moments
+    above LIMIT on any rank    exchange gradients in int8 and update second moments
     twice as long as before    exchange momenta again, with second moments frozen as they are then
 
-Every rank holds the same mean and second moment and computes the energies locally. One small all_reduce combines the
-results.
+Every rank holds the same moments and computes the energies locally. One small all_reduce combines the results.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ reached dense training's loss had up to 2.5 (docs/where_the_mean_stands.md).
 
 
 class Freeze:
-    """Freezes second moments; exchanges gradients again if one no longer fits."""
+    """Freezes second moments, and exchanges gradients again if a frozen moment no longer fits."""
 
     def __init__(
         self,
@@ -49,8 +48,6 @@ class Freeze:
     def before_step(self, step: int) -> int | None:
         """Freeze second moments if that is due. Every rank calls it. Return the step to which it is postponed, else
         None.
-
-        A parameter with too few updates postpones the freeze. After a thaw, ranks exchange momenta again.
         """
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
@@ -102,7 +99,6 @@ class Freeze:
         force.momenta.thaw(step, moved, energies)
 
     def _freeze_again(self, step: int, topic: str) -> None:
-        """Exchange momenta again after a thaw."""
         force = self._force
         force.momenta.freeze_again(
             step, self._at_momenta
@@ -123,7 +119,6 @@ class Freeze:
         self._force.momenta.take_over(saved)
 
     def resume(self, steps: int) -> None:
-        """Add a note if a job resumes after a thaw."""
         if self._force.momenta.is_thawed:
             self._note(
                 f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"

@@ -40,9 +40,7 @@ class MicroBatchGroup:
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
-        """Clear the sums and raise BadCall if the loss scale changed inside the group, since the sums have the old
-        unit.
-        """
+        """Clear the sums and raise BadCall if the loss scale changed inside the group: the unit differs."""
         if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
             return
         summed = self._sums.micro_batches
@@ -54,7 +52,6 @@ class MicroBatchGroup:
         )
 
     def add(self, looks: Looks, unused: Sequence[str], *, is_like_first: bool) -> None:
-        """Count a micro-batch that has run."""
         if self._scale is not None and not self.has_begun:
             self._changes_of_scale = self._scale.changes()
         self._sums.micro_batches += 1
@@ -63,7 +60,7 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters that no micro-batch has used, with the next one, which leaves `unused`."""
+        """Return the parameters that no micro-batch uses, including the next one, which leaves `unused`."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
@@ -93,7 +90,6 @@ class MicroBatchGroup:
         return check
 
     def took(self, last: Looks) -> tuple[Looks, ...]:
-        """Return the begin and end of each micro-batch."""
         return (*self._looks, last)
 
     def clear(self) -> None:

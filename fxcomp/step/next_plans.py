@@ -1,4 +1,4 @@
-"""Plans that follow once all ranks have compiled them, so that no rank waits for another rank's compiler.
+"""Plans that are followed once all ranks have compiled them, so that no rank waits for another's compiler.
 
 another decision, racing plans ─► regions compile during steps ─► ready on all ranks ─► followed
 """
@@ -19,13 +19,11 @@ SELDOM = 16
 
 @dataclass(slots=True)
 class NextPlans:
-    """Plans to follow, the same on all ranks."""
-
     topic: str
     decision: Decision | None
     """None if the plan in force stays."""
     runners: Sequence[Runner]
-    """Plans of the next race, the plan in force first; empty without a race."""
+    """Plans of the next race, the plan in force first."""
     programs: Sequence[Program]
     """Programs of the decision's plan, if any, and of all runners but the first."""
     asks_at: int

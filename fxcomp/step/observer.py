@@ -4,7 +4,7 @@
     the emitted step runs
     for each in observers that want this step:   each.after(step, aux)
 
-All ranks have the same observers, and each observer acts at the same steps on all ranks.
+All ranks have the same observers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepUnderWay:
     force: PlanInForce
     batch: Any
     is_like_first: bool
-    """All batches of the step are like the first one of the job, which predictions are for."""
+    """All its batches are like the job's first one, which predictions are for."""
     run: Callable[[Sequence[Any]], Any] | None = None
     """Runs the emitted lines instead of `Executor.run`, if an observer sets it."""
     result: Any = None
@@ -38,7 +38,7 @@ class StepUnderWay:
 
     @property
     def says_how_long(self) -> bool:
-        """The measured time is that of an ordinary step with a batch like the first one."""
+        """The time is that of an ordinary step with a batch like the first one."""
         return self.is_like_first and self.use in (None, Use.TURN)
 
     @property

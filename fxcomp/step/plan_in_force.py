@@ -35,7 +35,6 @@ from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.programs import CAPTURES, Programs
 
 CALENDAR = "calendar"
-"""Key of the calendar in a saved state."""
 
 
 class PlanInForce:
@@ -93,7 +92,6 @@ class PlanInForce:
 
     @property
     def is_racing(self) -> bool:
-        """True during a race."""
         return bool(self._follower.racing)
 
     @property
@@ -126,7 +124,7 @@ class PlanInForce:
 
     @property
     def predicted(self) -> Timeline:
-        """Predicted timeline of the plan in force, for batches like the first one."""
+        """Predicted timeline of the plan in force."""
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
@@ -136,7 +134,6 @@ class PlanInForce:
         return found
 
     def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Return the program for a micro-batch that does not end its group."""
         return self._micro_program(self.find(batch, kind, leaves).captured)
 
     def feed(self, batch: Any) -> None:
@@ -187,8 +184,7 @@ class PlanInForce:
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
         """Follow a plan with other compressor parameters from the next step on; see `can_retune`.
 
-        Every rank calls it after the same step. Nothing is sent, captured or emitted. Residuals and compressor states
-        are kept.
+        Every rank calls it after the same step. Nothing is sent or captured. Residuals and compressor states are kept.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         trained = self._follower.trained
@@ -213,7 +209,6 @@ class PlanInForce:
             self._adopt(program, each.number)
 
     def take_turn(self, number: int) -> None:
-        """Follow a lined-up plan."""
         if self._follower.racing[number] is not self._follower.now:
             self._follower.take_turn(number)
             self._go_on()
@@ -251,8 +246,7 @@ class PlanInForce:
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Load saved states and enter their stage. Every rank calls it. Raises BadState.
 
-        `go_on` restores the exchange of momenta or gradients. Return the number of steps already run, None without any
-        state.
+        `go_on` restores the exchange of momenta or gradients. Return the number of steps already run, or None.
         """
         momenta = SavedMomenta.told(given, self._site.ranks)
         if momenta:

@@ -1,7 +1,6 @@
 """Time every line of a few steps on this rank, laid out like the prediction.
 
 step.profile(steps=5)          the next five steps without another use
-...
 step.report()                  shows them next to the prediction
 """
 
@@ -33,8 +32,6 @@ _WANTED = frozenset({None})
 
 @dataclass(slots=True)
 class _Profiled:
-    """A timed step, read once the device has finished it."""
-
     number: int
     plan: Plan
     timed: TimedStep
@@ -71,13 +68,11 @@ class Profiler(Observer):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Note on steps that remain to be timed."""
         if len(self._steps) >= self._asked:
             return ()
         return (f"step.profile: {len(self._steps)} of {self._asked} steps are timed by now",)
 
     def before(self, step: StepUnderWay) -> None:
-        """Time a step with a batch like the first one."""
         self._under_way = self._run = None
         if not step.is_like_first:
             return
@@ -86,7 +81,6 @@ class Profiler(Observer):
         self._under_way = _Profiled(step.number, step.force.plan, timed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Keep the step unless it was skipped."""
         if self._under_way is None or step.run is not self._run or step.runtime.counters.skipped:
             return
         self._steps.append(self._under_way)
@@ -119,7 +113,7 @@ def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """A collective with data on this rank: its launch line and its wait line."""
+    """A collective with data on this rank."""
 
     name: str
     launch: Call
@@ -138,7 +132,7 @@ class _Collective:
 def _collectives(lines: Sequence[tuple[Node, Call, Line]]) -> Iterator[_Collective]:
     calls = {node: call for node, call, _ in lines}
     for node, call, line in lines:
-        # Only the root of a gather or broadcast may hold data.
+        # Only the root may have data.
         if line.method == "launch" and (value_bytes(node.args[0]) or value_bytes(node)):
             wait = next((calls[user] for user in node.users if user in calls and calls[user][0] == "wait"), None)
             on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
@@ -170,6 +164,6 @@ def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[
 
 
 def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:
-    """Return a span with the prediction's dependencies, so that a trace shows them."""
+    """Return a span with the prediction's dependencies."""
     known = predicted.get(name)
     return Span(Task(name, stream, end - start_us, known.after if known is not None else ()), start_us, end)

@@ -4,8 +4,8 @@
                             └─ other sizes, same family ─► a symbolic program whose guard holds, same condition
                             └─ otherwise ────────────────► capture; from the third shape on, sizes become symbols
 
-Sizes 0 and 1 are never symbols. A family may therefore hold several symbolic programs: for one row, for other batches,
-and for two sizes that were equal when Python compared them. A value that causes repeated captures is reported once.
+Sizes 0 and 1 are never symbols, so a family may hold several symbolic programs. A value that causes repeated captures
+is reported once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = 64
 """Maximum number of families whose varying sizes are recorded."""
 
 STATIC_SHAPES = 2
-"""Shapes captured with static sizes. From the next shape on, sizes that varied become symbols."""
+"""Shapes captured with static sizes, before sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
 """Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
@@ -63,7 +63,6 @@ class _Family:
     symbolic: list[Program] = field(default_factory=list[Program])
     """Programs that may serve other sizes, the latest first."""
     failures: int = 0
-    """Number of failed symbolic traces."""
 
     def open_dimensions(self, kind: BatchType) -> dict[int, frozenset[int]]:
         """Return the dimensions, by leaf, whose sizes become symbols."""
@@ -99,7 +98,6 @@ def _fits(program: Program, leaves: Sequence[Any]) -> bool:
 
 class _Around(NamedTuple):
     plan: int
-    """Number of the plan in force."""
     key: Key
 
 
@@ -110,7 +108,7 @@ _Answered = tuple[str, Hashable, _Around, Prelude | None]
 
 
 class Programs:
-    """Captures of one step, with least-recently-used eviction."""
+    """Captures of one step."""
 
     def __init__(self, guard: StepGuard, make: Make):
         self._guard, self._make = guard, make

@@ -6,15 +6,14 @@
     end      the least median wins; among statistical ties, the least error
 
 The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
-timed it, with the slowest rank's time. All ranks hold the same numbers and change turns at the same steps. `Race`
-neither communicates nor switches plans.
+timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` neither communicates nor switches plans.
 
-Other load on the machine only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
+Other load only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
 
-A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as long
-and drops out after its heat. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the
-first thousand steps: 20. Dense at five times the winner's time costs 8, bf16 at three times 4, an equally fast runner
-only the longer first steps of its turns. A turn can exceed the budget if the prediction is far too low.
+A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as
+long. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the first thousand steps: 20.
+Dense at five times the winner's time costs 8, bf16 at three times 4. A race can exceed the budget if the prediction is
+far too low.
 """
 
 from __future__ import annotations
@@ -109,10 +108,8 @@ class Race:
         self._free_steps = free_steps
         self.begins = step
         self._order = list(range(1, len(runners)))
-        """Runners yet to run in this round."""
         self._spent_ms = 0.0
         self.turn = RaceTurn(0, free_steps(step, HEAT))
-        """Current or first turn."""
         self.result: Raced | None = None
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
@@ -219,7 +216,7 @@ class Race:
         return min(ties, key=lambda k: (self._entrants[k].runner.loss, self._entrants[k].median_ms))
 
     def _standard_error(self, one: _Entrant, other: _Entrant) -> float:
-        """Estimate the standard error of a difference of medians from the spread of all counted steps."""
+        """Estimate the standard error of a difference of medians from all counted steps."""
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]

@@ -7,8 +7,8 @@
     drift                                                a window is judged: replan or race again
     errors          a look                               the plan is solved for with the measured errors
 
-Race, drift and looks only judge. The schedule agrees with the other ranks, writes the result to its `Calendar` and
-switches plans. `freeze.py` and `errors/adaptation.py` switch plans themselves when the schedule calls them.
+Race, drift and looks only judge; the schedule agrees with the other ranks and switches plans. `freeze.py` and
+`errors/adaptation.py` switch plans themselves when the schedule calls them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ class StepSchedule(Schedule):
         """Plan at the time of the last drift, until the race after the drift ends."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
-        """None without an error budget."""
         self._first: FirstSteps | None = None
         """Timed steps to choose a plan from; None once a plan is chosen."""
         self._next: NextPlans | None = None
@@ -151,7 +150,6 @@ class StepSchedule(Schedule):
         return is_due or super().is_racing
 
     def note_on_race(self, step: int) -> str:
-        """Describe the first steps or the race; empty without either."""
         if self._next is not None:
             return "the regions of plans that come next are being compiled; until then this plan is followed"
         if checked := self.calendar.checked:
@@ -218,7 +216,6 @@ class StepSchedule(Schedule):
         self._settle_anew(step)
 
     def _time_from(self, step: int) -> None:
-        """Time steps from `step` on, to choose a plan."""
         self._first = FirstSteps(self._site, self.calendar.free_steps, step)
         self.calendar.timed = self._first.numbers
 
@@ -383,7 +380,7 @@ class StepSchedule(Schedule):
     # Planning again
 
     def check_replan(self, step: int) -> None:
-        """Raise CannotReplan if replanning is not possible at `step`."""
+        """Raise CannotReplan if replanning is not possible."""
         if self._site.ranks.world_size == 1:
             raise CannotReplan(
                 "one rank sends nothing: it has no links to measure and no plan to choose.\n"
@@ -436,9 +433,8 @@ class StepSchedule(Schedule):
         return decision.plan != before
 
     def _drifted(self, step: int) -> str:
-        """Compare the window that ends at `step`, if any, with the settled time. Every rank calls it.
-
-        Return a sentence on the drift, empty if there is none.
+        """Compare a window that ends at `step` with the settled time. Return a sentence on the drift. Every rank calls
+        it.
         """
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
             return ""

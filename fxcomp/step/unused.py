@@ -4,12 +4,12 @@
     used by other ranks alone        zeros go into the bucket, and the mean of all ranks updates it
     used by no rank                  parameter, optimizer state and owed residuals stay, bit for bit
 
-Each program knows the parameters that it uses. One byte per parameter is exchanged when the step begins, and arrives
-before the first bucket is packed. A program that uses every parameter does not wait for it. State of parameters that no
-rank uses is copied, zeroed for sending, and restored after the step, whose update runs on zeros.
+One byte per parameter is exchanged from the beginning of the step, and read before the first bucket is packed. A
+program that uses every parameter does not wait for it. Parameters that no rank uses are copied, updated with zeros, and
+restored after the step.
 
-DDP keeps the `.grad` of such a parameter and does not report it to the hook. There, a gradient that is zero on every
-rank counts as unused: its residual stays, and its mean is zero. The result is also right if the parameter was used.
+DDP keeps the `.grad` of these parameters and does not report them to the hook. There, a gradient that is zero on every
+rank counts as unused: its residual stays, and its mean is zero. The result is right even if the parameter was used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxcomp.state.gradient_state import GradientState
 
 
 def note_on_unused(example: Captured) -> list[str]:
-    """Return a note on parameters that the example batch leaves unused; zeros are sent for them."""
+    """Return a note on parameters that the example batch leaves unused."""
     if not example.unused:
         return []
     some = ", ".join(example.unused[:3]) + (", ..." if len(example.unused) > 3 else "")
@@ -42,7 +42,7 @@ def note_on_unused(example: Captured) -> list[str]:
 
 
 def note_on_densified(example: Captured, sizes: Mapping[str, int]) -> list[str]:
-    """Return notes on gradients that are sparse in eager PyTorch and sent dense."""
+    """Return notes on gradients that are sparse in eager PyTorch."""
     return [
         f"the gradient of {name!r} is sparse in eager PyTorch (sparse=True) and dense here: {sizes[name]:,} elements"
         for name in example.densified
@@ -90,8 +90,6 @@ class _Kept:
 
 
 class FindsUnused:
-    """Allows parameters to be unused in a step, different ones on each rank."""
-
     def __init__(self, training: Training, site: Site):
         self._is_alone = site.ranks.world_size == 1
         self._owners = {owner.name: owner for owner in sorted(training.owned, key=lambda owner: owner.name)}
@@ -99,10 +97,10 @@ class FindsUnused:
 
     @contextmanager
     def holding(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> Generator[Collection[str]]:
-        """Run the step inside, of which this rank's program leaves `unused` unused. Every rank calls it.
+        """Run a step inside. This rank's program does not use the parameters `unused`. Every rank calls it.
 
-        Yields the parameters that no rank uses, as they become known. Their state is saved before their bucket is
-        packed, nothing of it is sent, and it is restored after the step's last line or an error.
+        Yields the parameters that no rank uses, once known. Their state is saved before their bucket is packed, and
+        restored after the step's last line or an error.
         """
         held: dict[str, _Kept] = {}
 
@@ -136,20 +134,19 @@ class FindsUnused:
 
 
 def _unused_everywhere(names: Iterable[str], used: Coming) -> list[str]:
-    """Return the names that no rank uses, once that is known."""
     return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 
 
 # Gradients from DDP's backward pass
 
 FIRST = 256
-"""Number of leading elements that show for most gradients that they are nonzero."""
+"""Leading elements that usually suffice to find a nonzero gradient."""
 
 
 class ZeroGradients:
     """Gradients of a backward pass that are zero on this rank, with their saved residuals.
 
-    On an asynchronous device, residuals of all gradients are saved, and the flags are read once after the pass.
+    On an asynchronous device, all residuals are saved, and the flags are read once after the pass.
     """
 
     def __init__(self, state: GradientState):

@@ -6,8 +6,8 @@
              emit      otherwise: every rank, one pass between two steps
           ─► switch    residuals are kept
 
-A turn takes no longer than a step, except for models with long passes. An exception while solving is noted, and the
-plan stays. A job that began dense is left alone: it loses nothing, and dense was predicted or measured to be fastest.
+If solving raises, the plan stays. A job that began dense is left alone: it loses nothing, and dense was predicted or
+measured to be fastest.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.plan_in_force import PlanInForce
 
 INTERVAL = 1000
-"""Maximum number of steps between two solutions."""
 
 PLAN_CHANGE = 0.2
 """Relative change of a plan's error that triggers a new solution: three times the deviation of the smoothed error
-between looks, for steady errors (assumed).
+between looks of a steady job (assumed).
 """
 
 ROUNDING = 1e-5
 """Errors below this are rounding."""
 
 MEETING = 25
-"""Steps between meetings for the answer. A solution takes about 50 turns."""
+"""Steps between meetings. A solution takes about 50 turns."""
 
 WORTH_SAVING = 0.02
 """Minimum saving of a new plan, relative to the predicted step time."""
 
 WORTH_GIVING_BACK = 0.2
-"""Minimum reduction of the error, relative, by a new plan with the same step time."""
+"""Minimum relative reduction of the error by a new plan with the same step time."""
 
 SAME_STEP = 1e-3
 
 SPENT = 0.95
-"""Share of the error budget to solve for, so that steps with above-average errors stay within the budget."""
+"""Share of the error budget to solve for, as a reserve for steps with larger errors."""
 
 _TOPIC = "following the gradients"
 
@@ -83,9 +82,8 @@ class Adaptation:
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
         self._solved_by = self._compared = ASSUMED
-        """Errors of the last solution, and errors of the last comparison."""
+        """Errors of the last solution and of the last comparison."""
         self._solved_at = 0
-        """Number of steps at the last solution."""
         self._last_failure = ""
         self.moves: list[PlanMove] = []
 
@@ -97,11 +95,10 @@ class Adaptation:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Cancel the work in progress, for example because another plan is followed."""
+        """Cancel the work in progress, since another plan is followed or the job resumes."""
         self._work, self._solved_by, self._solved_at = None, self._errors.table, step
 
     def _why(self, step: int) -> str:
-        """Return why the plan should be solved for again; empty if it should not."""
         plan, table = self._force.plan, self._errors.table
         if not table.is_measured or (plan.is_dense and not self.moves):
             return ""
@@ -138,7 +135,6 @@ class Adaptation:
         self._note(str(move))
 
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
-        """Let rank 0 solve, and meet it until it has an answer."""
         ranks = self._site.ranks
         turns = self._solve() if ranks.rank == 0 else None
         answers: list[dict[str, Any] | None] = [None]
@@ -193,7 +189,7 @@ _SAID = 4  # changes listed in a note
 
 
 def changes_of(before: Plan, after: Plan) -> list[str]:
-    """Return the changes of strategies, the most elements first; empty for equal plans."""
+    """Return the changes of strategies, the most elements first."""
     diff = diff_plans(PlanFile(before), PlanFile(after))
     found = [f"{each.what} for {mb(each.bytes)} MB" for each in diff.strategies]
     more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []

@@ -1,12 +1,11 @@
-"""Schedule looks at a running step's gradients, and average them to an error table.
+"""Schedule looks at a step's gradients, and average them to an error table.
 
     a look at a family of compressors ─► its table, smoothed ─► `table`, the same on every rank
                 ▲                                                  │
                 └── after max(20, ⌈look / (0.007 · step)⌉) steps ◄─┘
 
 A look measures the errors of one family; families take turns. The steps after a look amortize its time on the slowest
-rank. The first looks follow each other within AT_ONCE steps of look time, and are amortized together. Every rank calls
-the methods at the same steps.
+rank. The first looks follow each other and are amortized together. Every rank calls the methods at the same steps.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ AT_ONCE, FIRST = 20.0, 2
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
-    """Return the number of steps from a look to the next one, and the look time not yet amortized.
+    """Return the number of steps to the next look, and the look time not yet amortized.
 
-    `unpaid_us`: look time to amortize. `step_us`: step time without a look, 0 if unknown. `more_come_first`: True until
-    all families have been measured.
+    `unpaid_us`: look time to amortize. `step_us`: step time without a look, 0 if unknown. `more_come_first`: some
+    families have not been measured.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
         return FIRST, unpaid_us
@@ -47,7 +46,6 @@ class ErrorLooks(Observer):
     wants = frozenset({Use.LOOK})
 
     def __init__(self, force: PlanInForce, site: Site, times: StepTimes, note: Callable[[str], None], steps: int = 0):
-        """Take looks from step `steps` on, as scheduled."""
         self._force, self._site, self._times, self._note = force, site, times, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
         self._has_noted = False
@@ -62,7 +60,7 @@ class ErrorLooks(Observer):
         self._next = 0
         """Next family."""
         self.table: ErrorTable = ASSUMED
-        """Mean of all looks; without data until every family has been measured."""
+        """Mean of all looks, without data until every family has been measured."""
         self._step_us = 0.0
         """Step time without a look, on the fastest rank; 0 if unknown."""
         self._looked_us = self._unpaid_us = 0.0
@@ -73,7 +71,7 @@ class ErrorLooks(Observer):
     # In a step
 
     def before(self, step: StepUnderWay) -> None:
-        """Begin the step's look, unless the batch is unlike the first one on some rank."""
+        """Begin the step's look."""
         residuals, family = self._force.state.residuals, FAMILIES[self._next]
         look = ErrorLook(family, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
         step.runtime.gradients.on_gradient, step.runtime.gradients.on_update = look.see, look.measure
@@ -93,7 +91,7 @@ class ErrorLooks(Observer):
         return self._look_from
 
     def _take_in(self, look: ErrorLook, rows: Rows) -> int:
-        """Average a look, and build the table once every family has been measured. Return the steps to the next look."""
+        """Average a look, and build the table if possible. Return the steps to the next look."""
         took_us = self._slowest(look)
         self._looked_us += took_us
         if not look.is_left_out:
@@ -109,7 +107,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Return the steps to the next attempt, one more each time, in case every nth batch is unlike the first one."""
+        """Return the steps to the next attempt. They vary, in case every nth batch is unlike the first one."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True
@@ -120,7 +118,7 @@ class ErrorLooks(Observer):
         return 1 + LOOKS + self._refusals % LOOKS
 
     def _slowest(self, look: ErrorLook) -> float:
-        """Return the look's time on the slowest rank, and update the step time of the fastest. Every rank calls it."""
+        """Return the look's time on the slowest rank, and update the step time of the fastest."""
         mine = [look.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
         everyone = self._site.gather_numbers("what a look took", mine)
         self._step_us = min(step for _, step in everyone) or self._step_us
@@ -128,7 +126,7 @@ class ErrorLooks(Observer):
 
     @property
     def said(self) -> str:
-        """Describe the source of the table, for the report."""
+        """Describe the source of the table."""
         if not self.table.is_measured:
             return "errors of Gaussian values are assumed until each family of compressors has been looked at"
         passed_us = (self._steps - self._begun) * self._step_us

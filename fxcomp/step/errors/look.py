@@ -1,15 +1,13 @@
-"""Measure compression errors on a step's gradients before any parameter changes. All ranks measure, or none does.
+"""Measure compression errors on a step's gradients before any parameter changes. All ranks measure, or none.
 
     each gradient, as it is packed   kept, with its residual
     before the first update          ranks agree that all can measure, measure, and free the gradients
 
-Lines, updates and random numbers stay the same, so the parameters are bitwise identical to those of a step without a
-look.
+Lines, updates and random numbers stay the same, so the parameters are bitwise identical to those without a look.
 
-A bucket is packed before compression replaces its residual, so residuals are copied when a gradient is seen. Both are
-in the unit of a rank's gradient. If hosts sum before they compress, a rank has a shard of its host's residual, and v is
-the rank's gradient plus this shard: sums over ranks are right, squares of one rank are not. v excludes residuals that
-another plan owes.
+Compression replaces residuals, so a residual is copied when its gradient is seen, in the unit of a rank's gradient. If
+hosts sum before they compress, a rank adds its shard of the host's residual: sums over ranks are right, squares of one
+rank are not. Residuals owed by another plan are excluded.
 
 Memory: all gradients at once, and a copy of the residuals.
 """
@@ -35,15 +33,14 @@ from fxcomp.runtime.clock import Clock
 from fxcomp.site import Site
 
 MARGIN = 1.1
-"""Factor for rounding by allocators (assumed)."""
+"""Rounding by allocators (assumed)."""
 
 DRAWN_BYTES = 4 * 2 * 64 * 512
 """Drawn runs of one gradient, and their concatenation."""
 
 LAG = 0.8
-"""Exponent of the error of powersgd, which takes one step of subspace iteration per step and lags behind the gradients:
-error = (error of the best matrix of this rank) ** LAG. Fitted to small tasks with four workers, within 6 %
-(docs/benchmarks/error_tables.md).
+"""error of powersgd = (error of the best matrix of this rank) ** LAG: one step of subspace iteration per step follows
+changing gradients late. Fitted to small tasks with four workers, within 6 % (docs/benchmarks/error_tables.md).
 """
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,7 +49,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class ErrorLook:
     """One look in one step. Every rank makes one. `number` counts looks and seeds the drawn values.
 
-    No rank measures unless each rank has `wants` set and enough memory.
+    No rank measures unless each has `wants` set and enough memory.
     """
 
     def __init__(
@@ -75,9 +72,9 @@ class ErrorLook:
         """By parameter and start."""
         self._left_out: dict[str, Tensor] = {}
         self.rows: Rows | None = None
-        """Errors of the family, the same on all ranks; None before all have measured."""
+        """Errors of the family, the same on all ranks; None until measured."""
         self.is_left_out = False
-        """The step was skipped, so the look does not count."""
+        """The step was skipped."""
         self.some_lack_room = False
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
@@ -140,7 +137,7 @@ class ErrorLook:
 
 
 def needed_bytes(shapes: Shapes) -> int:
-    """Return the bytes of a look: gradients, residuals, and temporaries for the largest gradient."""
+    """Return the bytes of a look: gradients, residuals and temporaries."""
     sizes = [prod(shape) for shape in shapes.values()]
     return int(MARGIN * (4 * (2 * sum(sizes) + 4 * max(sizes, default=0)) + DRAWN_BYTES * len(sizes)))
 

@@ -22,8 +22,8 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Values between operators are rounded to 11 and 8 bits (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients, relative to the relative tolerance times the largest gradient: some gradients are
-only rounding errors.
+"""Absolute tolerance of gradients, as a multiple of the relative tolerance times the largest gradient. Some gradients
+are only rounding errors.
 """
 
 ROUNDINGS = 16
@@ -33,7 +33,7 @@ UPDATE = 1e-4
 """Relative to the largest movement: a few optimizer operators in float32, on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Units in the last place that an update in 16 bits may differ by: fused operators round once, others more often."""
+"""Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
 
 
 def tolerance_of(captured: Captured) -> float:
@@ -68,9 +68,9 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """Return the largest differences of two updates, and the largest movement; None for rounding.
+    """Return the largest difference of two updates, and the largest movement; None for rounding.
 
-    Tolerances are relative to the movement: a learning rate off by 10 % moves a parameter only slightly.
+    Tolerances are relative to the movement, since a wrong learning rate moves a parameter only slightly.
     """
     if torch.equal(after, expected):
         return None
@@ -112,9 +112,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        A gradient of rounding errors is judged by the largest of all gradients, a part by the largest element of its
-        whole. A larger difference that would still be noise of the largest gradient makes it a suspect: its terms may
-        be larger than their sum.
+        The tolerance allows for the largest of all gradients. A larger difference that would be noise of the largest
+        gradient makes the gradient a suspect: its terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
@@ -153,7 +152,6 @@ class Differences:
                 self.note(f"value {place} of the auxiliary result is {_shown(value)}, eager's is {_shown(expected)}")
 
     def check_buffers(self, model: nn.Module, eager: EagerResult) -> None:
-        """Compare buffers with those after eager's forward pass."""
         for name, buffer in model.named_buffers():
             expected = eager.buffers.get(name)
             if expected is not None and (off := self._off(buffer, expected)) is not None:

@@ -43,8 +43,8 @@ class EagerResult:
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
     """Run the loss function on the user's tensors, then with `backward()` on aliases without hooks. Nothing changes.
 
-    The backward pass starts from `seed`, or 1. Raises CaptureFailed if the aliases lead to another backward graph: the
-    loss function compares the identity of parameters, which capture does not support.
+    The backward pass starts from `seed`, or 1. Raises CaptureFailed if the aliases lead to another backward graph,
+    because the loss function compares the identity of parameters.
     """
     with _undisturbed(training, captured, {}), _same_hooks(training.model):
         loss, weighted, aux = _forward(training, captured, batch)
@@ -64,14 +64,13 @@ def _forward(training: Training, captured: Captured, batch: Any) -> tuple[Tensor
 
 
 def _way(loss: Tensor) -> list[str]:
-    """Return the names of the nodes of a loss's backward graph."""
     return [node.name() for node in compat.nodes_of(loss)]
 
 
 def _gradients(
     training: Training, captured: Captured, batch: Any, seed: Tensor | None, way: list[str] | None = None
 ) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, Tensor]]:
-    """Run `backward()` on aliases. Return gradients, unexpected gradients' names, and buffers, as in EagerResult."""
+    """Return gradients, unexpected gradients' names, and buffers of `backward()` on aliases, as in EagerResult."""
     tensors = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}
     buffers: dict[str, Tensor] = {}
     with _undisturbed(training, captured, buffers):
@@ -107,8 +106,7 @@ FACTORS = (0.7, 1.3, 0.9)
 def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> dict[str, float]:
     """Estimate the rounding error of each gradient, relative to the largest of all.
 
-    Run backward passes from multiples of the seed and divide the results. Gradients are proportional to the seed,
-    except for rounding.
+    Gradients are proportional to the backward seed, except for rounding.
     """
     one = torch.ones((), device=training.device) if seed is None else seed
     first, *_ = _gradients(training, captured, batch, one)
@@ -123,7 +121,7 @@ def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor
 
 @contextmanager
 def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tensor]) -> Generator[None]:
-    """Restore everything that eager PyTorch writes. `buffers` receives their values after the forward pass."""
+    """Restore everything that eager PyTorch writes. `buffers` receives the new buffers."""
     parameters = dict(training.model.named_parameters())
     with (
         torch.inference_mode(False),
@@ -138,7 +136,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
 
 @contextmanager
 def _same_hooks(model: nn.Module) -> Generator[None]:
-    """Remove hooks that the step registers on parameters. Earlier hooks are rejected, or fxcomp's own."""
+    """Remove the hooks that the step registers. Earlier hooks are fxcomp's own; capture rejects others."""
     places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     empty = [place for place in places if not getattr(*place)]
     try:
@@ -201,7 +199,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
-    """Restore buffers, and parameters that the forward pass writes. `after` receives the buffers that it made."""
+    """Restore buffers, and parameters that the forward pass writes. `after` receives the new buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Versions do not show writes: batch norm writes its running statistics without counting.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
@@ -219,7 +217,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
 
 @contextmanager
 def _same_constants(captured: GraphModule) -> Generator[None]:
-    """Restore tensors and generators outside of the model that a step writes, such as a teacher's statistics."""
+    """Restore tensors and generators outside of the model, such as a teacher's statistics."""
     tensors = [(tensor, tensor.detach().clone()) for tensor in _written(captured)]
     generators = [(generator, generator.get_state()) for generator in compat.generators_in(captured)]
     try:
@@ -242,7 +240,6 @@ _UNDECLARED = ("running_mean", "running_var")
 
 
 def _places(node: Node) -> Iterator[Node]:
-    """Return the values that an operator writes to."""
     if compat.is_operator(node.target):
         given = dict(zip(compat.places_of_arguments(node.target), node.args, strict=False)) | node.kwargs
         written = (given.get(name) for name in (*compat.written_arguments(node.target), *_UNDECLARED))
@@ -250,7 +247,7 @@ def _places(node: Node) -> Iterator[Node]:
 
 
 def _root(node: Node) -> Node:
-    """Return the tensor behind a chain of views."""
+    """Return the base tensor of a chain of views."""
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
 """Compare the update of each parameter with the user's own optimizer on a copy.
 
-Updates get the mean of the ranks' gradients. It is checked without sending gradients again: a weighted sum of the mean
-is the mean of the weighted sums, so ranks exchange two numbers per parameter.
+Updates get the mean of the ranks' gradients. The check exchanges two numbers per parameter: a weighted sum of the mean
+is the mean of the weighted sums.
 
 If ranks exchange momenta, the update follows from formulas (docs/where_the_mean_stands.md):
 
@@ -10,7 +10,7 @@ If ranks exchange momenta, the update follows from formulas (docs/where_the_mean
     g = (d M - m(0)) / (m(1) - m(0))    gradient from which the optimizer would make it: m is linear
     v <- v growth             d stays the same
 
-The user's optimizer gets this gradient and a second moment that it turns into v. Its update of a copy is the reference.
+The user's optimizer updates a copy with this gradient, and with a second moment that it turns into v.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fxcomp.step.verify.eager import largest
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""Tolerance of a weighted sum, relative to the norm: roundings of float32 are independent.
+"""Relative tolerance of a weighted sum: roundings of float32 are independent.
 
-For 16-bit gradients, `HALF` is used instead: they are rounded when they are packed and summed.
+`HALF` replaces it for 16-bit gradients, which are rounded when packed and summed.
 """
 
 
@@ -53,7 +53,7 @@ class Means:
     def __init__(self, device: torch.device):
         self._device = device
         self._sums: dict[str, tuple[float, float]] = {}
-        """Weighted sum and sum of squares, by parameter."""
+        """Weighted sum and sum of squares."""
         self.is_known = False
 
     def add(self, name: str, gradient: Tensor, start: int = 0) -> None:
@@ -71,7 +71,6 @@ class Means:
         self.is_known = True
 
     def contradict(self, name: str, gradient: Tensor, factor: float) -> bool:
-        """Return True if a gradient is not the mean times `factor`."""
         expected, squares = self._sums[name]
         rounding = HALF.get(gradient.dtype, ROUNDING)
         found, allowed = weighted_sum(gradient), rounding * math.sqrt(squares) * factor + _least(gradient)
@@ -103,7 +102,6 @@ def square_sum(value: Tensor) -> float:
 
 
 def _weights(count: int, prime: int, device: torch.device) -> Tensor:
-    """Return pseudo-random weights between -1 and 1."""
     return (torch.arange(count, dtype=torch.float64, device=device) * 73 + 11).remainder(prime) * (2 / prime) - 1
 
 
@@ -150,7 +148,6 @@ class UpdateCheck:
         """Tolerance of gradients that are only rounding."""
         self.wrong: str = ""
         self.updated = 0
-        """Number of correct updates."""
 
     def rule(self, _: str, run: Rule) -> Rule:
         """Wrap a function of the optimizer. Functions without parameter and gradient are not checked."""
@@ -199,12 +196,10 @@ class UpdateCheck:
 
     @property
     def _clipping(self) -> float:
-        """Clipping factor of the averaged gradients."""
         limit = self._training.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
 
     def _check_clipping(self) -> None:
-        """Check that updates got the clipped gradients."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
         wanted = self._clipping * arrived
         noise = max(CLIPPED, *(HALF.get(each.parameter.dtype, 0.0) for each in self._training.owned))
@@ -249,7 +244,7 @@ class UpdateCheck:
             self._count(owner)
 
     def as_sent(self, name: str, sent: Tensor, gradient: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return the sent and the expected value of a gradient, in the gradient's unit. `gradient` is eager's."""
+        """Return the sent and the expected gradient, in eager's unit. `gradient` is eager's."""
         moved = self._moved.get(name)
         if moved is None:
             return sent, gradient

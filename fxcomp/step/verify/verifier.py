@@ -5,11 +5,11 @@
     the emitted step:
         each local gradient     compared when it is ready
         before any update       ranks agree: all raise, or none. For a small difference, eager PyTorch first
-                                estimates the rounding error of that gradient
+                                estimates the rounding error
         each update             compared with the user's optimizer on a copy
         after the last line     aux and buffers are compared; ranks agree again
 
-Every rank verifies the same steps. If a rank lacks memory for the eager pass, no rank verifies the step.
+If a rank lacks memory for the eager pass, no rank verifies the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck, square_sum
 
 MARGIN = 1.1
-"""Factor for rounding by allocators (assumed)."""
+"""Rounding by allocators (assumed)."""
 
 STATES_AT_ONCE = 12
 """Copies of the largest parameter or state, in fp32 or wider: before, expected, and temporaries."""
@@ -52,8 +52,6 @@ STATES_AT_ONCE = 12
 
 @dataclass(slots=True)
 class Verifier(Observer):
-    """Verifies the steps of the calendar, unless a rank lacks memory."""
-
     wants = frozenset({Use.VERIFY})
 
     training: Training
@@ -98,10 +96,9 @@ class Verifier(Observer):
 
 
 def needed_bytes(training: Training, batch: Any) -> int:
-    """Return the bytes held while the compiled step runs.
+    """Return the bytes held while the compiled step runs, after the eager pass.
 
-    One set of gradients, buffers twice, the batch, and the largest parameter with its state. The eager pass itself
-    needs the peak of a step, and is over by then.
+    One set of gradients, buffers twice, the batch, and the largest parameter with its state.
     """
     gradients = [owner.parameter.nbytes for owner in training.owned]
     largest_fp32 = max(max(owner.parameter.nbytes, 4 * owner.parameter.numel()) for owner in training.owned)
@@ -159,7 +156,7 @@ class Verification:
         return self._verifier.sums.seed(is_weighted=self._program.captured.is_weighted)
 
     def _look_again(self) -> bool:
-        """Judge suspects by eager's rounding errors. Return True if any rank found a difference. Every rank calls it."""
+        """Judge suspects by rounding errors. Return True if any rank found a difference. Every rank calls it."""
         rounding: dict[str, float] = {}
         with suppress(*compat.OUT_OF_MEMORY):
             rounding = rounding_of(self._training, self._program.captured, self._batch, self._seed())
@@ -228,7 +225,6 @@ class Verification:
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip eager's gradients in place."""
         limit = self._training.max_grad_norm
         if limit is not None:
             norm = math.sqrt(sum(map(square_sum, gradients.values())))
@@ -264,7 +260,7 @@ class Verification:
     # After the last line
 
     def finish(self, aux: Sequence[Any]) -> None:
-        """Compare updates, aux and buffers, if eager PyTorch has run on all ranks."""
+        """Compare updates, aux and buffers."""
         eager, found = self._eager, self._differences
         if eager is None:
             return
