@@ -6,10 +6,12 @@
     end             wait for everything launched; residuals count, unless the step was skipped
     leave           end the step after an error
 
+Nothing else calls an emitted function.
+
 Each collective pairs with the next one of the other ranks, without a step number. If a rank continued after an
-exception, gradients of different steps would be averaged. Therefore it writes the reason to the store and closes its
-connections. The other ranks get an error in their collective, read the reason, and stop too. Before the next step,
-ranks compare where they stopped:
+exception, gradients of different steps would be averaged. Therefore a rank that raises writes the reason to the
+store and closes its connections. The other ranks get an error in their collective, read the reason, and stop too.
+Before the next step, ranks compare where they stopped:
 
     every rank raised in the same step, before any emitted code ran     the step runs again
     otherwise                                                           RanksApart, until all ranks load a state

@@ -24,7 +24,7 @@ WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Additional sets of steps if some rank could not time enough. After that, assumed costs choose the plan."""
+"""Additional sets of steps if some rank could not time enough. Then machine and link costs alone decide."""
 
 
 class FirstSteps:

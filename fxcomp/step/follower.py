@@ -134,9 +134,7 @@ class Follower:
     # The stages of a warm-up
 
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Lay out the state for a warm-up stage, in its units; without `units`, drop the residuals. Every rank calls
-        it.
-        """
+        """Lay out the state for a warm-up stage; without `units`, drop the residuals. Every rank calls it."""
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
         if (fresh := self._laid_out_for(stage)) is not None:

@@ -46,9 +46,7 @@ class Freeze:
         self._has_noted = False
 
     def before_step(self, step: int) -> int | None:
-        """Freeze second moments if that is due. Every rank calls it. Return the step to which it is postponed, else
-        None.
-        """
+        """Freeze second moments if due, or return the step to which this is postponed. Every rank calls it."""
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
             return None

@@ -38,7 +38,7 @@ class StepUnderWay:
 
     @property
     def says_how_long(self) -> bool:
-        """The time is that of an ordinary step with a batch like the first one."""
+        """The step took as long as an ordinary one with a batch like the first."""
         return self.is_like_first and self.use in (None, Use.TURN)
 
     @property

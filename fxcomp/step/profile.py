@@ -132,7 +132,7 @@ class _Collective:
 def _collectives(lines: Sequence[tuple[Node, Call, Line]]) -> Iterator[_Collective]:
     calls = {node: call for node, call, _ in lines}
     for node, call, line in lines:
-        # Only the root may have data.
+        # Ranks other than the root may have no data.
         if line.method == "launch" and (value_bytes(node.args[0]) or value_bytes(node)):
             wait = next((calls[user] for user in node.users if user in calls and calls[user][0] == "wait"), None)
             on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)

@@ -273,7 +273,7 @@ class Programs:
         program = self._of_key[key]
         self._forget(key)
         if all(other is not program for other in self._of_key.values()):
-            self._drop(program)  # unreachable now
+            self._drop(program)  # no lookup finds it
 
     def _forget(self, key: _Answered) -> None:
         del self._of_key[key]

@@ -220,6 +220,6 @@ class Race:
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]
-        spread = max(LEAST_SPREAD, 1.48 * statistics.median(off)) if len(off) >= ENOUGH else SPREAD  # of a normal
+        spread = max(LEAST_SPREAD, 1.48 * statistics.median(off)) if len(off) >= ENOUGH else SPREAD  # normal
         errors = [1.25 * spread * each.median_ms / math.sqrt(max(1, len(each.times_ms))) for each in (one, other)]
         return math.hypot(*errors)

@@ -254,10 +254,9 @@ class StepSchedule(Schedule):
                 self._prepare(step, topic, decision)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the settled plan of a state from the same number of ranks, if the job has not begun. Every rank calls
-        it.
+        """Follow the settled plan of a state from the same number of ranks. Every rank calls it.
 
-        Do nothing if that plan does not fit, if costs were given, or in a warm-up.
+        Do nothing if the job has begun, if that plan does not fit, if costs were given, or in a warm-up.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
@@ -324,7 +323,7 @@ class StepSchedule(Schedule):
         if step is not None and self._force.plans[-1].moves_exchange:
             self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
 
-    # What comes next
+    # Next plans
 
     def _prepare(self, step: int, topic: str, decision: Decision | None = None) -> None:
         """Emit the programs of the decision and of racing plans, if any. Every rank calls it.
@@ -433,9 +432,7 @@ class StepSchedule(Schedule):
         return decision.plan != before
 
     def _drifted(self, step: int) -> str:
-        """Compare a window that ends at `step` with the settled time. Return a sentence on the drift. Every rank calls
-        it.
-        """
+        """Return a sentence on the drift in a window that ends at `step`, if any. Every rank calls it."""
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
             return ""
         mine = median_of_window(self._times.since(step - WINDOW))

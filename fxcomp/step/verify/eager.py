@@ -136,7 +136,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
 
 @contextmanager
 def _same_hooks(model: nn.Module) -> Generator[None]:
-    """Remove the hooks that the step registers. Earlier hooks are fxcomp's own; capture rejects others."""
+    """Remove the hooks that the step registers. Earlier hooks are fxcomp's own; others are rejected."""
     places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     empty = [place for place in places if not getattr(*place)]
     try:

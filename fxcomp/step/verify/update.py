@@ -112,7 +112,7 @@ CLIPPED = 1e-3
 
 
 class UpdateCheck:
-    """Checks of one step's updates. Copies of one parameter and its state exist at a time."""
+    """Checks of one step's updates, with copies of one parameter and its state at a time."""
 
     def __init__(
         self,
