@@ -1,11 +1,11 @@
-"""Compare in every step what updates read on each rank: numbers and options of the optimizers' parameter groups.
+"""Compare the inputs of updates between ranks in every step: numbers and options of the optimizers' parameter groups.
 
-A learning rate that one rank schedules by its own loss lets replicas drift, and nothing else would tell. A digest of
-the numbers travels with a collective that the step sends anyway (`runtime/rider.py`). Where it differs, ranks write the
-numbers into the store, and all say whose are which.
+Otherwise replicas drift apart without notice, for example if a rank schedules its learning rate by its own loss. A
+digest travels with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
+store, and all raise an error.
 
-A rank that has captured a kind of batch for the first time lets its digest differ on purpose, by the step's number. All
-ranks that see it pass the number on, and all verify the same step after it: `verified_after`.
+A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
+`verified_after`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ _UPDATED = {
 }
 
 VERIFIED_AFTER = 2 * LATE + 1
-"""Steps from a new capture to the step that is verified: two levels pass it on, and devices judge late."""
+"""Steps from a new capture to the verified step: two levels pass it on, and devices report late."""
 
 SELDOM = 50
-"""Minimum number of steps between two steps that are verified for new captures."""
+"""Minimum number of steps between two steps verified after new captures."""
 
 _CAPTURED, _DIGEST = "captured in step", "digest"
-"""The facts that are told beside the optimizers' numbers."""
 
 Numbers = Sequence[Mapping[str, float]]
-"""The live numbers of each parameter group."""
+"""Live numbers of each parameter group."""
 
 
 class Alike:
-    """The numbers that this rank's updates read, and the rider that takes its digest to the others."""
+    """Numbers that this rank's updates read, with the rider that sends their digest."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site
@@ -55,14 +54,14 @@ class Alike:
         self._options: Sequence[Hashable] = ()
         self._check_of_options = self._check = self._step = 0
         self._captured: int | None = None
-        """The step of a new capture on some rank, for which a step will be verified."""
+        """Step of the new capture on some rank that is being announced."""
         self._runtime: Runtime | None = None
         self.rider = Rider(self._differ)
 
     def begin(
         self, step: int, program: Program, runtime: Runtime, numbers: Numbers, options: Sequence[Hashable]
     ) -> None:
-        """Let a step of several ranks compare its numbers, and the options that were baked into its capture."""
+        """Let a step compare its numbers, and the options compiled into its program."""
         self._step, self._runtime = step, runtime
         self.rider.begin(program.carriers)
         if options != self._options:
@@ -70,7 +69,7 @@ class Alike:
             self._check_of_options = zlib.crc32(repr(_digestible(options)).encode())
         if numbers != self._numbers:
             self._numbers = numbers
-            values = [value + 0.0 for group in numbers for value in group.values()]  # whose names are among the options
+            values = [value + 0.0 for group in numbers for value in group.values()]  # their names are in the options
             self._check = zlib.crc32(struct.pack(f"{len(values)}d", *values), self._check_of_options)
         if self._captured is not None and step >= self._captured + SELDOM:
             self._captured = None
@@ -78,14 +77,14 @@ class Alike:
         runtime.rider, runtime.gradients.are_applied = self.rider, False
 
     def note_capture(self) -> None:
-        """Let this step's digest tell the other ranks of a new capture here, unless one is told of already."""
+        """Announce a new capture to the other ranks, unless one is announced already."""
         if self._captured is None:
             self._captured = self._step
             self._carry()
 
     @property
     def verified_after(self) -> int | None:
-        """The step that all ranks verify for a new capture on some rank; None if there is none."""
+        """Step that all ranks verify after a new capture on some rank."""
         return None if self._captured is None else self._captured + VERIFIED_AFTER
 
     def _carry(self) -> None:
@@ -95,7 +94,7 @@ class Alike:
             self.rider.carry(digest)
 
     def facts(self) -> dict[str, Any]:
-        """Name everything that is compared, with its value here."""
+        """Return all compared values of this rank."""
         facts: dict[str, Any] = {}
         for group, (numbers, (options, _)) in enumerate(zip(self._numbers, cast("Any", self._options), strict=True)):
             facts |= {f"{name} in parameter group {group}": value for name, value in numbers.items()}
@@ -103,10 +102,7 @@ class Alike:
         return facts
 
     def _differ(self, level: str, late: int) -> None:
-        """Learn of a new capture on another rank, or raise ReplicasDiffer, on all ranks of the group at a level.
-
-        `late` counts the steps since.
-        """
+        """Record a new capture on another rank, or raise ReplicasDiffer on all ranks of the level's group."""
         ranks = self._site.ranks
         groups = self._site.cluster.groups(Level(level))
         members = next(tuple(group) for group in groups if ranks.rank in group)
@@ -129,7 +125,6 @@ class Alike:
 
 
 def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
-    """Name what differs first between the first rank and another one, with both values."""
     first, *others = told
     for rank in others:
         for name in {**told[first], **told[rank]}:
@@ -141,7 +136,7 @@ def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Leave out what differs between processes by nature: the identities of tensors and of long collections."""
+    """Drop identities of tensors and long collections, which differ between processes."""
     if not isinstance(value, tuple):
         return value
     items = cast("tuple[Any, ...]", value)
@@ -151,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digestible(options: Sequence[Any]) -> Any:
-    """Put options in one order, and equal numbers into one form: 0, 0.0 and False."""
+    """Sort options, and map equal numbers (0, 0.0, False) to one form."""
     return [(sorted((name, _text(_plain(value))) for name, value in own), live) for own, live in options]
 
 

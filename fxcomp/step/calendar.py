@@ -1,13 +1,9 @@
-"""Say what a step is for. Data that all ranks have agreed on, and a step's number: nothing else is asked.
+"""Use of each step, from its number and data that all ranks agree on.
 
-    verified ─► one of the first steps ─► a turn of a race ─► none, before the plan that stays ─► a look
+    verified ─► one of the first steps ─► a turn of a race ─► none, during the warm-up ─► a look
 
-The first that holds takes the step, so a step is for one thing at most: each makes the step longer, and would spoil the
-times of another. All ranks find the same one. A rank may still be unable to do it, for want of memory or with a batch
-unlike the first one; whoever observes the step says what happens then.
-
-The schedule (`schedule.py`) enters what ranks agree on later: a turn, the step from which a plan is followed, the first
-step that may take the next look.
+The first use that applies takes the step. A step has at most one use, because each use makes the step longer. All ranks
+compute the same use. A rank may lack the memory, or have a batch unlike the first one; the observer handles that.
 """
 
 from __future__ import annotations
@@ -21,72 +17,70 @@ from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 100
-"""Steps between two comparisons of the step's time with the settled one, and whose median is compared."""
+"""Steps of a window, whose median is compared with the settled step time."""
 
 SETTLED = 20
-"""Steps under a plan before gradients are looked at: so many make a median, and warm what they use."""
+"""Steps under a plan before a look, for warming up and a median."""
 
 
 LASTS = ("patience", "patient_until")
-"""The part of a calendar that a saved state holds, beside IS_SETTLED."""
+"""Saved fields of a calendar, besides IS_SETTLED."""
 
 IS_SETTLED = "is_settled"
-"""In a saved state: the plan had been chosen, and no race was on or due."""
+"""Saved key: a plan was chosen, and no race was running or scheduled."""
 
 
 class Use(Enum):
-    """The uses of a step, beside training."""
+    """Uses of a step, besides training."""
 
     VERIFY = "verify"
-    """It is compared with eager PyTorch."""
+    """Compared with eager PyTorch."""
     TIME = "time"
-    """Its lines are timed, so that a plan can be chosen."""
+    """Lines are timed, to choose a plan."""
     TURN = "turn"
-    """It counts for the plan whose turn it is."""
+    """Counts for the plan of the turn."""
     LOOK = "look"
-    """A family of compressors is tried on its gradients."""
+    """Measures the errors of a compressor family."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaceTurn:
-    """The steps that count for one of the plans that race, by its number."""
+    """Number of a racing plan, and the steps that count for it."""
 
     number: int
     steps: tuple[int, ...]
 
     @property
     def ends(self) -> int:
-        """After so many steps the turn is over."""
         return self.steps[-1] + 1
 
 
 @dataclass(slots=True)
 class Calendar:
-    """The uses of steps to come, as agreed by now. Steps are counted from the first one of the job."""
+    """Agreed uses of steps, numbered from the first step of the job."""
 
     verified: VerifiedSteps = NO_STEPS
     warm_from: tuple[int, ...] = (0,)
-    """The first steps of the stages of a warm-up, and of the plan that stays."""
+    """First step of each warm-up stage, then of the plan that stays."""
     followed_from: int = 0
-    """The first step of the plan that is followed now."""
     timed: tuple[int, ...] = ()
-    """The first steps of a job, by which its plan is chosen; empty once it has one."""
+    """First steps from which the plan is chosen; empty once there is one."""
     checked: tuple[int, ...] = ()
-    """The first steps of a job that check an earlier job's costs; empty once that is done."""
+    """First steps that check an earlier job's costs; empty afterwards."""
     turn: RaceTurn | None = None
-    """The turn that is on, or the first one to come; None while no plans race."""
+    """Current or first turn; None without a race."""
     patience: int = 1
-    """Windows for which no drift is judged after the last one was acted on."""
+    """Windows without drift checks after a drift."""
     patient_until: int = 0
     look_from: int | None = None
-    """The first step that may take the next look; None while none is due."""
+    """Earliest step of the next look."""
     verified_too: int | None = None
-    """One more verified step: the last one that was agreed on after a new capture on some rank."""
+    """Step to verify after the latest new capture on any rank."""
 
     # A step
 
     def use_of(self, step: int) -> Use | None:
-        """Say what a step is for; None for most."""
+        """Return the use of a step; None for training only."""
         if self.is_verified(step):
             return Use.VERIFY
         if self.timed:
@@ -100,39 +94,38 @@ class Calendar:
         return None
 
     def is_verified(self, step: int) -> bool:
-        """Return whether a step is compared with eager PyTorch."""
         return step in self.verified or step == self.verified_too
 
     def stage_at(self, step: int) -> int:
-        """Number the stage of a step; the plan that stays is the last one."""
+        """Return the index of a step's warm-up stage, the last one after the warm-up."""
         return max(0, sum(first <= step for first in self.warm_from) - 1)
 
     def is_warm_at(self, step: int) -> bool:
-        """Return whether a step follows the plan that stays, or one that races with it."""
+        """Return True after the warm-up."""
         return step >= self.warm_from[-1]
 
     def is_quiet_at(self, step: int) -> bool:
-        """Tell a step that follows the plan that stays, with no race on or due."""
+        """Return True if no warm-up or race is running or scheduled at the step."""
         return self.is_settled and self.is_warm_at(step)
 
     @property
     def is_settled(self) -> bool:
-        """The plan is to stay: it was chosen, and no race is on or due."""
+        """A plan was chosen, and no race is running or scheduled."""
         return not self.timed and not self.checked and self.turn is None
 
     # After a step
 
     def judges_after(self, steps: int) -> bool:
-        """Return whether ranks compare a full window of steps with the settled time after so many."""
+        """Return True if a full window ends after `steps` steps."""
         passed = steps - self.followed_from
         return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
     # Entering
 
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
-        """Find the first steps from one on that are not verified by plan.
+        """Return the first `count` steps from `step` on that are not in `verified`.
 
-        Ranks learn of `verified_too` at different times. Such a step counts for nothing else.
+        `verified_too` is ignored, since ranks learn of it at different times.
         """
         found: list[int] = []
         while len(found) < count:
@@ -142,24 +135,23 @@ class Calendar:
         return tuple(found)
 
     def stay(self) -> None:
-        """Follow one plan from now on: no warm-up is left, however far back a job goes on."""
+        """End the warm-up for good, also if the job resumes at an earlier step."""
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:
-        """Wait twice as long after a drift that led to no other plan: no plan puts it right, and it may come again."""
+        """Pause drift checks: for one window if the plan changed, else twice as long as before."""
         self.patience = 1 if changed else 2 * self.patience
         self.patient_until = step + self.patience * WINDOW
 
     # Saved and loaded
 
     def to_json(self) -> dict[str, int]:
-        """Return what lasts when a job is started again: what it has waited for already, and if its plan stays."""
         return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Go on at another step of the job, under the same plan. Raises BadState.
+        """Continue at another step under the same plan. Raises BadState.
 
-        Without `saved` nothing is waited for yet. Turns, looks and the warm-up are those of this start.
+        Without `saved`, drift checks are not paused.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):

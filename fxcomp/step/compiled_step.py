@@ -1,4 +1,4 @@
-"""The compiled step as a user has it: a call runs a batch; it reports, is saved and loaded, and closed."""
+"""Public class of a compiled training step: run it on a batch, inspect, save, load and close it."""
 
 from __future__ import annotations
 
@@ -56,31 +56,30 @@ _IS_NOT_COPIED = (
 class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
-    Returns the loss, detached, or `(loss, aux)` if the loss function does. `.grad` of parameters is not set.
-    With `accumulate` a step is a group of so many micro-batches, one a call. `step(batch, last=True)` ends a shorter
-    group, as at the end of an epoch, on every rank at the same call; the mean is over those that there were.
+    Return the detached loss, or `(loss, aux)` if the loss function does. The `.grad` of parameters is not set.
+
+    With `accumulate`, each call runs one micro-batch of a group. `step(batch, last=True)` ends a shorter group, on
+    every rank at the same call.
     """
 
     def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
         self.in_force = force
-        """The plan with its gradient state, runtime and programs."""
         self._run_outside = compat.outside_dynamo(CompiledStep._call, _TO_DYNAMO)
         self._site, self._options, self._terms = site, options, planner.terms
         self.times = StepTimes(site.device)
-        """The times of recent steps."""
         self._execution = Execution(force, self.times, site, options)
         self.training = force.inputs.training
         self.steps = 0
-        """The steps that were taken, those before a loaded state among them."""
+        """Number of steps taken, including those before a loaded state."""
         self._steps_unlike_first = 0
         self.skipped_steps = 0
-        """So many steps changed nothing, because a gradient was not finite on some rank."""
+        """Number of steps without effect, because a gradient was not finite on some rank."""
         self.notes = Notes(site.ranks.notes)
-        """Sentences about what happened, which reports end with."""
+        """Events, as sentences. Reports end with them."""
         self._schedule = StepSchedule(force, self.times, planner, options, site, self.notes.append)
         self.payload_bytes: Mapping[tuple[str, str], int] = {}
-        """The bytes that this rank put into collectives in the last step, by kind and level."""
-        self._followed = force.plan, force.predicted  # by the last step, as told in its metrics
+        """Bytes sent by this rank in the last step, by kind of collective and level."""
+        self._followed = force.plan, force.predicted  # plan and prediction of the last step, for its metrics
         inputs = force.inputs
         verifier = Verifier(self.training, site.ranks, self.notes.append, inputs.sums)
         self._profiler = Profiler()
@@ -88,12 +87,12 @@ class CompiledStep:
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
-        self.errors: ErrorLooks | None = None  # of compressors; None unless `measured`, or with one rank
+        self.errors: ErrorLooks | None = None  # None unless `measured`, or with one rank
         if options.compress.measured and site.ranks.world_size > 1:
             self.watch_errors()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied and pickled. Raises Unsupported."""
+        """Raise Unsupported."""
         raise Unsupported(_IS_NOT_COPIED)
 
     # Running
@@ -137,10 +136,7 @@ class CompiledStep:
             self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
-        """End the pool's thread and give back the process groups; other ranks need not be there.
-
-        A step that nobody refers to any more is closed by itself. A `with` statement closes one at its end.
-        """
+        """End the pool's thread and release the process groups. A `with` statement and garbage collection also do."""
         self._execution.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:
@@ -150,11 +146,10 @@ class CompiledStep:
         self.close()
 
     def replan(self) -> bool:
-        """Measure the links again, choose again, and follow that. Returns whether the plan changed.
+        """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
-        Every rank calls it after the same step, and all follow the same plan. Plans race as after compiling. What
-        compression has left out is kept, or goes out with the next step where it is fed back no more; the optimizer's
-        state stays. Raises CannotReplan.
+        Every rank calls it after the same step. Plans race as after compiling. Residuals are kept, or sent with the
+        next step if the new plan does not feed them back. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()
@@ -162,7 +157,7 @@ class CompiledStep:
             return self._schedule.replan(self.steps)
 
     def watch_errors(self) -> None:
-        """Measure from now on what compressors lose (`error_table`); every rank calls it after the same step."""
+        """Measure compression errors from now on (`error_table`). Every rank calls it after the same step."""
         self.errors = ErrorLooks(self.in_force, self._site, self.times, self.notes.append, self.steps)
         self._observers.insert(0, self.errors)
         self._schedule.follow_errors(self.errors, self.steps)
@@ -171,45 +166,45 @@ class CompiledStep:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed now."""
+        """Plan in force."""
         return self.in_force.plan
 
     @property
     def costs(self) -> CostTable:
-        """The costs that judged the plan, assumed ones in the first steps of a job that has none yet.
+        """Cost table of the plan, assumed at first in a job without measured costs.
 
-        Another `compile_step(..., costs=step.costs)` measures nothing again.
+        `compile_step(..., costs=step.costs)` skips the measurements.
         """
         return self.in_force.decision.costs
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or will soon."""
+        """True during and before a race of plans."""
         return self._schedule.is_racing
 
     @property
     def moves(self) -> Sequence[PlanMove]:
-        """The changes of the plan that followed the gradients (`Compress(measured=True)`)."""
+        """Plan changes that followed the measured errors (`Compress(measured=True)`)."""
         return self._schedule.moves
 
     @property
     def raced(self) -> Raced | None:
-        """The last race of plans, with what each was predicted and measured at; None before one is over."""
+        """Last finished race, with predicted and measured times, or None."""
         return self._schedule.raced
 
     @property
     def error_table(self) -> ErrorTable:
-        """Return the errors of compressors on each gradient, as measured in training; empty where nothing was."""
+        """Measured compression errors of each gradient; may be empty."""
         return ASSUMED if self.errors is None else self.errors.table
 
     @property
     def step_ms(self) -> float:
-        """The median of recent steps, in ms; nan before the first."""
+        """Median time of recent steps, in ms; nan before the first."""
         return self.times.median_ms
 
     @property
     def exposed_ms(self) -> float:
-        """The wait of recent steps for the network, in ms (median); nan before the first."""
+        """Median exposed communication of recent steps, in ms; nan before the first."""
         return self.times.exposed_ms
 
     def __repr__(self) -> str:
@@ -217,30 +212,30 @@ class CompiledStep:
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """The last step in numbers, for logs: without a wait, but for the norm of `residuals`."""
+        """Return numbers of the last step, for logs. Only the norm of `residuals` waits for the device."""
         found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
     @property
     def source(self) -> str:
-        """The emitted step as Python source."""
+        """Python source of the emitted step."""
         return self.in_force.program.source
 
     @property
     def timeline(self) -> Timeline:
-        """The predicted step, for batches like the first one."""
+        """Predicted timeline, for batches like the first one."""
         return self.in_force.predicted
 
     def graph(self, after: str | None = None) -> GraphModule:
-        """The final graph, or the one `after` a pass. Raises BadOption naming the passes if there is no such one."""
+        """Return the final graph, or the graph `after` a pass. Raises BadOption for an unknown pass."""
         return self.in_force.program.graph_after(after)
 
     def explain(self) -> str:
-        """Explain the plan and the step as text."""
+        """Return the report as text."""
         return str(self.report())
 
     def report(self) -> StepReport:
-        """Report on the plan and the step: `print` it, or `save_html`, `save_trace` and `to_json` it."""
+        """Return a report: `print` it, or call `save_html`, `save_trace` or `to_json`."""
         notes = (*self.notes, *self.counted_notes, *self._profiler.notes)
         force, schedule = self.in_force, self._schedule
         found = explanation_of(
@@ -250,12 +245,11 @@ class CompiledStep:
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
     def profile(self, steps: int = 5) -> None:
-        """Time this rank's lines in the next `steps` that only train; `report()` has them beside the prediction."""
+        """Time this rank's lines in the next `steps` that only train, for `report()`."""
         self._profiler.begin(steps)
 
     @property
     def counted_notes(self) -> tuple[str, ...]:
-        """Notes on a race, on decisions over values, on the warm-up, and on steps that were left out."""
         race, errors = self._schedule.note_on_race(self.steps), self.errors.said if self.errors is not None else ""
         unlike, skipped = self._steps_unlike_first, self.skipped_steps
         return notes_of(self.in_force, race, errors, steps=self.steps, unlike_first=unlike, skipped=skipped)
@@ -263,31 +257,30 @@ class CompiledStep:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and compressors' states, and the plan; the model and the optimizer have their own.
+        """Return this rank's residuals, compressor states and plan, without model and optimizer.
 
-        A job that loads it before its first step goes on with that plan, where the saved one had settled on it.
+        A job that loads it before its first step follows the saved plan, if that was settled.
         """
         self._execution.group.check_is_over()
         return self.in_force.state_dict(self.steps)
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """This rank's state as plain tensors, for libraries that write such: no other rank uses these names.
+        """Return this rank's state as plain tensors, with names unique to the rank, for checkpoint libraries.
 
-        The states of the default random generators are there, too.
-        `load_state_dict` takes it back: the rank of this number, of as many, goes on with the same random numbers.
+        It includes the default random generators; `load_state_dict` restores them if the number of ranks is the same.
         """
         return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, with None where there is nothing.
+        """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it, with None if it has none.
 
-        The states may be of another plan or of another number of ranks. Each is loaded by one rank, whichever it is;
-        those of ranks that have gone by any, in a list with its own: `load_state_dict([state, another])`. What all
-        ranks owe the mean gradient stays what it was (see `fxcomp.state.handover`). A rank without a state takes from
-        the others what all must share: the number of steps, and what compressors of summed payloads remember.
+        The states may come from another plan or number of ranks. Each state is loaded by exactly one rank, the states
+        of removed ranks by any: `load_state_dict([state, another])`. The sum of the residuals stays the same (see
+        `fxcomp.state.handover`). A rank without a state receives the shared values: the number of steps, and states of
+        compressors with summed payloads.
 
-        Raises BadState, or PeerFailed where another rank's state does not fit; nothing is trained after that until a
-        state has been loaded. After something was raised inside a step on some rank, this is how ranks go on.
+        Raises BadState, or PeerFailed if another rank's state does not fit. Training is then blocked until a state is
+        loaded. Loading a state also lets ranks continue after an exception inside a step.
         """
         self._execution.check_open()
         with self._site.ranks.together("load_state_dict", after_a_stop=True):

@@ -1,4 +1,4 @@
-"""Execute a compiled step: find its program, run it for those who observe it, or sum up a micro-batch of a group."""
+"""Execute a compiled step: find its program and run it with its observers, or accumulate a micro-batch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,17 @@ from fxcomp.step.unused import FindsUnused
 
 
 class Execution(Executor):
-    """Runs the programs of the plan in force."""
-
     def __init__(self, force: PlanInForce, times: StepTimes, site: Site, options: StepOptions):
         super().__init__(site.ranks)
         self._force, self._times = force, times
         inputs = force.inputs
         training = inputs.training
         self.group = MicroBatchGroup(inputs.sums, options.accumulate, site, training.loss_scale)
-        """The micro-batches that are summed up."""
         self._finds_unused = FindsUnused(training, site) if options.find_unused_parameters else None
         self._scales_with_lr = options.compress.feedback.scale_with_lr
 
     def sum_up(self, batch: Any) -> Any:
-        """Run a micro-batch that ends no group: nothing is sent and no parameter changes."""
+        """Run a micro-batch that does not end its group: nothing is sent or updated."""
         kind, leaves = batch_type(batch)
         program = self._force.find_micro(batch, kind, leaves)
         inputs, runtime = self._force.inputs, self._force.runtime
@@ -49,7 +46,7 @@ class Execution(Executor):
         return program.captured.result(loss, aux)
 
     def step(self, number: int, batch: Any, schedule: StepSchedule, observers: Sequence[Observer]) -> StepUnderWay:
-        """Run the step of this number, which ends a group, for the observers that want its use."""
+        """Run step `number` on the last micro-batch of its group, with the observers of its use."""
         kind, leaves = batch_type(batch)
         program = self._force.find(batch, kind, leaves)
         self.group.complete(is_weighted=program.captured.is_weighted)
@@ -59,7 +56,7 @@ class Execution(Executor):
         begin = self._times.look()
         for each in watching:
             each.before(step)
-        with torch.no_grad(), compat.without_autocast():  # what autocast does is in the graph
+        with torch.no_grad(), compat.without_autocast():  # autocast is part of the graph
             step.result = self._run(step, leaves, schedule, watching)
         step.took = self.group.took((begin, self._times.look()))
         step.is_like_first &= self.group.is_like_first

@@ -1,22 +1,20 @@
-"""Run emitted steps, at the same step on all ranks: an error inside a step on one rank ends that step on all of them.
+"""Run emitted steps at the same step on all ranks. An error inside a step on one rank ends that step on all ranks.
 
-    enter           the ranks are at the same step
-    run             the whole step in one go; or, where a backward pass of autograd makes the gradients,
-    begin, arrive   line by line, as gradients come; the last ones bring the results
-    end             all that was launched is over; what compressors left out counts, unless the step was left out
-    leave           an error ends the step
+    enter           check that the ranks are at the same step
+    run             run the whole step at once; or, if autograd's backward pass makes the gradients,
+    begin, arrive   run line by line as gradients arrive; the last arrival returns the results
+    end             wait for everything launched; residuals count, unless the step was skipped
+    leave           end the step after an error
 
 Nothing else calls an emitted function.
 
-Ranks never say which step they are at; each collective pairs with the others' next one, whatever it is for. A rank that
-raised and went on with its next batch would have its gradient of step 8 averaged with the others' of step 7. So a rank
-that raises stops: it says why in the store and closes its connections. The others, which wait for it in a collective,
-get an error at once, read why, and stop too. Before any of them runs another step all compare where they have stopped:
+Each collective pairs with the next one of the other ranks, without a step number. If a rank continued after an
+exception, gradients of different steps would be averaged. Therefore a rank that raises writes the reason to the
+store and closes its connections. The other ranks get an error in their collective, read the reason, and stop too.
+Before the next step, ranks compare where they stopped:
 
-    every rank raised in the same step before anything of it ran     they meet again, and the step runs
-    anything else                                                    RanksApart, until a state is loaded on all ranks
-
-A step in which nothing is raised pays one look at an attribute.
+    every rank raised in the same step, before any emitted code ran     the step runs again
+    otherwise                                                           RanksApart, until all ranks load a state
 """
 
 from __future__ import annotations
@@ -40,14 +38,11 @@ CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, o
 
 
 Arriving = Generator[None, Sequence[Tensor], Any]
-"""A step that gradients are sent into, bucket by bucket; it returns what the emitted function does."""
+"""Running step. It is sent gradients bucket by bucket and returns the results."""
 
 
 class Executor:
-    """Runs the emitted steps of one step function.
-
-    `closed` says what has been closed, and what to do then.
-    """
+    """Runs the emitted steps of one step function. `closed` is the message after `close`."""
 
     def __init__(self, ranks: Ranks, closed: str = CLOSED_STEP):
         self._ranks, self._closed = ranks, closed
@@ -56,20 +51,19 @@ class Executor:
         world = compat.world() if ranks.world_size > 1 else None
         self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
-        """True if emitted code has run in the step under way, so that something may have changed."""
+        """Emitted code has run in the current step, so values may have changed."""
         self._arriving: Arriving | None = None
 
     # Running
 
     def run(self, module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-        """Run the step that was emitted from a graph in one go. Returns its results: the loss, and others."""
         self.has_begun = True
         if compat.is_profiling():
             return run_named(module, graph, runtime, arguments)
         return module.step(runtime, *arguments)
 
     def begin(self, module: ModuleType, runtime: Runtime, arguments: Sequence[Any]) -> None:
-        """Begin a step that gradients arrive in. Nothing of it runs before the first ones."""
+        """Begin a step that runs as its gradients arrive."""
         self.has_begun = True
         arriving: Arriving = module.step(runtime, *arguments)
         next(arriving)
@@ -77,11 +71,10 @@ class Executor:
 
     @property
     def is_under_way(self) -> bool:
-        """A step has begun, and not all of its gradients have arrived."""
         return self._arriving is not None
 
     def arrive(self, gradients: Sequence[Tensor]) -> Any:
-        """Go on with the step as far as these gradients let it. Returns its results after the last ones, else None."""
+        """Run the step as far as the gradients allow. Return its results after the last ones."""
         assert self._arriving is not None, "a step is under way"
         try:
             self._arriving.send(gradients)
@@ -91,10 +84,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait until all that the step has launched is over. Returns whether the step counts.
-
-        If it does, what compressors have left out is kept in `state`.
-        """
+        """Wait for everything launched and keep the residuals. Return False if the step was skipped."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped
@@ -105,7 +95,7 @@ class Executor:
     # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Begin a step, or go on with it. Raises RanksApart if ranks stopped at different places, and BadCall."""
+        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different places."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)
@@ -113,12 +103,12 @@ class Executor:
         self._ranks.at_step(step)
 
     def leave(self, error: BaseException, runtime: Runtime) -> None:
-        """End a step in which something was raised. Raises PeerFailed if it was another rank that began it."""
+        """End a step after an exception. Raises PeerFailed if another rank raised first."""
         self._arriving = None
         self._ranks.at_step(None)
         is_told = isinstance(error, ReplicasDiffer) and error.is_everywhere
         if is_told or isinstance(error, VerificationFailed) or self._ranks.knows(error):
-            runtime.settle()  # all ranks raise it, so what they have launched comes to its end
+            runtime.settle()  # all ranks raise it, so everything launched completes
             return
         had_stopped = self._ranks.stopped is not None
         has_begun = self._goes_on or self.has_begun
@@ -134,13 +124,13 @@ class Executor:
             raise PeerFailed(f"step {self._step} did not end: {stop.cause}\n{WHAT_TO_DO}") from None
 
     def fail(self, step: int, error: BaseException, runtime: Runtime) -> None:
-        """Stop before a step, and give the other ranks the error. Where all of them do they may go on with it."""
+        """Stop before a step and pass the error to the other ranks."""
         self._ranks.at_step(None)
         self._ranks.stop(f"step {step}", error, step=step, has_begun=False)
         runtime.drop()
 
     def check_open(self) -> None:
-        """Raise BadCall after `close` and after `destroy_process_group`."""
+        """Raise BadCall after `close` or `destroy_process_group`."""
         if self._is_closed:
             raise BadCall(self._closed)
         if self._world is not None and (compat.world() is None or compat.world() is not self._world()):
@@ -152,13 +142,13 @@ class Executor:
             )
 
     def check(self) -> None:
-        """Raise RanksApart if ranks have stopped, and BadCall."""
+        """Raise RanksApart if ranks have stopped, and BadCall after `close`."""
         self.check_open()
         if self._ranks.stopped is not None:
             raise _apart(self._ranks.stopped, "")
 
     def close(self, runtime: Runtime) -> None:
-        """End the pool's thread and give back the process groups; no other rank is asked."""
+        """End the pool's thread and release the process groups."""
         if not self._is_closed:
             self._is_closed = True
             runtime.close()

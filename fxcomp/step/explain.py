@@ -1,4 +1,4 @@
-"""Explain a running step: the decision in force, with what was measured and noted since, as a report or in numbers."""
+"""Explain a running step, as a report or in numbers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ EVERY_STEP_VERIFIED = (
 def notes_of(
     force: PlanInForce, race: str, errors: str, steps: int, unlike_first: int, skipped: int
 ) -> tuple[str, ...]:
-    """List what is to be said of a step that has run so often: of its race, its errors, decisions and warm-up.
-
-    `unlike_first` steps had other batches than the first one, and `skipped` were left out.
-    """
+    """Return notes on the running step. `unlike_first`: number of steps with batches unlike the first one."""
     notes = [race] if race else []
     if (prelude := force.program.captured.prelude) is not None:
         notes.append(prelude.said)
@@ -63,7 +60,7 @@ def explanation_of(
     steps: int,
     notes: Sequence[str],
 ) -> Explanation:
-    """Explain a decision that has been followed for a number of steps, or of backward passes."""
+    """Explain a decision followed for `steps` steps or backward passes."""
     return Explanation(
         plan=decision.plan,
         timeline=timeline,
@@ -85,10 +82,9 @@ def explanation_of(
 def explanation_of_step(
     found: Explanation, force: PlanInForce, options: StepOptions, errors: ErrorTable, moves: Sequence[PlanMove]
 ) -> Explanation:
-    """Add to an explanation of the decision in force what only a compiled step knows.
+    """Add the facts that only a compiled step knows.
 
-    `errors` are those measured so far, and `moves` the changes of the plan that they led to. The budget is counted in
-    the latest measured errors, or before the first measurement in the errors by which the plan was chosen.
+    The budget is counted in the latest measured `errors`, or else in the errors by which the plan was chosen.
     """
     told, budget = set(map(str, moves)), found.budget
     if budget is not None and errors.is_measured:
@@ -119,11 +115,10 @@ def metrics_of(
     plan: Plan | None,
     predicted: Timeline | None,
 ) -> dict[str, Any]:
-    """Sum up what has run so far in a flat dictionary of numbers, for logs, without a wait.
+    """Return numbers for logs, without waiting for the device.
 
-    `steps` were taken, or backward passes, of which `skipped` were left out because a gradient was not finite on some
-    rank. `payload_bytes` are the bytes that this rank put into collectives in the last step, by kind and level. Before
-    there is a plan, numbers that need one are nan, and its name is empty.
+    `steps`: steps or backward passes, including `skipped` ones. `payload_bytes`: bytes sent by this rank in the last
+    step, by kind of collective and level. Without a plan, numbers that need one are nan.
     """
     sent = sum(payload_bytes.values())
     dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan
@@ -140,7 +135,7 @@ def metrics_of(
 
 
 def in_a_line(metrics: Mapping[str, Any], plan: Plan, *, is_racing: bool) -> str:
-    """Say in a line how gradients travel and how long steps take."""
+    """Return one line on compression and step time."""
     buckets = plan.buckets
     compressed = sum(not bucket.strategy.is_dense for bucket in buckets)
     said = [f"{compressed} of {count(len(buckets), 'bucket')} compressed" if compressed else "dense"]

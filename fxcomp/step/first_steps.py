@@ -1,10 +1,10 @@
-"""Time the first steps of a job, which train densely; the plan is chosen by them. All ranks time the same steps.
+"""Timing of a job's first steps, which train densely, to choose its plan. All ranks time the same steps.
 
-    step         first       then in turns             last
-    way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE, but on a device that works later
-    counts       if others do not follow: it allocates
+    step         first       alternating               last
+    way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE; OVERLAPPED on an asynchronous device
+    counts       only if no other step does: it allocates
 
-Nothing here communicates but `between`, which agrees on how many steps are timed, and on whether they were enough.
+Only `between` communicates.
 """
 
 from __future__ import annotations
@@ -18,34 +18,31 @@ from fxcomp.site import Site
 from fxcomp.step.observer import StepUnderWay
 
 LONG_US = 3e6
-"""Of a dense step that takes longer, fewer are timed."""
+"""If a dense step takes longer, in µs, fewer steps are timed."""
 
 WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""If some rank could not time enough steps, another set is timed, at most so many times. After that the plan is chosen
-by the costs of the machine and the links alone."""
+"""Additional sets of steps if some rank could not time enough. Then machine and link costs alone decide."""
 
 
 class FirstSteps:
-    """The timed steps of a job that has no plan yet."""
+    """Timed steps of a job that has no plan yet."""
 
     def __init__(self, site: Site, free_steps: Callable[[int, int], tuple[int, ...]], step: int = 0):
-        """Begin at a step of the job; the calendar gives `free_steps`."""
+        """Begin at `step`. `free_steps` is the calendar's method."""
         self._site, self._free_steps, self._tries = site, free_steps, 0
         self._ways: Sequence[Way] = WAYS
         self.numbers = free_steps(step, len(WAYS))
-        """The steps that are timed."""
         self._first = self.numbers[0]
         self._timed: dict[int, TimedStep] = {}
         self._feeds_us: list[float] = []
-        """The times of what comes before a step's program."""
+        """Times of the work before a step's program."""
         self.are_enough = False
-        """Every rank has steps of every way to read; known once the steps are over."""
+        """Every rank has timed every way; set when timing ends."""
 
     def before(self, step: StepUnderWay) -> None:
-        """Have a step with a batch like the first one timed."""
         if not step.is_like_first or step.number not in self.numbers:
             return
         way = self._way_of(self.numbers.index(step.number))
@@ -58,7 +55,7 @@ class FirstSteps:
         return Way.OVERLAPPED if way is Way.ONE_BY_ONE and compat.works_later(self._site.device) else way
 
     def between(self, steps: int) -> bool:
-        """Return whether timing has ended after `steps` steps of the job; every rank calls it."""
+        """Return True if timing has ended after `steps` steps. Every rank calls it."""
         if steps == self.numbers[0] + 1 and self._ways is WAYS:
             self._shorten()
         if steps <= self.numbers[-1]:
@@ -71,7 +68,6 @@ class FirstSteps:
         return False
 
     def _shorten(self) -> None:
-        """Time fewer steps where one takes long on any rank."""
         compat.synchronize(self._site.device)
         took = max((timed.us or 0.0 for timed in self._timed.values()), default=0.0)
         everyone = self._site.gather_numbers("how long the first step takes", [took])
@@ -86,12 +82,12 @@ class FirstSteps:
 
     @property
     def steps(self) -> list[TimedStep]:
-        """The steps that count. The job's first one allocates, and counts only without others."""
+        """Steps that count. The first one allocates, and counts only without others."""
         whole = {number: timed for number, timed in self._timed.items() if timed.us is not None}
         others = [timed for number, timed in whole.items() if number != self._first]
         return others if any(timed.way is Way.OVERLAPPED for timed in others) else list(whole.values())
 
     @property
     def feed_us(self) -> float:
-        """The median time of what comes before a step's program."""
+        """Median time of the work before a step's program."""
         return statistics.median(self._feeds_us)

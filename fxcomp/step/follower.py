@@ -1,9 +1,9 @@
-"""Own the plan that steps follow, or a few that take turns, each with its state of gradients.
+"""Plan that steps follow, or several racing plans, each with its gradient state.
 
-carry_to            another decision: all that is kept changes hands           every rank talks
-line_up             other plans, to take turns with the one in force
-take_turn           one of them, with a state of its own                       no rank talks
-settle_on           the one that stays: it takes over what others owe
+carry_to            another decision, with all state               every rank communicates
+line_up             plans for a race with the plan in force
+take_turn           one of them, with its own state                no communication
+settle_on           the plan that stays takes over the others' residuals
 state_dict, load    on any ranks, under any plan
 """
 
@@ -33,48 +33,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The parameters that gradients are of, whatever the plan: states are laid out for it."""
+    """Trained parameters, and the data for laying out gradient state under any plan."""
 
     site: Site
     shapes: Shapes
-    """Of all parameters."""
     names: Sequence[str]
-    """Those that get a gradient, in an order that all ranks share."""
+    """Parameters with a gradient, in the same order on all ranks."""
     feedback: ErrorFeedback
     seed: int
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The elements of all parameters."""
         return {name: prod(shape) for name, shape in self.shapes.items()}
 
     def fresh(self, plan: Plan) -> GradientState:
-        """Make a state under a plan, with nothing left out."""
+        """Return a state without residuals."""
         return GradientState.fresh(plan, self.shapes, self.site, self.feedback, self.seed)
 
     def keeps_something(self, plan: Plan) -> bool:
-        """Return whether a plan keeps something for the next step: a residual, or what a compressor remembers."""
+        """Return True if the plan keeps a residual or a compressor state for the next step."""
         return bool(self.residual_layout(plan) or state_layout(plan, self.shapes, self.site.cluster, self.site.rank))
 
     def residual_layout(self, plan: Plan) -> dict[Key, SlotLayout]:
-        """Lay out the residuals of a plan."""
         return residual_layout(plan, self.site.cluster, self.site.rank, self.feedback, self.shapes)
 
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A plan that steps follow, and the state of gradients under it."""
-
     decision: Decision
     number: int
-    """Its programs are kept by it."""
+    """Key of its programs."""
     state: GradientState | None = None
     """None before its first turn."""
     scale: float | Tensor = 1.0
-    """The factor of the loss that what is kept is in the unit of."""
+    """Loss scale of the residuals."""
 
     def follow_scale(self, scale: float | Tensor) -> None:
-        """Let what is kept be in the unit of another factor of the loss. One on a device is not read."""
+        """Rescale the residuals to another loss scale, without reading a tensor."""
         is_known = not isinstance(scale, Tensor) and not isinstance(self.scale, Tensor)
         if self.state is not None and not (is_known and scale == self.scale):
             self.state.multiply(scale / self.scale)
@@ -82,15 +77,14 @@ class Followed:
 
 
 class Follower:
-    """The plan that is followed, with its state, and those that take turns with it."""
+    """Plan in force and racing plans, with their states."""
 
     def __init__(self, trained: Trained, decision: Decision, number: int = 0):
         self.trained, self._site = trained, trained.site
         self._numbers = itertools.count(number)
         self.now = self._entered(decision, trained.fresh(decision.plan))
-        """The plan that is followed now, and its state."""
         self.racing: tuple[Followed, ...] = ()
-        """The plans that take turns, the one that was in force first; empty if none do."""
+        """Racing plans, the former plan in force first; empty without a race."""
 
     @property
     def decision(self) -> Decision:
@@ -103,33 +97,31 @@ class Follower:
 
     @property
     def lasting(self) -> Followed:
-        """The plan that is followed; in a race the one of before it, as long as nothing has been decided."""
+        """Plan in force; during a race, the plan before it."""
         return self.racing[0] if self.racing else self.now
 
     def _entered(self, decision: Decision, state: GradientState | None = None) -> Followed:
         return Followed(decision, next(self._numbers), state)
 
     def sharing(self, topic: str) -> Sharing:
-        """Talk with all ranks about state that changes hands."""
         return Sharing(self._site.ranks, self._site.sum_over_ranks, topic, self._site.device)
 
     @property
     def trained_sizes(self) -> dict[str, int]:
-        """The elements of each parameter that gets a gradient, in the same order on all ranks."""
+        """Elements of each parameter with a gradient, in the same order on all ranks."""
         sizes = self.trained.sizes
         return {name: sizes[name] for name in self.trained.names}
 
     def tell(self, note: str) -> None:
-        """Add to what a report says of the decision."""
         self.now.decision = replace(self.decision, notes=(*self.decision.notes, note))
 
     def carry_to(
         self, decision: Decision, topic: str, make: Callable[[], T], units: Callable[[], Mapping[str, Tensor]] = dict
     ) -> T:
-        """Follow another decision from now on; nothing that was left out is lost. Every rank calls it.
+        """Follow another decision; residuals are kept. Every rank calls it.
 
-        Returns what `make` makes for it; `units` makes the factors of what has another unit then. If that fails on one
-        rank, all of them go on as they were.
+        Return the result of `make`. `units` returns the factors of residuals whose unit changes. If either fails on one
+        rank, all ranks keep the old decision.
         """
         fresh = self.trained.fresh
         made, state, factors = self._site.ranks.attempt(topic, lambda: (make(), fresh(decision.plan), units()))
@@ -142,10 +134,7 @@ class Follower:
     # The stages of a warm-up
 
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Lay the state out for a stage, in its units, and lose nothing; every rank calls it.
-
-        Without `units` nothing goes on into it: a job starts, or its state is loaded.
-        """
+        """Lay out the state for a warm-up stage; without `units`, drop the residuals. Every rank calls it."""
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
         if (fresh := self._laid_out_for(stage)) is not None:
@@ -154,7 +143,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Make a state for a stage, where it lies otherwise than that of now; one that keeps nothing has the last's."""
+        """Return a fresh state if the layout differs. A stage without state uses the last stage's layout."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)
@@ -162,7 +151,7 @@ class Follower:
     # Taking turns
 
     def line_up(self, plans: Sequence[Plan]) -> None:
-        """Let plans take turns with the one in force; every rank calls it."""
+        """Line up plans against the plan in force. Every rank calls it."""
         assert not self.racing, "one race at a time"
         assert all(set(each.moved) == set(self.decision.plan.moved) for each in plans), "residuals have one unit"
         for plan in plans:
@@ -171,16 +160,13 @@ class Follower:
         self.racing = (self.now, *others)
 
     def take_turn(self, number: int) -> None:
-        """Follow a plan that was lined up; the states of the others stay where they are. Nothing is sent."""
+        """Follow a lined-up plan; the others keep their states."""
         self.now = self.racing[number]
         if self.now.state is None:
             self.now.state = self.trained.fresh(self.decision.plan)
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race on a plan that stays; the others' residuals go out with the next gradients.
-
-        Returns the others.
-        """
+        """End the race and return the losers. Their residuals are sent with the next gradients."""
         self.take_turn(number)
         others = tuple(each for each in self.racing if each is not self.now)
         self._take_over(self.state, self.now, others)
@@ -188,14 +174,14 @@ class Follower:
         return others
 
     def start_over(self) -> None:
-        """Follow the plan that was in force again; forget the others' residuals, because a state is loaded."""
+        """Follow the former plan in force, and drop the others' residuals before a state is loaded."""
         if self.racing:
             self.take_turn(0)
             for other in self.racing[1:]:
                 other.state = None
 
     def scale_to_rates(self, inputs: Inputs) -> None:
-        """Let all that is kept be in the learning rates of now: what states owe is added up only in the same ones."""
+        """Rescale all residuals to the current learning rates, so that they can be added."""
         for each in self.racing or (self.now,):
             if each.state is not None and self.trained.feedback.scale_with_lr:
                 each.state.scale_to_rates(inputs.rates(), inputs.names_by_group())
@@ -209,7 +195,7 @@ class Follower:
     # State
 
     def state_dict(self, under: Followed, plan: Plan, steps: int) -> dict[str, Any]:
-        """Copy this rank's state under a plan, and its residuals under the plans that race with it."""
+        """Return this rank's state under a plan, with the residuals of racing plans."""
         assert under.state is not None, "it has been followed"
         whole = replace(under.state, owed=dict(under.state.owed))
         self._take_over(whole, under, [each for each in self.racing if each is not under])
@@ -217,10 +203,10 @@ class Follower:
         return {**saved, SCALE: float(under.scale)}
 
     def load(self, given: Given, enter: Callable[[int], object] = lambda _: None) -> int | None:
-        """Take back saved states; every rank calls it.
+        """Load saved states and end a race. Every rank calls it. Raises BadState.
 
-        Calls `enter` with the number of steps that had been run before anything is taken back, and returns it; None if
-        no rank was given anything. A race starts over. Raises BadState.
+        Calls `enter` with the number of steps already run before anything is restored, and returns this number, or None
+        without any state.
         """
         sharing = self.sharing("load_state_dict")
         agreed = read_together(given, self.trained.sizes, sharing)

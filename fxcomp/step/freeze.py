@@ -1,11 +1,11 @@
-"""Watch whether second moments can be frozen, and still fit then; let ranks exchange gradients where they do not.
+"""Freeze second moments once every parameter has had enough updates, and check that they still fit.
 
-    before the freeze          a parameter with too few updates      the warm-up lasts longer
-    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²       about 1 at most while v is a mean of squares
-    above LIMIT on any rank    from the next step on gradients in int8, second moments go on
-    twice as long as before    momenta again, second moments frozen as they are then
+    before the freeze          a parameter has too few updates: the warm-up lasts longer
+    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²; at most about 1 while v is a mean of squares
+    above LIMIT on any rank    exchange gradients in int8 and update second moments
+    twice as long as before    exchange momenta again, with second moments frozen as they are then
 
-Every rank holds the same mean and second moment, so each looks for itself; one small all_reduce says what any found.
+Every rank holds the same moments and computes the energies locally. One small all_reduce combines the results.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.verify.verifier import anywhere
 
 LOOK_EVERY = 10
-"""Steps. In ten steps with beta2 = 0.999 Adam's own second moment takes in a hundredth of what is new."""
+"""Steps between checks. With beta2 = 0.999, ten steps replace 1 % of Adam's second moment."""
 
 LIMIT = 10.0
-"""The mean square of an update without its learning rate: about 1 at most while the second moment fits. Runs that end
-at dense training's loss reached 2.5 (docs/where_the_mean_stands.md)."""
+"""Maximum mean square of an update without its learning rate; at most about 1 while the second moment fits. Runs that
+reached dense training's loss had up to 2.5 (docs/where_the_mean_stands.md).
+"""
 
 
 class Freeze:
-    """Lets ranks exchange gradients again when a frozen second moment does not fit any more."""
+    """Freezes second moments, and exchanges gradients again if a frozen moment no longer fits."""
 
     def __init__(
         self,
@@ -41,14 +42,11 @@ class Freeze:
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
         self._at_momenta = force.decision.plan
-        """The plan that exchanges momenta, while ranks exchange gradients after a thaw."""
+        """Plan that exchanges momenta, also after a thaw."""
         self._has_noted = False
 
     def before_step(self, step: int) -> int | None:
-        """Do what a freeze that is due needs; every rank calls it. Returns the step that it is put off to, if it is.
-
-        It waits for as many steps as a parameter lacks updates. After a thaw ranks exchange momenta again.
-        """
+        """Freeze second moments if due, or return the step to which this is postponed. Every rank calls it."""
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
             return None
@@ -68,7 +66,7 @@ class Freeze:
         return step + needed - updates
 
     def between(self, steps: int) -> None:
-        """Look, if that is due after so many steps; all ranks go on with the same plan."""
+        """Check the energies if due, and thaw if one exceeds LIMIT on any rank. Every rank calls it."""
         if steps % LOOK_EVERY or not self._force.plan.moves_exchange:
             return
         energies = self._force.momenta.energies(self._force.plan)
@@ -90,7 +88,7 @@ class Freeze:
         )
 
     def thaw(self, step: int, topic: str, energies: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Let ranks exchange gradients in int8 from this step on, in the place of momenta; every rank calls it."""
+        """Exchange gradients in int8 instead of momenta. Every rank calls it."""
         force = self._force
         if force.is_racing:
             force.settle_on(0)
@@ -99,9 +97,10 @@ class Freeze:
         force.momenta.thaw(step, moved, energies)
 
     def _freeze_again(self, step: int, topic: str) -> None:
-        """Let ranks exchange momenta after a thaw, by the plan of before it."""
         force = self._force
-        force.momenta.freeze_again(step, self._at_momenta)  # first: residuals will be in units of what is frozen
+        force.momenta.freeze_again(
+            step, self._at_momenta
+        )  # before the switch: residuals get the unit of the frozen moments
         force.switch(replace(force.decision, plan=self._at_momenta), topic)
         self._follow(step)
         self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")
@@ -112,13 +111,12 @@ class Freeze:
         return "That is for good" if freezes_at is None else f"Momenta are exchanged again from step {freezes_at} on"
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Let ranks exchange what they did when a state was saved; every rank calls it."""
+        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
         if saved.is_thawed and self._force.plans[-1].moves_exchange:
             self.thaw(0, "load_state_dict")
         self._force.momenta.take_over(saved)
 
     def resume(self, steps: int) -> None:
-        """Note it where a job goes on after a thaw: in a new process, or back in time."""
         if self._force.momenta.is_thawed:
             self._note(
                 f"from step {steps} on ranks exchange gradients, in int8: a frozen second moment has stopped fitting"

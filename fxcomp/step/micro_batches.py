@@ -1,7 +1,7 @@
-"""Follow groups of micro-batches: where one ends, how long it took, and whether ranks agree on its length.
+"""Groups of micro-batches.
 
 step(batch)              adds gradients to the sums; nothing is sent
-step(batch)              the last of the group: sends the sums, updates, sets them to zero
+step(batch)              last of the group: sends the sums, updates, clears the sums
 step(batch, last=True)   ends a shorter group
 """
 
@@ -18,30 +18,29 @@ from fxcomp.state.inputs import Sums
 
 
 class MicroBatchGroup:
-    """The group of micro-batches under way, `length` of them unless it is ended sooner."""
+    """Current group of `length` micro-batches, or fewer if it ends early."""
 
     def __init__(self, sums: Sums, length: int, site: Site, scale: LossScale | None):
         self._sums, self._length, self._scale = sums, length, scale
         ranks = site.ranks.world_size
         self._aside = Aside(site.transport, ranks, site.device) if length > 1 and ranks > 1 else None
         self._changes_of_scale = 0
-        """When the group began."""
+        """Value when the group began."""
         self._looks: list[Looks] = []
         self.is_like_first = True
-        """All of its batches were like those of the prediction."""
+        """All batches so far are like the first one of the job, which predictions are for."""
         self._unused: frozenset[str] | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Some of its micro-batches have run."""
         return self._sums.micro_batches > 0
 
     def ends(self, *, last: bool) -> bool:
-        """Return whether the next micro-batch is the last one."""
+        """Return True if the next micro-batch is the last one."""
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
-        """Forget the sums and raise BadCall if the scale changed inside the group: they have another unit."""
+        """Clear the sums and raise BadCall if the loss scale changed inside the group: the unit differs."""
         if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
             return
         summed = self._sums.micro_batches
@@ -53,7 +52,6 @@ class MicroBatchGroup:
         )
 
     def add(self, looks: Looks, unused: Sequence[str], *, is_like_first: bool) -> None:
-        """Count a micro-batch that has run: what it left unused, and whether it was like those of the prediction."""
         if self._scale is not None and not self.has_begun:
             self._changes_of_scale = self._scale.changes()
         self._sums.micro_batches += 1
@@ -62,19 +60,18 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """The parameters that no micro-batch so far has used, nor the next one, which leaves these unused."""
+        """Return the parameters that no micro-batch uses, including the next one, which leaves `unused`."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Let the next micro-batch end the group; `is_weighted` says that its loss has a count."""
+        """Let the next micro-batch end the group. `is_weighted`: its loss has a count."""
         if self._length > 1 or self._scale is not None:
             self._sums.complete(is_weighted=is_weighted)
 
     def compare_lengths(self) -> Callable[[], None] | None:
-        """Begin to compare how long the group is on each rank; every rank calls it.
+        """Begin to compare the group's length between ranks, during forward and backward. Every rank calls it.
 
-        The lengths travel while forward and backward run. What is returned waits for them, and raises ReplicasDiffer on
-        all ranks if they end a group after different numbers of micro-batches.
+        The returned function waits, and raises ReplicasDiffer on all ranks if the lengths differ.
         """
         if self._aside is None:
             return None
@@ -93,17 +90,14 @@ class MicroBatchGroup:
         return check
 
     def took(self, last: Looks) -> tuple[Looks, ...]:
-        """When each of its micro-batches ran."""
         return (*self._looks, last)
 
     def clear(self) -> None:
-        """Begin another group."""
         self._sums.clear()
         self._looks.clear()
         self.is_like_first, self._unused = True, None
 
     def check_is_over(self) -> None:
-        """Raise BadCall in the middle of a group."""
         if self.has_begun:
             raise BadCall(
                 f"the gradients of {self._sums.micro_batches} of {self._length} micro-batches are summed up, which no"

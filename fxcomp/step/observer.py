@@ -1,10 +1,10 @@
-"""Observe a running step: verification, looks at gradients, profiles.
+"""Observers of a running step: verification, looks at gradients, profiles.
 
     for each in observers that want this step:   each.before(step)
     the emitted step runs
     for each in observers that want this step:   each.after(step, aux)
 
-All ranks have the same observers, and each acts at the same steps.
+All ranks have the same observers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class StepUnderWay:
     force: PlanInForce
     batch: Any
     is_like_first: bool
-    """The batch is like the first one, which predictions are for; at the end, all batches of its group."""
+    """All its batches are like the job's first one, which predictions are for."""
     run: Callable[[Sequence[Any]], Any] | None = None
-    """Runs the emitted lines on their arguments, where an observer has them run in another way."""
+    """Runs the emitted lines instead of `Executor.run`, if an observer sets it."""
     result: Any = None
     took: Sequence[Looks] = ()
-    """When each of its micro-batches ran."""
+    """Begin and end of each micro-batch."""
 
     @property
     def says_how_long(self) -> bool:
-        """Its whole time is that of a step: it is like the first one, and no longer than others."""
+        """The step took as long as an ordinary one with a batch like the first."""
         return self.is_like_first and self.use in (None, Use.TURN)
 
     @property
@@ -51,13 +51,13 @@ class StepUnderWay:
 
 
 class Observer:
-    """Sees the steps that it wants. This one wants none."""
+    """Observer of the steps whose use is in `wants`."""
 
     wants: frozenset[Use | None] = frozenset()
-    """The uses of steps that it sees; None stands for training alone."""
+    """None stands for training only."""
 
     def before(self, step: StepUnderWay) -> None:
         """Prepare for a step that is about to run."""
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:
-        """Take in a step whose last line has run; not called where something was raised."""
+        """Handle a step after its last line. Not called after an exception."""

@@ -1,7 +1,7 @@
-"""Keep what a compiled step follows now: the plan of the warm-up's stage or of the turn, its runtime and its programs.
+"""Plan that a compiled step follows now, with its runtime and programs.
 
-Follower        plans and the state of gradients under each; knows nothing of programs
-PlanInForce     programs of these plans: made, found for a batch, taken in turns, exchanged; saved and loaded
+Follower        plans, and the gradient state under each; knows no programs
+PlanInForce     programs of these plans: made, looked up by batch, replaced; saved and loaded
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.programs import CAPTURES, Programs
 
 CALENDAR = "calendar"
-"""The part of a saved state that says what steps to come are for."""
 
 
 class PlanInForce:
-    """The plan that a step follows, and all that is made for it: warm-up stages, runtime, programs."""
+    """Plan of the current step, with its warm-up stages, runtime and programs."""
 
     def __init__(
         self,
@@ -52,23 +51,21 @@ class PlanInForce:
         self._compiler, self._capture, self.inputs, self._site = compiler, capture, inputs, trained.site
         stages = warmup.stages(decision.plan)
         self.plans: tuple[Plan, ...] = tuple(stages.values())
-        """The plans that are followed one after the other; the last one stays."""
+        """Plans of the warm-up stages, then the plan that stays."""
         self.calendar = Calendar(warm_from=tuple(stages))
-        """The uses of the job's steps."""
         self.stage: int = 0
-        """The place among them of the plan that is followed now."""
+        """Index in `plans` of the plan in force."""
         self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
-        """The second moments that an exchange of momenta freezes."""
         self.first_kind: BatchType = capture.kind
-        """The type of the first batch, which predictions are for."""
+        """Type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
-        """The first capture under each plan, by its number."""
+        """Program of the first capture under each plan number."""
         self._follower.enter_stage(self.plan)
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = lru_cache(CAPTURES)(self._emit_micro_batch)
-        if compiler.micro_batches > 1:  # now, and not in the first step
+        if compiler.micro_batches > 1:  # now, not in the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
@@ -81,43 +78,40 @@ class PlanInForce:
 
     @property
     def state(self) -> GradientState:
-        """Return the state of gradients under the plan that is followed."""
         return self._follower.state
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed now."""
         return self.plans[self.stage]
 
     @property
     def lasting(self) -> Plan:
-        """The plan that the job leads to: the last stage's, in a race the one that was followed before it."""
+        """Plan of the last stage; during a race, the plan before it."""
         return self._follower.lasting.decision.plan
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or are lined up for it."""
         return bool(self._follower.racing)
 
     @property
     def is_warm(self) -> bool:
-        """The plan that stays is followed."""
+        """True after the warm-up."""
         return self.stage == len(self.plans) - 1
 
     @property
     def _number(self) -> int:
-        """The number of the plan that is followed: of a stage its place, of any other plan one of its own."""
+        """Number of the plan in force: its index during the warm-up, unique afterwards."""
         return self._follower.now.number if self.is_warm else self.stage
 
     @property
     def standing(self) -> Program:
-        """The first capture under the plan that stays; predictions are about it."""
+        """Program of the first capture under the last plan, used for predictions."""
         return self._standing[self._follower.now.number]
 
     # Following
 
     def enter_stage_of(self, step: int, *, runs: bool = True) -> bool:
-        """Follow the plan of a step's number, the same on all ranks. Returns whether it is another one."""
+        """Enter the stage of `step`, the same on all ranks. Return True if the plan changed."""
         before, self.stage = self.plan, self.calendar.stage_at(step)
         if runs:
             self.momenta.before_step(step, self.plan)
@@ -129,40 +123,37 @@ class PlanInForce:
 
     @property
     def predicted(self) -> Timeline:
-        """The predicted step of the plan that is followed, for batches like the first one, whatever ran last."""
+        """Predicted timeline of the plan in force."""
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Find the program for a batch as everything else is now; capture here alone if there is none."""
+        """Return the program for a batch and the current surroundings; capture it locally if needed."""
         self.program = found = self.programs.find(batch, kind, leaves, self._number)
         self.runtime.numbers = found.numbers
         return found
 
     def find_micro(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Find the program for a batch that ends no group of micro-batches."""
         return self._micro_program(self.find(batch, kind, leaves).captured)
 
     def feed(self, batch: Any) -> None:
-        """Do what comes before each run of a program: look for changes, and find its arguments."""
+        """Evaluate the guard and collect the arguments, as before each run."""
         self._capture.guard.key()
         self.inputs.of(self.program, batch_type(batch)[1], self.state)
 
     # Changing
 
     def _stay_with(self, plan: Plan) -> None:
-        """Follow one plan from now on, without warm-up."""
         self.plans, self.stage = (plan,), 0
         self.calendar.stay()
 
     def emit(self, plan: Plan) -> Turns[Program]:
-        """Make the program for another plan, to switch to later; ranks do not communicate in it."""
+        """Make a program for another plan, priced by the decision's costs. Ranks do not communicate."""
         return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
-        """Follow another decision from the next step on, without warm-up; nothing that was left out is lost.
+        """Follow another decision from the next step on, without warm-up. Residuals are kept.
 
-        Every rank calls it, with the program if that is made already. If making it fails on one rank, all of them go on
-        as they were.
+        Every rank calls it. If making the program fails on one rank, all ranks keep the old decision.
         """
         program = self._follower.carry_to(
             decision,
@@ -179,18 +170,17 @@ class PlanInForce:
         self._go_on()
 
     def can_retune(self, plan: Plan) -> bool:
-        """Tell a plan that running programs can follow: of the same buckets, with other parameters of compressors."""
+        """Return True if `plan` differs only in compressor parameters, and no warm-up or race is running."""
         return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
     def retuned(self, plan: Plan) -> Turns[Program]:
-        """Make what the first capture follows after `retune`, in as many turns on all ranks."""
+        """Make the first capture's program for `retune`, in the same number of turns on all ranks."""
         return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
-        """Follow a plan with other parameters of the same compressors from the next step on; see `can_retune`.
+        """Follow a plan with other compressor parameters from the next step on; see `can_retune`.
 
-        Every rank calls it after the same step, with the first capture's program if that is made. Nothing is sent,
-        captured or emitted. Residuals stay, and compressors go on from what they remember.
+        Every rank calls it after the same step. Nothing is sent or captured. Residuals and compressor states are kept.
         """
         assert self.can_retune(plan), "a plan that differs in more needs programs of its own: switch"
         trained = self._follower.trained
@@ -208,7 +198,7 @@ class PlanInForce:
     # Racing
 
     def line_up(self, plans: Sequence[Plan], topic: str) -> None:
-        """Make the programs of plans that will take turns with the one that stays; every rank calls it."""
+        """Emit the programs of plans that race with the plan in force. Every rank calls it."""
         programs = self._site.ranks.attempt(
             f"{topic}: emitting the steps", lambda: [finished(self.emit(plan)) for plan in plans]
         )
@@ -218,13 +208,12 @@ class PlanInForce:
             self._adopt(program, each.number)
 
     def take_turn(self, number: int) -> None:
-        """Follow a plan that was lined up."""
         if self._follower.racing[number] is not self._follower.now:
             self._follower.take_turn(number)
             self._go_on()
 
     def settle_on(self, number: int) -> None:
-        """End the race on a plan that stays; the others' residuals go out with the next step."""
+        """End the race. The losers' residuals are sent with the next step."""
         self.take_turn(number)
         self._follower.scale_to_rates(self.inputs)
         for loser in self._follower.settle_on(number):
@@ -236,21 +225,17 @@ class PlanInForce:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Go on with the plan that is followed now, and its state."""
         if self.is_warm:
             self.plans = (*self.plans[:-1], self.decision.plan)
         self.program = self._standing[self._number]
-        """The program that ran last, or runs next."""
+        """Program that ran last or runs next."""
         self.runtime.forget_buffers()
         self.runtime.gradients.owed = self.state.owed
 
     # State
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Copy this rank's state under the plan in force, and its residuals under plans that race with it.
-
-        The plan that the job leads to is there, too.
-        """
+        """Return this rank's gradient state, racing plans' residuals, the lasting plan and the calendar."""
         if self._follower.racing:
             self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
@@ -258,10 +243,9 @@ class PlanInForce:
         return {**saved, **self.momenta.saved(self.plan), **about}
 
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
-        """Take back saved states and their stage; every rank calls it. Raises BadState.
+        """Load saved states and enter their stage. Every rank calls it. Raises BadState.
 
-        `go_on` lets ranks exchange what they did when the state was saved. Returns the number of steps that had been
-        run, None if no rank was given anything.
+        `go_on` restores the exchange of momenta or gradients. Return the number of steps already run, or None.
         """
         momenta = SavedMomenta.told(given, self._site.ranks)
         if momenta:
@@ -276,14 +260,14 @@ class PlanInForce:
     def _start_over(self, steps: int, momenta: Sequence[SavedMomenta]) -> None:
         if self._follower.racing:
             self._go_on()
-        self.enter_stage_of(max(0, steps - 1), runs=False)  # in whose unit residuals are
+        self.enter_stage_of(max(0, steps - 1), runs=False)  # residuals are in this plan's unit
         self.momenta.resume(steps)
         check_momenta(momenta, self.plan, steps)
 
     # Making
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
-        """Capture for a batch, and follow the plan in force. Local: ranks do not communicate in it."""
+        """Capture for a batch and emit the plan in force. Ranks do not communicate."""
         for optimizer in self.inputs.training.optimizers:
             check_rates(self._compiler.feedback, optimizer)  # its options may have changed
         self.inputs.expect_other_state()
@@ -294,7 +278,6 @@ class PlanInForce:
         return self._compiler.emit_micro_batch(captured, self.decision.costs)
 
     def _adopt(self, program: Program, number: int) -> None:
-        """Take over the first capture's program under the plan of a number."""
         self._standing[number] = program
         self.programs.adopt(self._capture.kind, number, self._key, program)
 

@@ -1,8 +1,7 @@
-"""Time every line of a few steps, on this rank alone, and lay them out as the prediction is laid out.
+"""Time every line of a few steps on this rank, laid out like the prediction.
 
-step.profile(steps=5)          the next five steps that are for nothing else
-...
-step.report()                  has them beside the prediction
+step.profile(steps=5)          the next five steps without another use
+step.report()                  shows them next to the prediction
 """
 
 from __future__ import annotations
@@ -28,20 +27,18 @@ from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 
 _WANTED = frozenset({None})
-"""Steps that are for nothing else: others take longer, or follow plans in turns."""
+"""Steps that only train: others take longer, or follow racing plans."""
 
 
 @dataclass(slots=True)
 class _Profiled:
-    """A step that was timed, and read as soon as a device is done with it."""
-
     number: int
     plan: Plan
     timed: TimedStep
     timeline: Timeline | None = None
 
     def read(self) -> Timeline | None:
-        """Lay the step out; None while a device has not come so far."""
+        """Return the timeline; None before the device has finished."""
         reading = None if self.timeline is not None else self.timed.reading()
         if reading is not None:
             self.timeline = measured_timeline(self.timed.program, reading)
@@ -49,7 +46,7 @@ class _Profiled:
 
 
 class Profiler(Observer):
-    """Times the lines of the next steps when it is asked to. Ranks do not communicate in it."""
+    """Times the lines of steps on request. Ranks do not communicate."""
 
     def __init__(self) -> None:
         self.wants: frozenset[Use | None] = frozenset()
@@ -59,25 +56,23 @@ class Profiler(Observer):
         self._run: Any = None
 
     def begin(self, steps: int) -> None:
-        """Time so many steps, and forget those before. Raises BadOption."""
+        """Time the next `steps` steps and drop earlier ones. Raises BadOption."""
         if steps < 1:
             raise BadOption(f"step.profile(steps=...) takes a number of steps, 1 or more; it is {steps}")
         self._steps, self._asked, self.wants = [], steps, _WANTED
 
     def measured(self, plan: Plan) -> Mapping[int, Timeline]:
-        """Return the steps that followed a plan, by their numbers."""
+        """Return the steps that followed a plan, by number."""
         found = {each.number: each.read() for each in self._steps if each.plan == plan}
         return {number: timeline for number, timeline in found.items() if timeline is not None}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say that steps are still to be timed."""
         if len(self._steps) >= self._asked:
             return ()
         return (f"step.profile: {len(self._steps)} of {self._asked} steps are timed by now",)
 
     def before(self, step: StepUnderWay) -> None:
-        """Time a step with a batch like the first one."""
         self._under_way = self._run = None
         if not step.is_like_first:
             return
@@ -86,7 +81,6 @@ class Profiler(Observer):
         self._under_way = _Profiled(step.number, step.force.plan, timed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Keep a step that was not left out."""
         if self._under_way is None or step.run is not self._run or step.runtime.counters.skipped:
             return
         self._steps.append(self._under_way)
@@ -95,14 +89,14 @@ class Profiler(Observer):
 
 
 def measured_timeline(program: Program, reading: Reading) -> Timeline:
-    """Lay a timed step out in the prediction's tasks: what compute waits for is a gap, as there."""
+    """Lay out a timed step as the prediction's tasks. Waits of compute are gaps."""
     predicted = {span.task.name: span.task for span in program.timeline.spans}
     spans = [_as(predicted, *each) for each in _measured(program, reading)]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
 
 
 _Measured = tuple[str, Stream, float, float]
-"""A task's name, its stream, its start and its end."""
+"""Task name, stream, start and end in µs."""
 
 
 def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
@@ -119,7 +113,7 @@ def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """A collective that sends or receives something: the line that launches it, and the one that waits for it."""
+    """A collective with data on this rank."""
 
     name: str
     launch: Call
@@ -128,7 +122,7 @@ class _Collective:
     on_pool: bool
 
     def end_us(self, reading: Reading) -> float | None:
-        """Return its end: as the backend reports it, or the end of the wait for it, which may come later."""
+        """Return its end as reported by the backend, or the end of its wait, which may be later."""
         if self.launch in reading.ends:
             return reading.ends[self.launch]
         times = reading.pool if self.on_pool else reading.main
@@ -138,7 +132,7 @@ class _Collective:
 def _collectives(lines: Sequence[tuple[Node, Call, Line]]) -> Iterator[_Collective]:
     calls = {node: call for node, call, _ in lines}
     for node, call, line in lines:
-        # A rank that is no root holds nothing.
+        # Ranks other than the root may have no data.
         if line.method == "launch" and (value_bytes(node.args[0]) or value_bytes(node)):
             wait = next((calls[user] for user in node.users if user in calls and calls[user][0] == "wait"), None)
             on_pool = any(info(source).stream in (*POOL, Stream.D2H) for source in node.all_input_nodes)
@@ -155,7 +149,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Lay out collectives: each has its link from its launch, or from when another was done."""
+    """Lay out collectives: each occupies its link from its launch, or from the end of the previous one."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)
@@ -170,6 +164,6 @@ def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[
 
 
 def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:
-    """Give a task what it waits for in the prediction, so that a trace can lead from one to the next."""
+    """Return a span with the prediction's dependencies."""
     known = predicted.get(name)
     return Span(Task(name, stream, end - start_us, known.after if known is not None else ()), start_us, end)

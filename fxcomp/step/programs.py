@@ -1,15 +1,11 @@
-"""Captures of one step for different batches and surroundings: find one, make one, drop old ones.
+"""Captures of one step for different batches and surroundings.
 
-    batch, plan, guard's key  ── seen before ────────────► that program, if values give the answers that Python saw
-                              └─ other lengths, same family ► a symbolic program of it whose guard holds, likewise
-                              └─ otherwise ───────────────► capture; from the third length on sizes become symbols
+    batch, plan, guard key  ── seen before ──────────────► its program, if its values give the traced answers
+                            └─ other sizes, same family ─► a symbolic program whose guard holds, same condition
+                            └─ otherwise ────────────────► capture; from the third shape on, sizes become symbols
 
-A size of 0 or 1 is no symbol. So a family may have several symbolic programs: for batches of one row, for others, and
-for those in which two sizes happened to be equal where Python asked.
-
-A value that leads to another capture again and again is told once: such a job looks merely slow.
-
-Everything here is bounded: graphs, the keys that lead to them, and what is remembered of shapes.
+Sizes 0 and 1 are never symbols, so a family may hold several symbolic programs. A value that causes repeated captures
+is reported once.
 """
 
 from __future__ import annotations
@@ -30,19 +26,19 @@ from fxcomp.codegen.program import Program
 from fxcomp.graph.prelude import OtherAnswer, Prelude
 
 CAPTURES = 8
-"""The limit of captured programs: the one that was not used for longest goes. Each plan that races has so many."""
+"""Maximum number of captured programs per plan; the least recently used one is dropped."""
 
 KEYS = 512
-"""The limit of batch types and surroundings that are remembered with the program that serves them; they are small."""
+"""Maximum number of lookup keys."""
 
 FAMILIES = 64
-"""For how many kinds of batches, sizes aside, it is remembered which sizes varied."""
+"""Maximum number of families whose varying sizes are recorded."""
 
 STATIC_SHAPES = 2
-"""So many shapes are captured as they are; from the next on, sizes that varied become symbols."""
+"""Shapes captured with static sizes, before sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
-"""So often may tracing with symbols fail, for each kind of batches: it takes as long again. Other sizes may do."""
+"""Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
 
 
 _ASK_LESS = (
@@ -53,27 +49,23 @@ _ASK_LESS = (
 _GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
-"""Captures and compiles for a batch, with the dimensions of batch tensors that may vary.
-
-Local: ranks do not communicate in it.
-"""
+"""Capture and compile for a batch, given the dimensions that may vary. Ranks do not communicate."""
 
 
 @dataclass(slots=True)
 class _Family:
-    """Batches that differ in sizes alone, in the same surroundings."""
+    """Batches that differ only in sizes, in the same surroundings."""
 
     first: BatchType
     captures: int = 0
     varying: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
-    """The dimensions of batch tensors, by leaf, that were not always the same."""
+    """Dimensions that varied, by batch leaf."""
     symbolic: list[Program] = field(default_factory=list[Program])
     """Programs that may serve other sizes, the latest first."""
     failures: int = 0
-    """So often tracing with symbols has failed."""
 
     def open_dimensions(self, kind: BatchType) -> dict[int, frozenset[int]]:
-        """Choose the dimensions of a batch, by leaf, whose sizes become symbols."""
+        """Return the dimensions, by leaf, whose sizes become symbols."""
         if self.captures <= STATIC_SHAPES or self.failures >= SYMBOLIC_TRIES:
             return {}
         chosen = {
@@ -83,15 +75,13 @@ class _Family:
         return {leaf: dimensions for leaf, dimensions in chosen.items() if dimensions}
 
     def serving(self, leaves: Sequence[Any]) -> Program | None:
-        """Find a symbolic program that these tensors may run through."""
+        """Return a symbolic program whose guard accepts these tensors."""
         return next((each for each in self.symbolic if _fits(each, leaves)), None)
 
     def forget(self, program: Program) -> None:
-        """Let a symbolic program go."""
         self.symbolic = [each for each in self.symbolic if each is not program]
 
     def add(self, kind: BatchType) -> None:
-        """Count a batch type that is about to be captured."""
         self.captures += 1
         for leaf, (was, now) in enumerate(zip(self.first.shapes, kind.shapes, strict=True)):
             differing = frozenset(d for d, (a, b) in enumerate(zip(was or (), now or (), strict=True)) if a != b)
@@ -107,45 +97,41 @@ def _fits(program: Program, leaves: Sequence[Any]) -> bool:
 
 
 class _Around(NamedTuple):
-    """The surroundings of a capture, beside the batch."""
-
     plan: int
-    """The number of the plan that is followed."""
     key: Key
 
 
 _Known = tuple[str, Hashable, _Around]
-"""A batch's structure and leaves, and its surroundings."""
 
 _Answered = tuple[str, Hashable, _Around, Prelude | None]
-"""The same, and questions that are answered as they were while tracing."""
+"""Lookup key, with the traced questions on values."""
 
 
 class Programs:
-    """The captures of one step, the least recently used of which go."""
+    """Captures of one step."""
 
     def __init__(self, guard: StepGuard, make: Make):
         self._guard, self._make = guard, make
         self._of_key: OrderedDict[_Answered, Program] = OrderedDict()
         self._preludes: dict[_Known, list[Prelude | None]] = {}
-        """The questions of the programs for a batch's type, those that were answered last first."""
+        """Questions of the programs for a batch type, the last matching ones first."""
         self._other_answer: OtherAnswer | None = None
-        """Why the program that ran last for this type of batch does not serve it."""
+        """First answer in the last lookup that differs from the trace."""
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Program] = OrderedDict()
         self._latest: tuple[BatchType, _Around] | None = None
         self._recaptures = Recaptures()
         self.racing = 0
-        """The number of plans that take turns with the one that was in force."""
+        """Number of plans that race the plan in force."""
         self.is_new = False
-        """A kind of batch was captured that had no capture before, in its surroundings; whoever verifies it says so."""
+        """True after a capture of a new kind of batch, until the schedule resets it."""
         self._kinds_captured: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], plan: int) -> Program:
-        """The program for a batch as everything else is now; captured here alone if there is none."""
+        """Return the program for a batch and the current surroundings; capture it locally if needed."""
         around = _Around(plan, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._seen(key, leaves) or self._find_symbolic(kind, leaves, around)
@@ -154,7 +140,7 @@ class Programs:
             start = time.perf_counter()
             found = self._capture(batch, kind, around)
             seconds = time.perf_counter() - start
-            before, around = around, _Around(plan, self._guard.key())  # a model that sets itself up has changed it
+            before, around = around, _Around(plan, self._guard.key())  # a lazily initialized model has changed it
             key = (str(kind.structure), kind.leaves, around)
             if not self._offer(found, kind, around):
                 self._say_why(batch, kind, before, seconds)
@@ -165,11 +151,11 @@ class Programs:
 
     @property
     def options(self) -> Sequence[Hashable]:
-        """Return the options of each parameter group that the capture found last has baked in."""
+        """Options of each parameter group in the latest program."""
         return () if self._latest is None else self._latest[1].key.options
 
     def adopt(self, kind: BatchType, plan: int, key: Key, program: Program) -> None:
-        """Take over a program that was built for such a batch, with the guard's key of that time."""
+        """Register a program built under the given guard key."""
         around = _Around(plan, key)
         self._latest = kind, around
         self._family(kind, around).add(kind)
@@ -177,19 +163,16 @@ class Programs:
         self._remember((str(kind.structure), kind.leaves, around), program)
 
     def clear(self) -> None:
-        """Forget all of them; none races any more."""
         self.racing = 0
         for known in (self._of_key, self._preludes, self._families, self._kept):
             known.clear()
 
     def forget_plan(self, plan: int) -> None:
-        """Forget the programs of a plan that is followed no more."""
         others = [program for key, program in self._of_key.items() if key[2].plan == plan]
         for program in others:
             self._drop(program)
 
     def exchange(self, known: Program, other: Program) -> None:
-        """Let another program serve what a known one does."""
         for key in [key for key, program in self._of_key.items() if program is known]:
             self._of_key[key] = other
         for family in self._families.values():
@@ -197,7 +180,6 @@ class Programs:
         self._kept = OrderedDict((id(each), each) for each in (other if p is known else p for p in self._kept.values()))
 
     def of_plan(self, plan: int) -> list[Program]:
-        """List the programs that follow a plan."""
         kept = {id(program) for key, program in self._of_key.items() if key[2].plan == plan}
         return [program for place, program in self._kept.items() if place in kept]
 
@@ -207,7 +189,7 @@ class Programs:
         self._kinds_captured.add(seen)
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
-        """Tell what a capture was for, as far as it was not another plan."""
+        """Record the cause of a capture, unless the plan changed."""
         if self._latest is None or self._latest[1].plan != around.plan:
             return
         was, before = self._latest
@@ -223,7 +205,7 @@ class Programs:
         return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
-        """The program that such a batch had before, when its values gave the same answers."""
+        """Return the program of this key, if the batch's values give the traced answers."""
         self._other_answer = None
         preludes = self._preludes.get(key, ())
         for prelude in preludes:
@@ -243,14 +225,14 @@ class Programs:
         varying = family.open_dimensions(kind)
         try:
             return settled(self._guard, lambda: self._make(batch, varying), _GRAPH)
-        except Exception:  # Python may raise for a symbol what it does not for a number
+        except Exception:  # Python may raise for a symbol but not for a number
             if not varying:
                 raise
-            family.failures += 1  # what does not trace with symbols may do so for each of its shapes
+            family.failures += 1  # tracing with symbols may fail for each of its shapes
             return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
-        """Let a new program serve batches of other sizes; returns whether it is the first of its family to do so."""
+        """Let a symbolic program serve other sizes. Return True if it is the first of its family."""
         guard = program.captured.guard
         if guard is None or not guard.is_open:
             return False
@@ -291,7 +273,7 @@ class Programs:
         program = self._of_key[key]
         self._forget(key)
         if all(other is not program for other in self._of_key.values()):
-            self._drop(program)  # no plan's change would find it
+            self._drop(program)  # no lookup finds it
 
     def _forget(self, key: _Answered) -> None:
         del self._of_key[key]
@@ -302,15 +284,13 @@ class Programs:
 
 
 VALUES = 4
-"""Warn after so many captures in a row for different values."""
+"""Warn after this number of different values in consecutive captures."""
 
 SOON = 20
-"""Captures follow each other in a row if not more than so many steps lie between them."""
+"""Maximum number of steps between consecutive captures."""
 
 
 class Recaptures:
-    """The latest captures that one and the same thing led to."""
-
     def __init__(self) -> None:
         self._what = ""
         self._values: list[str] = []
@@ -319,11 +299,10 @@ class Recaptures:
         self._said: set[str] = set()
 
     def count_step(self) -> None:
-        """Note that a step was run."""
         self._steps_ago += 1
 
     def add(self, change: Change, seconds: float) -> None:
-        """Note a capture, what led to it and what it cost; warn if that happens again and again."""
+        """Record a capture, its cause and its seconds; warn once per repeated cause."""
         if change.what != self._what or self._steps_ago > SOON:
             self._what, self._values, self._seconds = change.what, [change.before], []
         self._steps_ago = 0

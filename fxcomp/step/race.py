@@ -1,22 +1,19 @@
-"""Let the few best plans take turns in the running job, and keep the one that is fastest there.
+"""Race of the best predicted plans in the running job: they take turns, and the fastest stays.
 
     heats    every runner, the plan in force first: HEAT steps
-    rounds   those that may still win, TURN steps each, until one is left or all have COUNTED steps
-    appeals  those that are out after a heat alone, though predicted to be near the best: HEAT steps once more
-    end      the least median stays; of those that noise hides from it, the one that loses least of the gradient
+    rounds   the remaining runners, TURN steps each, until one is left or all have COUNTED steps
+    appeals  runners that dropped out after their heat, though predicted to be near the best: HEAT more steps
+    end      the least median wins; among statistical ties, the least error
 
-A turn's first step is not counted: it allocates. Steps that are verified belong to no turn. A step counts only where
-every rank timed it, by the slowest rank's time. All ranks keep the same numbers, so they turn at the same steps.
-Nothing here communicates, and nothing is switched: the schedule enters the turns.
+The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
+timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` neither communicates nor switches plans.
 
-What else the machine does makes steps longer, never shorter. So until FEW steps of a runner are counted its shortest
-one stands for it, and a heat in a bad moment is run again in another one.
+Other load only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
 
-What a race costs, in steps of the winner, is what the others' steps take beyond it. A runner that takes x times as
-long runs its heat, which costs HEAT · (x - 1), and is out. A turn that is expected to bring the whole above BUDGET is
-cut to one step, or left out where even that is too much. BUDGET is 2 % of the first thousand steps: 20 steps. Dense
-that takes five times as long costs 8 of them, bf16 that takes three times as long 4; a runner that is as fast as the
-winner costs what its turns' first steps take longer. A turn can exceed the budget where the prediction is far too low.
+A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as
+long. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the first thousand steps: 20.
+Dense at five times the winner's time costs 8, bf16 at three times 4. A race can exceed the budget if the prediction is
+far too low.
 """
 
 from __future__ import annotations
@@ -31,58 +28,56 @@ from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
-"""The first steps under a plan, which allocate, are no part of a race."""
+"""Steps under a plan before the race; they allocate."""
 
 TURN = 4
-"""The steps of a turn."""
+"""Steps per turn."""
 
 HEAT = 2
-"""The steps of a runner's first turn."""
+"""Steps of the first turn."""
 
 COUNTED = 12
-"""So many counted steps are enough for a median."""
+"""Counted steps that suffice for a median."""
 
 LONGEST = 100
-"""A race ends after so many steps, whatever is known."""
+"""Maximum length of a race, in steps."""
 
 BUDGET = 0.02 * 1000
-"""The most that a race may cost, in steps of the best runner."""
+"""Maximum cost, in steps of the best runner."""
 
 SPREAD = 0.05
-"""The relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""
+"""Relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""
 ENOUGH = 8
 LEAST_SPREAD = 0.005
-"""Steps are never taken to be steadier than this."""
+"""Lower bound of the measured spread."""
 
 OUT = 3.0
-"""A runner is out when it is slower than the best by so many standard errors."""
+"""Standard errors. A runner that is slower than the best by more is out."""
 
 OUT_AT_FIRST = 0.5
-"""Relative: a runner of which there is only a turn's first step is out if it is slower than the best by more."""
+"""Drop a runner after its first step if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""A runner with fewer counted steps is judged by the shortest of all its steps."""
+"""A runner with fewer counted steps is judged by its shortest step."""
 
 NEAR = 0.25
-"""Relative: a runner that is predicted to be slower than the best by no more is heard a second time."""
+"""A beaten runner predicted within 25 % of the best gets a second heat."""
 
 TIE = 0.02
-"""Relative: a runner that is slower than the best by more never ties with it, however noisy the steps are."""
+"""A runner more than 2 % slower than the best never ties with it."""
 
 
 @dataclass(slots=True)
 class _Entrant:
-    """A runner, with what is known of it by now."""
-
     runner: Runner
     times_ms: list[float] = field(default_factory=list[float])
-    """The counted steps."""
+    """Counted steps."""
     first_ms: list[float] = field(default_factory=list[float])
-    """The first steps of turns."""
+    """First steps of turns."""
     turns: int = 0
     is_beaten: bool = False
     is_too_dear: bool = False
-    """The budget has not one more step of it."""
+    """One more step would exceed the budget."""
 
     @property
     def is_known(self) -> bool:
@@ -90,7 +85,7 @@ class _Entrant:
 
     @property
     def median_ms(self) -> float:
-        """The median of counted steps; of first steps where there are no others."""
+        """Median of counted steps, or of first steps without any."""
         return statistics.median(self.times_ms or self.first_ms)
 
     @property
@@ -99,30 +94,26 @@ class _Entrant:
 
     @property
     def at_best_ms(self) -> float:
-        """The median; the shortest of all steps where FEW are not counted yet."""
+        """Median, or the shortest step before FEW are counted."""
         return self.median_ms if len(self.times_ms) >= FEW else min(self.times_ms + self.first_ms)
 
 
 class Race:
-    """A race of a few plans: whose turn it is, until which step, and who has won. The same on every rank."""
+    """State of a race, identical on every rank."""
 
     def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
-        """Begin after `step` steps with the first runner, which is followed now; the calendar gives `free_steps`."""
+        """Begin after `step` steps with the plan in force. `free_steps` is the calendar's method."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._free_steps = free_steps
         self.begins = step
-        """The race begins after so many steps."""
         self._order = list(range(1, len(runners)))
-        """Those that have yet to run in this round."""
         self._spent_ms = 0.0
         self.turn = RaceTurn(0, free_steps(step, HEAT))
-        """The turn that is on, or the first one to come."""
         self.result: Raced | None = None
-        """Set when the race is over."""
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
-        """Note what the steps of a turn took, None where it is not known; then it is another one's turn."""
+        """Record the times of a turn's steps, None if unknown, then choose the next turn or end the race."""
         entrant, step = self._entrants[self.turn.number], self.turn.ends
         entrant.turns += 1
         first, *counted = slowest_ms
@@ -144,10 +135,7 @@ class Race:
             self._entrants[number].is_too_dear = True
 
     def _length_for(self, entrant: _Entrant) -> int:
-        """Choose the length of a turn by what it is expected to cost; 0 if the budget has not one step of it.
-
-        What is expected to cost nothing runs, whatever others have cost.
-        """
+        """Return the length of the turn; 0 if one step exceeds the budget. A turn without expected cost always runs."""
         best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
         if best_ms is None:
             return length
@@ -165,7 +153,7 @@ class Race:
 
     @property
     def _best(self) -> _Entrant | None:
-        """The least median; one of counted steps before one of first steps alone."""
+        """Runner with the least median; counted steps come before first steps."""
         return min(self._known, key=lambda each: (not each.times_ms, each.median_ms), default=None)
 
     @property
@@ -173,7 +161,7 @@ class Race:
         return None if self._best is None else self._best.median_ms
 
     def _end_round(self, step: int) -> None:
-        """See who is out; begin another round, or end the race."""
+        """Drop beaten runners, then begin another round or end the race."""
         best, left = self._best, self._left
         if best is not None:
             for entrant in self._known:
@@ -193,7 +181,7 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Name those that are out after one heat, though predicted to be near the best."""
+        """Return beaten runners with one heat that were predicted to be near the best."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -213,7 +201,7 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Find the fastest; where noise hides the difference, the one that loses least."""
+        """Return the fastest runner; among ties, the least error."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays
@@ -228,7 +216,7 @@ class Race:
         return min(ties, key=lambda k: (self._entrants[k].runner.loss, self._entrants[k].median_ms))
 
     def _standard_error(self, one: _Entrant, other: _Entrant) -> float:
-        """Estimate the standard error of the difference of two medians, by the spread of all counted steps."""
+        """Estimate the standard error of a difference of medians from all counted steps."""
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]

@@ -1,15 +1,14 @@
-"""Keep the schedule of a job: what each step is for, and which plan it follows. All ranks keep the same one.
+"""Schedule of a job: the use of each step and the plan that it follows, the same on all ranks.
 
-                    before a step                        after it
-    first steps     its lines are timed                  the plan is chosen by them
+                    before a step                        after a step
+    first steps     its lines are timed                  the plan is chosen from the times
     warm-up         the next stage is entered            momenta are exchanged, or gradients again
-    a race          the plan whose turn it is            the next turn, or the best plan stays
-    drift                                                a window is judged: measure links, plan again, race
-    errors          a look                               the plan is solved for by the errors of now
+    a race          the plan of the turn is entered      the next turn, or the best plan stays
+    drift                                                a window is judged: replan or race again
+    errors          a look                               the plan is solved for with the measured errors
 
-`Calendar` is its data. Race, drift and looks only judge; the schedule agrees with the other ranks, enters the result in
-the calendar, and has another plan followed. The freeze of second moments (`freeze.py`) and following errors
-(`errors/adaptation.py`) change plans themselves, when the schedule calls them.
+Race, drift and looks only judge; the schedule agrees with the other ranks and switches plans. `freeze.py` and
+`errors/adaptation.py` switch plans themselves when the schedule calls them.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
-"""The steps that check an earlier job's costs; the shorter one counts."""
+"""Steps that check an earlier job's costs. The shortest one counts."""
 
 
 class Schedule:
-    """The races of a job, one at a time. Every rank calls it after the same steps, or backward passes."""
+    """Races of a job, one at a time. Every rank calls the methods after the same steps or backward passes."""
 
     def __init__(
         self,
@@ -57,40 +56,38 @@ class Schedule:
         take_turn: Callable[[int], object],
         settle: Callable[[Raced], object],
     ):
-        """`take_turn` follows the plan of a number, `settle` the winner of a race that is over."""
+        """`take_turn` follows the plan of a number, `settle` the winner of a race."""
         self.calendar, self._times, self._site = calendar, times, site
         self._take_turn, self._settle = take_turn, settle
         self._race: Race | None = None
-        """The race that is on, or due."""
+        """Current or scheduled race."""
         self.raced: Raced | None = None
-        """The last race that is over."""
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or will soon: nothing is compared with its prediction."""
+        """True during and before a race. Predictions are not checked then."""
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
-        """Return whether a race is on at a step."""
+        """Return True during a race."""
         return self._race is not None and step >= self._race.begins
 
     def note_on_race(self, step: int) -> str:
-        """Describe a race that is on, or due; empty if there is none."""
+        """Describe the current or scheduled race; empty without one."""
         if self.takes_turns(step):
             return f"plans are racing: they take turns until one is measured best, in {LONGEST} steps at the most"
         return "" if self._race is None else f"plans will race from step {self._race.begins} on"
 
     def line_up(self, runners: Sequence[Runner], step: int) -> None:
-        """Let plans race, the first of which is followed now, once it is warm: not in a warm-up of error feedback."""
+        """Schedule a race after the warm-up. The first runner is the plan in force."""
         self._race = Race(runners, max(step, self.calendar.warm_from[-1]) + WARM_STEPS, self.calendar.free_steps)
         self.calendar.turn = self._race.turn
 
     def call_off(self) -> None:
-        """Hold no race: another plan is followed."""
         self._race = self.calendar.turn = None
 
     def between(self, steps: int) -> None:
-        """Agree on the times of a turn that ends here; the next plan has its turn, or the best one stays."""
+        """After a turn, agree on its times, then start the next turn or keep the best plan."""
         race = self._race
         if race is None or steps != race.turn.ends:
             return
@@ -105,13 +102,13 @@ class Schedule:
             self._settle(race.result)
 
     def wait(self, step: int) -> None:
-        """Let a race that is not over begin later: a warm-up lasts longer, or a state is loaded."""
+        """Postpone an unfinished race to `step` or the warm-up's end."""
         if self._race is not None:
             self.line_up(self._race.runners, step)
 
 
 class StepSchedule(Schedule):
-    """The schedule of a compiled step: warm-up, races, drift, errors, and the steps verified for new captures."""
+    """Schedule of a compiled step."""
 
     def __init__(
         self,
@@ -128,14 +125,13 @@ class StepSchedule(Schedule):
         self._freeze = Freeze(force, site.ranks, self._follow, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled_ms: float | None = None
-        """The median of the first window under the plan; None until that is over."""
+        """Median step time of the plan's first window, in ms."""
         self._planned_for: Plan | None = None
-        """The plan that was followed when drift was noticed, until the race after that is over."""
+        """Plan at the time of the last drift, until the race after the drift ends."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
-        """Lets the plan follow the gradients; None without an error budget."""
         self._first: FirstSteps | None = None
-        """The steps by which the plan will be chosen; None once there is one."""
+        """Timed steps to choose a plan from; None once a plan is chosen."""
         if force.decision.is_provisional:
             self._time_from(0)
         elif force.decision.is_remembered:
@@ -145,11 +141,10 @@ class StepSchedule(Schedule):
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or will soon, or are yet to be chosen: nothing is compared with its prediction."""
+        """True during and before a race, and before a plan is chosen."""
         return self._first is not None or bool(self.calendar.checked) or super().is_racing
 
     def note_on_race(self, step: int) -> str:
-        """Describe the first steps, or a race that is on, or due; empty if there is none."""
         if checked := self.calendar.checked:
             return f"plans will race after step {checked[-1] + 1}: an earlier job's costs are checked until then"
         if self._first is None:
@@ -159,13 +154,12 @@ class StepSchedule(Schedule):
 
     @property
     def moves(self) -> Sequence[PlanMove]:
-        """The changes of the plan that followed the gradients."""
         return () if self._adaptation is None else self._adaptation.moves
 
     # A step
 
     def before_step(self, step: int) -> None:
-        """Follow the plan of a step's number; momenta are exchanged once all parameters have been updated enough."""
+        """Enter the stage of `step`; freeze second moments if that is due."""
         freezes_at = self._freeze.before_step(step)
         if freezes_at is not None:
             self._freeze_at(freezes_at)
@@ -174,9 +168,7 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
 
     def begin(self, under_way: StepUnderWay) -> None:
-        """Have a first step timed; let ranks compare what their updates read, and agree on a step to verify after a new
-        capture on some rank.
-        """
+        """Time a first step, compare update inputs between ranks, and agree on a step to verify after a new capture."""
         force, calendar, alike = self._force, self.calendar, self._alike
         step, program = under_way.number, under_way.program
         if under_way.use is Use.TIME and self._first is not None:
@@ -195,7 +187,7 @@ class StepSchedule(Schedule):
         programs.is_new = False
 
     def between(self, steps: int) -> None:
-        """Do the work that is due between two steps; `steps` is the number of steps taken."""
+        """Do the work due after `steps` steps."""
         if self._first is not None and self._first.between(steps):
             self._choose(steps, self._first)
         self.calendar.timed = () if self._first is None else self._first.numbers
@@ -210,21 +202,20 @@ class StepSchedule(Schedule):
         super().between(steps)
 
     def _follow(self, step: int) -> None:
-        """Follow another plan from a step on; a race that was on is over."""
+        """Follow another plan from `step` on, and cancel the race."""
         self.call_off()
         self._settle_anew(step)
 
     def _time_from(self, step: int) -> None:
-        """Time steps from one on, to choose a plan by them."""
         self._first = FirstSteps(self._site, self.calendar.free_steps, step)
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Compare some steps after this one, which allocates, with their prediction."""
+        """Check CHECKED_STEPS steps after this one, which allocates."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
-        """Let plans race if links and steps are about as an earlier job's costs say, else begin as a first job."""
+        """Start a race if links and step times match an earlier job's costs, else time the first steps again."""
         slowest = self._times.slowest(self.calendar.checked, self._site)
         took_us = min((1e3 * ms for ms in slowest if ms is not None), default=None)
         self.calendar.checked, topic, decision = (), "checking an earlier job's costs", self._force.decision
@@ -244,7 +235,7 @@ class StepSchedule(Schedule):
             self._time_from(step)
 
     def _choose(self, step: int, first: FirstSteps) -> None:
-        """Choose the plan by steps that were timed, and follow it; every rank calls it."""
+        """Choose the plan from the timed steps. Every rank calls it."""
         topic = "choosing a plan"
         with compiling(f"step {step}: {topic}"), self._site.ranks.together(topic):
             steps, feed_us = (first.steps, first.feed_us) if first.are_enough else ((), 0.0)
@@ -256,9 +247,9 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Let a job that has not begun follow the plan on which a saved one of as many ranks had settled.
+        """Follow the settled plan of a state from the same number of ranks. Every rank calls it.
 
-        Every rank calls it. A plan that does not fit here is chosen again, as where costs were given, or a warm-up.
+        Do nothing if the job has begun, if that plan does not fit, if costs were given, or in a warm-up.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
@@ -285,19 +276,19 @@ class StepSchedule(Schedule):
         self._force.switch(followed, "following the saved plan")
 
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:
-        """Look at gradients from a step on, and let the plan follow what compressors lose."""
+        """Measure errors from `step` on and adapt the plan to them."""
         self._errors, self.calendar.look_from = errors, step
         if self._options.compress.measured and not self._options.why_plan_stays:
             terms = self._planner.terms
             self._adaptation = Adaptation(self._force, errors, terms, self._site, self._settle_anew, self._note)
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Let ranks exchange what they did when a state was saved; every rank calls it."""
+        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
         self._freeze.go_on(saved)
         self._freeze_at(self._force.momenta.freezes_at)
 
     def resume(self, steps: int) -> None:
-        """Go on at another step of the job; a race that was not over begins again."""
+        """Continue at another step. An unfinished race starts again."""
         self._freeze.resume(steps)
         self._settle_anew(steps)
         if self._first is not None:
@@ -313,13 +304,12 @@ class StepSchedule(Schedule):
         self.wait(steps)
 
     def _settle_anew(self, step: int) -> None:
-        """Begin to time steps again: earlier times say nothing of those to come."""
         self.calendar.followed_from = step
         self._times.forget()
         self._settled_ms = None
 
     def _freeze_at(self, step: int | None) -> None:
-        """Exchange momenta from this step on, in the place of another one; the last stage before it goes on."""
+        """Exchange momenta from `step` on, after the last warm-up stage."""
         self._force.momenta.freezes_at = step
         if step is not None and self._force.plans[-1].moves_exchange:
             self.calendar.warm_from = (*self.calendar.warm_from[:-1], step)
@@ -327,7 +317,7 @@ class StepSchedule(Schedule):
     # Racing
 
     def _race_plans(self, step: int, topic: str) -> None:
-        """Make the programs of the plans that will race, if there are several; every rank calls it."""
+        """Emit the programs of the plans that race, if there are several. Every rank calls it."""
         choice, stays = self._force.decision.choice, self._force.plans[-1]
         runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
         if runners:
@@ -352,7 +342,7 @@ class StepSchedule(Schedule):
     # Planning again
 
     def check_replan(self, step: int) -> None:
-        """Raise CannotReplan where planning again is no option."""
+        """Raise CannotReplan if replanning is not possible."""
         if self._site.ranks.world_size == 1:
             raise CannotReplan(
                 "one rank sends nothing: it has no links to measure and no plan to choose.\n"
@@ -383,10 +373,7 @@ class StepSchedule(Schedule):
             )
 
     def replan(self, step: int) -> bool:
-        """Measure the links again, decide by them, and follow that; every rank calls it.
-
-        Returns whether the plan changed.
-        """
+        """Measure the links and choose a plan again. Every rank calls it. Return True if the plan changed."""
         topic, before = "planning again", self._force.plan
         workload, old = self._force.decision.workload, self._force.decision.costs
         self._drop_adaptation(step)
@@ -403,10 +390,7 @@ class StepSchedule(Schedule):
         return decision.plan != before
 
     def _drifted(self, step: int) -> str:
-        """Compare the window that ends here, if one does, with the settled one; every rank calls it.
-
-        Returns a sentence, empty where nothing has drifted.
-        """
+        """Return a sentence on the drift in a window that ends at `step`, if any. Every rank calls it."""
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
             return ""
         mine = median_of_window(self._times.since(step - WINDOW))
@@ -415,7 +399,7 @@ class StepSchedule(Schedule):
         return "" if step < self.calendar.patient_until else drift
 
     def _acts_on_drift(self, step: int) -> bool:
-        """Look for drift if that is due, and plan again or let plans race again. Returns whether there is some."""
+        """Check for drift, and replan or race again. Return True if there is drift."""
         drift = self._drifted(step)
         if not drift:
             return False
@@ -431,7 +415,7 @@ class StepSchedule(Schedule):
         return True
 
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
-        """Let plans race, if they do, and be patient if the plan of `before` stays in the end."""
+        """Start a race, if there are rivals. Drift checks then pause, for longer if the plan `before` stays."""
         self._settle_anew(step)
         self._race_plans(step, topic)
         self._planned_for = before if self.is_racing else None
@@ -440,7 +424,7 @@ class StepSchedule(Schedule):
 
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
-    """Write the note on a plan that was made again; `dense_us` is the sum of all gradients, before and now."""
+    """Write the note on a replanned decision. `dense_us`: all-reduce of all gradients with old and new costs."""
     assert decision.choice is not None, "what is chosen has been compared"
     before_us, now_us = dense_us
     return (

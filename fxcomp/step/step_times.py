@@ -1,4 +1,4 @@
-"""Time recent steps and their waits for the network, by the clock of the device that computes."""
+"""Step times and exposed communication, by the clock of the computing device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from fxcomp.runtime.clock import Clock, Looks, Waits
 from fxcomp.site import Site
 
 KEPT = 200
-"""So many steps make the medians."""
 
 
 class StepTimes:
-    """Times whole steps. Nothing waits for a device: a step counts once the device is known to be done with it."""
+    """Times of whole steps. A step counts once the device is known to be done with it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)
@@ -28,59 +27,55 @@ class StepTimes:
         self._pending: deque[tuple[int, Sequence[Looks], Waits]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
-        """The beginning or the end of a step."""
+        """Record the beginning or end of a step."""
         return self._clock.look()
 
     def add(self, number: int, step: Sequence[Looks], waits: Waits) -> None:
-        """Count a step of the job, which ran in these parts, and what it stood still for."""
+        """Add a step: its parts (one per micro-batch) and its waits for the network."""
         self._pending.append((number, step, waits))
         self._collect()
 
     def forget(self) -> None:
-        """Begin again: another plan is followed."""
         for times in (self._step_ms, self._waited_ms, self._numbers, self._pending):
             times.clear()
 
     @property
     def step_ms(self) -> Sequence[float]:
-        """The times of the steps that are done, in ms, the latest last."""
+        """Times of completed steps in ms, the latest last."""
         self._collect()
         return self._step_ms
 
     def settled_ms(self) -> Sequence[float]:
-        """The times of all steps, in ms; waits for the device, as a decision that cannot be put off may."""
+        """Return all times in ms. Waits for the device."""
         if self._pending:
             compat.synchronize(self._device)
         return self.step_ms
 
     def of(self, numbers: Sequence[int]) -> list[float | None]:
-        """The times of these steps of the job, in ms; None where a step did not count. Waits for the device."""
+        """Return the times of steps in ms, None if not counted. Waits for the device."""
         times = self.settled_ms()
         known = dict(zip(self._numbers, times, strict=True))
         return [known.get(number) for number in numbers]
 
     def since(self, number: int) -> list[float]:
-        """Return the times of steps from this number on that are known to be done, in ms."""
+        """Return the times of completed steps from `number` on, in ms."""
         times = self.step_ms
         return [ms for other, ms in zip(self._numbers, times, strict=True) if other >= number]
 
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
-        """Return the times of these steps on the slowest rank, in ms; None where some rank did not count it.
-
-        Every rank calls it.
-        """
+        """Return the slowest rank's times in ms, None if some rank did not count the step. Every rank calls it."""
         mine = [-1.0 if ms is None else ms for ms in self.of(numbers)]
         everyone = site.gather_numbers("what a turn's steps took", mine)
         return [max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)]
 
     @property
     def median_ms(self) -> float:
-        """The median of recent steps, in ms; nan before the first."""
+        """Median of recent steps, in ms; nan before the first."""
         return statistics.median(self.step_ms) if self.step_ms else float("nan")
 
     @property
     def exposed_ms(self) -> float:
-        """The wait of recent steps for the network, in ms (median); nan before the first."""
+        """Median exposed communication of recent steps, in ms; nan before the first."""
         self._collect()
         return statistics.median(self._waited_ms) if self._waited_ms else float("nan")
 

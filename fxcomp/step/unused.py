@@ -1,16 +1,15 @@
-"""Agree on the parameters that no rank uses in a step, and keep all that is theirs as it was: `find_unused_parameters`.
+"""Keep parameters that no rank uses in a step unchanged: `find_unused_parameters`.
 
     used by this rank's program      its gradient goes into the bucket
-    used by other ranks alone        zeros go there in its place, and the mean of all ranks updates it
-    used by no rank                  parameter, optimizer state and what is owed to it stay, bit for bit
+    used by other ranks alone        zeros go into the bucket, and the mean of all ranks updates it
+    used by no rank                  parameter, optimizer state and owed residuals stay, bit for bit
 
-A captured program knows what it uses, so a byte a parameter travels when the step begins, and is there before the first
-bucket is packed. Where a program uses everything nothing waits for it. What no rank uses is copied, set to zero where
-it would be sent, and put back after the step: its update runs on zeros.
+One byte per parameter is exchanged from the beginning of the step, and read before the first bucket is packed. A
+program that uses every parameter does not wait for it. Parameters that no rank uses are copied, updated with zeros, and
+restored after the step.
 
-DDP keeps the `.grad` of such a parameter as it is, whatever its bucket brings, and tells the hook of none. There a
-gradient that is zero on every rank is treated as theirs: what it is owed waits, and its mean is zero. So nothing is
-lost if the parameter was used after all.
+DDP keeps the `.grad` of these parameters and does not report them to the hook. There, a gradient that is zero on every
+rank counts as unused: its residual stays, and its mean is zero. The result is right even if the parameter was used.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fxcomp.state.gradient_state import GradientState
 
 
 def note_on_unused(example: Captured) -> list[str]:
-    """Say how many parameters the example batch leaves unused: their zeros travel like gradients."""
+    """Return a note on parameters that the example batch leaves unused."""
     if not example.unused:
         return []
     some = ", ".join(example.unused[:3]) + (", ..." if len(example.unused) > 3 else "")
@@ -43,7 +42,7 @@ def note_on_unused(example: Captured) -> list[str]:
 
 
 def note_on_densified(example: Captured, sizes: Mapping[str, int]) -> list[str]:
-    """Say which gradients are sparse in eager PyTorch and travel whole."""
+    """Return notes on gradients that are sparse in eager PyTorch."""
     return [
         f"the gradient of {name!r} is sparse in eager PyTorch (sparse=True) and dense here: {sizes[name]:,} elements"
         for name in example.densified
@@ -52,7 +51,7 @@ def note_on_densified(example: Captured, sizes: Mapping[str, int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Residuals of one parameter, and what it is owed, as they were; with its owner, its values and optimizer state."""
+    """Saved residuals of one parameter; with `owner`, also its values and optimizer state."""
 
     name: str
     residuals: list[Tensor]
@@ -71,7 +70,7 @@ class _Kept:
         return cls(name, residuals, state.owed.get(name), owner, values, copied)
 
     def put_back(self, state: GradientState) -> None:
-        """Put values back where they lie: others refer to the tensors."""
+        """Restore the values in place."""
         for piece, values in zip(state.residuals.slices.get(self.name, ()), self.residuals, strict=True):
             piece.values.copy_(values)
         if self.owed is not None:
@@ -91,8 +90,6 @@ class _Kept:
 
 
 class FindsUnused:
-    """Lets some parameters be unused in a step, of which each rank's program leaves others out."""
-
     def __init__(self, training: Training, site: Site):
         self._is_alone = site.ranks.world_size == 1
         self._owners = {owner.name: owner for owner in sorted(training.owned, key=lambda owner: owner.name)}
@@ -100,10 +97,10 @@ class FindsUnused:
 
     @contextmanager
     def holding(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> Generator[Collection[str]]:
-        """Run a step inside, of which this rank's program leaves these parameters unused; every rank calls it.
+        """Run a step inside. This rank's program does not use the parameters `unused`. Every rank calls it.
 
-        Yields the parameters that no rank uses, as they become known. What belongs to them is kept from before their
-        bucket is packed, nothing of it is sent, and it is put back after the step's last line, or after an error.
+        Yields the parameters that no rank uses, once known. Their state is saved before their bucket is packed, and
+        restored after the step's last line or an error.
         """
         held: dict[str, _Kept] = {}
 
@@ -128,7 +125,7 @@ class FindsUnused:
             if arriving is not None:
                 arriving.end()
         except BaseException:
-            runtime.side.meet()  # lines that have gone aside may still write what is put back
+            runtime.side.meet()  # lines on side streams may still write the state
             raise
         finally:
             runtime.gradients.before_packing.clear()
@@ -137,30 +134,29 @@ class FindsUnused:
 
 
 def _unused_everywhere(names: Iterable[str], used: Coming) -> list[str]:
-    """List what no rank uses, once that is known."""
     return [name for name, is_used in zip(names, used.read(), strict=True) if not is_used]
 
 
-# Gradients that somebody else's backward pass makes
+# Gradients from DDP's backward pass
 
 FIRST = 256
-"""So many elements tell of most gradients that they are not zero."""
+"""Leading elements that usually suffice to find a nonzero gradient."""
 
 
 class ZeroGradients:
-    """The gradients of one backward pass that are zero here, with what is kept of them as it was before it.
+    """Gradients of a backward pass that are zero on this rank, with their saved residuals.
 
-    Where the host would wait for a device to know them, it keeps everything: all flags are read once, after the pass.
+    On an asynchronous device, all residuals are saved, and the flags are read once after the pass.
     """
 
     def __init__(self, state: GradientState):
         self._state = state
         self._kept: dict[str, _Kept] = {}
         self._flags: dict[str, Tensor | bool] = {}
-        """The gradients that are not zero here."""
+        """Gradients that are nonzero on this rank."""
 
     def look_at(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep what belongs to the zeros of a bucket, before it is compressed."""
+        """Save the residuals of a bucket's zero gradients before compression."""
         for name, gradient in gradients.items():
             flat = gradient.view(-1)
             if compat.works_later(flat.device):
@@ -171,7 +167,7 @@ class ZeroGradients:
                 self._kept[name] = _Kept.of(name, self._state)
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
-        """Let what is zero on all ranks be owed again, and bring nothing; every rank calls it after the pass."""
+        """Restore the residuals of gradients that are zero on all ranks, and zero their means. Every rank calls it."""
         flags = [self._flags[name] for name in means]
         here = [flag for flag in flags if isinstance(flag, Tensor)]
         used = torch.stack(here).byte() if here else torch.tensor(flags, dtype=torch.uint8)

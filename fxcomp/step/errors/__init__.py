@@ -1,6 +1,6 @@
-"""Measure what compressors lose of a running step's gradients, and let the plan follow it.
+"""Measure compression errors on a running step's gradients, and adapt the plan to them.
 
-- look: one step's look at one family of compressors.
-- error_looks: the table that looks make, and when the next one is due.
+- look: measurement of one compressor family in one step.
+- error_looks: the error table, and the schedule of looks.
 - adaptation: the plan that follows the table.
 """

@@ -1,14 +1,13 @@
-"""Let the plan follow what compressors lose of the gradients, while the job trains. All ranks act at the same steps.
+"""Adapt the plan to the measured compression errors during training. All ranks act at the same steps.
 
     quiet ─► the plan's error has changed, or INTERVAL steps have passed
-          ─► solve     rank 0, a turn between two steps; ranks meet every MEETING steps until there is an answer
-          ─► retune    where compressors of the same buckets get other parameters: every rank, in four turns
-             emit      else: every rank, a pass between two steps
-                       what raises while solving is noted, and the plan stays
-          ─► switch    nothing that was left out is lost
+          ─► solve     rank 0, one turn between two steps; ranks meet every MEETING steps until it has an answer
+          ─► retune    if only compressor parameters change: every rank, in four turns
+             emit      otherwise: every rank, one pass between two steps
+          ─► switch    residuals are kept
 
-Nothing here takes longer than a step does, but for a model whose passes do. A job that began dense is left alone: it
-loses nothing, and stays so because that was predicted or measured to be the fastest.
+If solving raises, the plan stays. A job that began dense is left alone: it loses nothing, and dense was predicted or
+measured to be fastest.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.plan_in_force import PlanInForce
 
 INTERVAL = 1000
-"""Steps after which a plan is solved for again, whatever has changed."""
 
 PLAN_CHANGE = 0.2
-"""Relative change of a plan's error for which it is solved for again: three times the deviation of the smoothed error
-between looks of a job whose errors stay (assumed)."""
+"""Relative change of a plan's error that triggers a new solution: three times the deviation of the smoothed error
+between looks of a steady job (assumed).
+"""
 
 ROUNDING = 1e-5
-"""Errors below it are rounding, of which no budget notices a change."""
+"""Errors below this are rounding."""
 
 MEETING = 25
-"""Steps between meetings for the answer. A solution takes some 50 turns."""
+"""Steps between meetings. A solution takes about 50 turns."""
 
 WORTH_SAVING = 0.02
-"""Of the predicted step: what another plan must save to be followed."""
+"""Minimum saving of a new plan, relative to the predicted step time."""
 
 WORTH_GIVING_BACK = 0.2
-"""Of the error: a plan that loses so much less in the same time is followed."""
+"""Minimum relative reduction of the error by a new plan with the same step time."""
 
 SAME_STEP = 1e-3
 
 SPENT = 0.95
-"""Of the budget: plans are solved for this share, so that steps which lose more than the mean stay within it."""
+"""Share of the error budget to solve for, as a reserve for steps with larger errors."""
 
 _TOPIC = "following the gradients"
 
 
 def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
-    """Say why a plan that was solved for by the errors of before should be solved for again; empty if it need not."""
+    """Return why the plan should be solved for again with the errors `now`; empty if it should not."""
     if not before.is_measured:
         return "errors are measured now"
     was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
@@ -68,7 +67,7 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 
 class Adaptation:
-    """Solves for the plan in force again and again. Call `act` after every quiet step, on every rank."""
+    """Solves for the plan in force again. Every rank calls `act` after every quiet step."""
 
     def __init__(
         self,
@@ -83,26 +82,23 @@ class Adaptation:
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
         self._solved_by = self._compared = ASSUMED
-        """The errors that the plan was solved for by, and those that were compared with them last."""
+        """Errors of the last solution and of the last comparison."""
         self._solved_at = 0
-        """Number of steps after which the plan was last solved for."""
         self._last_failure = ""
         self.moves: list[PlanMove] = []
-        """The changes so far."""
 
     def act(self, step: int) -> None:
-        """Go on with what is under way, or begin."""
+        """Continue the work in progress, or begin."""
         if self._work is None and (why := self._why(step)):
             self._work = self._adapt(step, why)
         if self._work is not None and next(self._work, _DONE) is _DONE:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Forget what is under way: another plan is followed, chosen by the errors of now, or other steps follow."""
+        """Cancel the work in progress, since another plan is followed or the job resumes."""
         self._work, self._solved_by, self._solved_at = None, self._errors.table, step
 
     def _why(self, step: int) -> str:
-        """Say why the plan should be solved for again; empty if it should not."""
         plan, table = self._force.plan, self._errors.table
         if not table.is_measured or (plan.is_dense and not self.moves):
             return ""
@@ -139,7 +135,6 @@ class Adaptation:
         self._note(str(move))
 
     def _answer(self) -> Generator[None, None, Mapping[str, Any]]:
-        """Let rank 0 solve, and meet it until it has an answer."""
         ranks = self._site.ranks
         turns = self._solve() if ranks.rank == 0 else None
         answers: list[dict[str, Any] | None] = [None]
@@ -154,7 +149,7 @@ class Adaptation:
                 return shared
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
-        """Solve by the errors of now; the answer comes last. Rank 0 alone runs it."""
+        """Solve with the current errors on rank 0; the answer is yielded last."""
         force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
@@ -190,11 +185,11 @@ def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | Non
 _DONE = object()
 
 
-_SAID = 4  # changes that a note tells
+_SAID = 4  # changes listed in a note
 
 
 def changes_of(before: Plan, after: Plan) -> list[str]:
-    """Say what travels by other strategies, the most elements first; empty for equal plans."""
+    """Return the changes of strategies, the most elements first."""
     diff = diff_plans(PlanFile(before), PlanFile(after))
     found = [f"{each.what} for {mb(each.bytes)} MB" for each in diff.strategies]
     more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []

@@ -1,12 +1,11 @@
-"""Keep what compressors lose of a running step's gradients: look at some steps, and average the looks.
+"""Schedule looks at a step's gradients, and average them to an error table.
 
     a look at a family of compressors ─► its table, smoothed ─► `table`, the same on every rank
                 ▲                                                  │
                 └── after max(20, ⌈look / (0.007 · step)⌉) steps ◄─┘
 
-Families take turns, each in a look of its own. What a look took on the slowest rank is paid for by the steps after it;
-the first looks come one after the other, as long as they have taken AT_ONCE steps at most, and are paid for together.
-Every rank calls all of this at the same steps.
+A look measures the errors of one family; families take turns. The steps after a look amortize its time on the slowest
+rank. The first looks follow each other and are amortized together. Every rank calls the methods at the same steps.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 LOOKS, LOOKS_SHARE = 20, 0.007
-"""Steps between looks at least, and the share of a job's time that looks may take."""
+"""Minimum number of steps between looks, and maximum share of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
-"""Steps that the first looks may take to follow each other, and how far they are apart."""
+"""Maximum time of the first looks, in steps, and the number of steps between them."""
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
-    """Count the steps from a look to the next one; also what is then still to be paid for.
+    """Return the number of steps to the next look, and the look time not yet amortized.
 
-    `unpaid_us` is what looks took that no steps have paid for, `step_us` a step's time without a look, 0 if that is not
-    known, and `more_come_first` until all families were looked at.
+    `unpaid_us`: look time to amortize. `step_us`: step time without a look, 0 if unknown. `more_come_first`: some
+    families have not been measured.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
         return FIRST, unpaid_us
@@ -42,29 +41,28 @@ def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool)
 
 
 class ErrorLooks(Observer):
-    """The looks at one step function's gradients, and the error table that is from them."""
+    """Looks at a step's gradients, and the resulting error table."""
 
     wants = frozenset({Use.LOOK})
 
     def __init__(self, force: PlanInForce, site: Site, times: StepTimes, note: Callable[[str], None], steps: int = 0):
-        """Take looks from the step of this number on; the schedule says when."""
         self._force, self._site, self._times, self._note = force, site, times, note
         self._shapes = {name: tuple(force.inputs.shapes[name]) for name in force.plan.names}
         self._has_noted = False
         self.begin_at(steps)
 
     def begin_at(self, steps: int) -> None:
-        """Look at each family again, from this step of the job on: gradients may be of another time."""
+        """Measure each family again, from this step on."""
         self.looks = 0
-        """The number of looks that were measured."""
+        """Number of successful looks."""
         self._means: list[Rows] = [{} for _ in FAMILIES]
-        """Of each family's looks."""
+        """Mean errors of each family."""
         self._next = 0
-        """The family whose turn it is."""
+        """Next family."""
         self.table: ErrorTable = ASSUMED
-        """The mean of looks, with shares of all squares; without data until every family has been looked at."""
+        """Mean of all looks, without data until every family has been measured."""
         self._step_us = 0.0
-        """A step's time without a look, on the fastest rank; 0 while some rank has timed none."""
+        """Step time without a look, on the fastest rank; 0 if unknown."""
         self._looked_us = self._unpaid_us = 0.0
         self._refusals = 0
         self._under_way: ErrorLook | None = None
@@ -73,19 +71,19 @@ class ErrorLooks(Observer):
     # In a step
 
     def before(self, step: StepUnderWay) -> None:
-        """Begin the look that the step is for; not if the batch is unlike the first one on some rank."""
+        """Begin the step's look."""
         residuals, family = self._force.state.residuals, FAMILIES[self._next]
         look = ErrorLook(family, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
         step.runtime.gradients.on_gradient, step.runtime.gradients.on_update = look.see, look.measure
         self._under_way = look
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Let what was seen not count if the step was left out."""
+        """Discard the look if the step was skipped."""
         if self._under_way is not None:
             self._under_way.is_left_out = bool(step.runtime.counters.skipped)
 
     def between(self, steps: int) -> int:
-        """Take in the look of the step that has ended. Returns the first step that may take the next one."""
+        """Take in a finished look. Return the earliest step of the next one."""
         look, self._under_way, self._steps = self._under_way, None, steps
         if look is not None:
             wait = self._be_refused(look) if look.rows is None else self._take_in(look, look.rows)
@@ -93,7 +91,7 @@ class ErrorLooks(Observer):
         return self._look_from
 
     def _take_in(self, look: ErrorLook, rows: Rows) -> int:
-        """Average a look, and make the table once every family has been looked at. Returns the steps to the next."""
+        """Average a look, and build the table if possible. Return the steps to the next look."""
         took_us = self._slowest(look)
         self._looked_us += took_us
         if not look.is_left_out:
@@ -109,7 +107,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Try again later, after one step more each time: where every 21st batch is another, not always at that one."""
+        """Return the steps to the next attempt. They vary, in case every nth batch is unlike the first one."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True
@@ -120,7 +118,7 @@ class ErrorLooks(Observer):
         return 1 + LOOKS + self._refusals % LOOKS
 
     def _slowest(self, look: ErrorLook) -> float:
-        """Agree on how long a look took on the slowest rank, and a step on the fastest one."""
+        """Return the look's time on the slowest rank, and update the step time of the fastest."""
         mine = [look.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
         everyone = self._site.gather_numbers("what a look took", mine)
         self._step_us = min(step for _, step in everyone) or self._step_us
@@ -128,7 +126,7 @@ class ErrorLooks(Observer):
 
     @property
     def said(self) -> str:
-        """Tell what the table is from, for the report."""
+        """Describe the source of the table."""
         if not self.table.is_measured:
             return "errors of Gaussian values are assumed until each family of compressors has been looked at"
         passed_us = (self._steps - self._begun) * self._step_us

@@ -1,16 +1,15 @@
-"""Look at a running step's gradients, before any parameter changes. All ranks measure, or none does.
+"""Measure compression errors on a step's gradients before any parameter changes. All ranks measure, or none.
 
-    each gradient, as it is packed   kept, with what was left out
-    before the first update          ranks agree that all of them can measure; then they do, and let go of gradients
+    each gradient, as it is packed   kept, with its residual
+    before the first update          ranks agree that all can measure, measure, and free the gradients
 
-Lines, updates and random numbers are those of a step without a look, so parameters are the same to the bit.
+Lines, updates and random numbers stay the same, so the parameters are bitwise identical to those without a look.
 
-A bucket is packed before its compression replaces its residual, so what was left out is copied when a gradient is seen.
-Both are in the unit of a rank's gradient. Where hosts add up before they compress, a rank has a shard of its host's
-residual, and v is the rank's gradient plus that: sums over the ranks are right, a rank's squares are not. What another
-plan owes is not in v.
+Compression replaces residuals, so a residual is copied when its gradient is seen, in the unit of a rank's gradient. If
+hosts sum before they compress, a rank adds its shard of the host's residual: sums over ranks are right, squares of one
+rank are not. Residuals owed by another plan are excluded.
 
-Memory: all gradients, which would else be freed one after the other, and a copy of the residuals.
+Memory: all gradients at once, and a copy of the residuals.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from fxcomp.runtime.clock import Clock
 from fxcomp.site import Site
 
 MARGIN = 1.1
-"""Allocators round up (assumed)."""
+"""Rounding by allocators (assumed)."""
 
 DRAWN_BYTES = 4 * 2 * 64 * 512
-"""The drawn runs of one gradient, and all of them in a row."""
+"""Drawn runs of one gradient, and their concatenation."""
 
 LAG = 0.8
-"""powersgd takes one step of subspace iteration a step, which follows changing gradients late: it loses the error of
-the best matrix of its rank to this power. Fitted to small tasks with four workers, which are within 6 % of that
-(docs/benchmarks/error_tables.md)."""
+"""error of powersgd = (error of the best matrix of this rank) ** LAG: one step of subspace iteration per step follows
+changing gradients late. Fitted to small tasks with four workers, within 6 % (docs/benchmarks/error_tables.md).
+"""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ErrorLook:
-    """One look, in one step; every rank makes one. `number` counts looks, so that each draws other values.
+    """One look in one step. Every rank makes one. `number` counts looks and seeds the drawn values.
 
-    `wants` says that this rank may look. The others are told, and none does if one may not, or has no room for it.
+    No rank measures unless each has `wants` set and enough memory.
     """
 
     def __init__(
@@ -68,19 +67,18 @@ class ErrorLook:
         self._clock, self._spans = Clock(site.device), list[tuple[Any, Any]]()
         spare = compat.spare_bytes(site.device)
         self.lacks_room = spare is not None and spare < needed_bytes(shapes)
-        """This rank has no memory for it."""
         self._is_on = wants and not self.lacks_room
         self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """By parameter and start."""
         self._left_out: dict[str, Tensor] = {}
         self.rows: Rows | None = None
-        """Errors of the family, the same on all ranks; None until all have measured."""
+        """Errors of the family, the same on all ranks; None until measured."""
         self.is_left_out = False
-        """The step was left out, so that nothing counts."""
+        """The step was skipped."""
         self.some_lack_room = False
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
-        """Take in a gradient, or the part of one from element `start` on, before it is compressed."""
+        """Keep a gradient before its compression, or the part from element `start` on."""
         if not self._is_on:
             return
         with self._timed():
@@ -106,7 +104,7 @@ class ErrorLook:
         self._left_out.clear()
 
     def measure(self, _: Tensor) -> None:
-        """Measure what was seen, if all ranks can; every rank calls it before its first update."""
+        """Measure the kept gradients if all ranks can. Every rank calls it before its first update."""
         site, is_out = self._site, not self._is_on or any(self._missing(name) for name in self._shapes)
         flags = torch.tensor([float(is_out), float(self.lacks_room)], device=site.device)
         site.sum_over_ranks(flags)
@@ -133,17 +131,17 @@ class ErrorLook:
         self._spans.append((begin, self._clock.look()))
 
     def took_us(self) -> float:
-        """Return the time that it took beside the step; waits for the device."""
+        """Return the time added to the step, in µs. Waits for the device."""
         compat.synchronize(self._site.device)
         return sum(self._clock.us(begin, end) or 0.0 for begin, end in self._spans)
 
 
 def needed_bytes(shapes: Shapes) -> int:
-    """Count what a look holds beside the step: gradients, residuals, and what measuring the largest one takes."""
+    """Return the bytes of a look: gradients, residuals and temporaries."""
     sizes = [prod(shape) for shape in shapes.values()]
     return int(MARGIN * (4 * (2 * sum(sizes) + 4 * max(sizes, default=0)) + DRAWN_BYTES * len(sizes)))
 
 
 def lagging(rows: Rows) -> Rows:
-    """Return the errors of powersgd as it runs, of those of the best matrices."""
+    """Convert the errors of the best low-rank matrices to the errors of powersgd."""
     return {name: replace(row, errors=tuple(each**LAG for each in row.errors)) for name, row in rows.items()}

@@ -1,4 +1,4 @@
-"""Compare the results of a compiled step with those of eager PyTorch, on this rank, up to their precision's noise."""
+"""Compare results of a compiled step with eager PyTorch on this rank, within tolerances."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from fxcomp.graph.captured import Captured
 from fxcomp.step.verify.eager import EagerResult, largest
 
 FLOAT32 = 1e-4
-"""Relative to the largest element: sums in another order, as Inductor's code has them (assumed)."""
+"""Relative to the largest element: sums in another order, as in Inductor's code (assumed)."""
 
 TF32 = 1e-2
-"""Factors are rounded to 11 bits, and which products are is the library's choice (assumed)."""
+"""Factors are rounded to 11 bits in products chosen by the library (assumed)."""
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Values between operators are rounded to 11 and 8 bits (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients over the relative one times the largest gradient: some are zero but for rounding."""
+"""Absolute tolerance of gradients, as a multiple of the relative tolerance times the largest gradient. Some gradients
+are only rounding errors.
+"""
 
 ROUNDINGS = 16
-"""So many times as far as eager's own rounding moves a gradient, another order of operators may (assumed)."""
+"""Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
 
 UPDATE = 1e-4
-"""Relative to the largest movement: an optimizer's few operators in float32, on the same numbers."""
+"""Relative to the largest movement: a few optimizer operators in float32, on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Allow an update in 16 bits to differ by so many units in the last place: fused operators round once, others often."""
+"""Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
 
 
 def tolerance_of(captured: Captured) -> float:
-    """Choose the tolerance of losses and gradients relative to the largest element, for reordered operators."""
+    """Return the tolerance of losses and gradients relative to the largest element."""
     values = [node.meta.get("val") for node in captured.graph.graph.nodes]
     dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     found = [FLOAT32, *(HALF[dtype] for dtype in HALF if dtype in dtypes)]
@@ -47,7 +49,7 @@ def tolerance_of(captured: Captured) -> float:
 
 
 def difference(value: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> float | None:
-    """Find the largest difference, or None if it is noise. Values that are not finite must be so in both."""
+    """Return the largest difference, or None if it is noise. Non-finite values must be at the same places."""
     if value.shape != expected.shape or value.dtype is not expected.dtype:
         return float("inf")
     if torch.equal(value, expected):
@@ -55,7 +57,7 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
     if not (value.is_floating_point() or value.is_complex()):
         return (value.double() - expected.double()).abs().max().item()
     found = (value - expected).abs().max().item()
-    if not (found < float("inf")):  # something is not finite
+    if not (found < float("inf")):  # some values are not finite
         both = value.isfinite() & expected.isfinite()
         if not torch.equal(value.isfinite(), expected.isfinite()):
             return float("inf")
@@ -66,9 +68,9 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """Find the largest distance of two updates of a tensor, and of its movement; None if it is rounding.
+    """Return the largest difference of two updates, and the largest movement; None for rounding.
 
-    Differences are held against the movement: a rate that is off by a tenth moves a parameter by a fraction of itself.
+    Tolerances are relative to the movement, since a wrong learning rate moves a parameter only slightly.
     """
     if torch.equal(after, expected):
         return None
@@ -86,33 +88,32 @@ def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[fl
 
 
 class Differences:
-    """The first difference that is more than noise, as a sentence."""
+    """First difference above noise, as a sentence."""
 
     def __init__(self, captured: Captured):
         self._captured = captured
         self.relative = tolerance_of(captured)
         self.first = ""
         self.suspects: dict[str, tuple[float, str]] = {}
-        """Gradients whose difference may be rounding: how large it is, and the sentence."""
+        """Gradients whose difference may be rounding, with its size and sentence."""
         self._is_exact = True
-        """Everything so far was equal bit for bit: then whole numbers must be equal too."""
+        """Everything so far was bitwise equal. Integers must then be equal, too."""
 
     def note(self, what: str) -> None:
-        """Note a difference unless there is one already."""
         self.first = self.first or what
 
     def check_loss(self, loss: Tensor, expected: Tensor) -> None:
-        """Compare losses; a difference comes before those of gradients."""
+        """Compare losses; a difference replaces an earlier one."""
         if self._off(loss, expected) is not None:
             self.first = f"the loss is {loss.item():.9g}, eager's is {expected.item():.9g}"
 
     def check_gradient(
         self, name: str, gradient: Tensor, expected: Tensor, largest_of_all: float, start: int = 0
     ) -> None:
-        """Compare a local gradient, or a part of one from element `start` on.
+        """Compare a local gradient, or its part from element `start` on.
 
-        One that is zero but for rounding is measured by the largest of all, a part by the largest of its whole. What
-        is more, but would be noise of the largest of all, is suspected: its terms may be larger than their sum.
+        The tolerance allows for the largest of all gradients. A larger difference that would be noise of the largest
+        gradient makes the gradient a suspect: its terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
@@ -130,7 +131,7 @@ class Differences:
             self.suspects[name] = max((off, said), self.suspects.get(name, (0.0, "")))
 
     def judge_suspects(self, rounding: Mapping[str, float]) -> dict[str, float]:
-        """Note a difference beyond rounding, which moves each gradient so far; return the tolerance."""
+        """Record suspects whose difference exceeds ROUNDINGS times `rounding`. Return the tolerances."""
         allowed = {name: ROUNDINGS * rounding.get(name, 0.0) for name in self.suspects}
         for name, (off, said) in self.suspects.items():
             if not off <= allowed[name]:
@@ -138,7 +139,6 @@ class Differences:
         return allowed
 
     def check_aux(self, returned: Sequence[Any], eager: EagerResult) -> None:
-        """Compare the auxiliary results."""
         if self._captured.has_aux and eager.aux_spec != self._captured.aux_spec:
             self.note("the auxiliary result has another structure than eager's")
             return
@@ -152,7 +152,6 @@ class Differences:
                 self.note(f"value {place} of the auxiliary result is {_shown(value)}, eager's is {_shown(expected)}")
 
     def check_buffers(self, model: nn.Module, eager: EagerResult) -> None:
-        """Compare buffers with what eager's forward pass made of them."""
         for name, buffer in model.named_buffers():
             expected = eager.buffers.get(name)
             if expected is not None and (off := self._off(buffer, expected)) is not None:
@@ -162,9 +161,9 @@ class Differences:
                 )
 
     def _off(self, value: Tensor, expected: Tensor, absolute: float = 0.0) -> float | None:
-        """Give the difference if it is more than noise.
+        """Return the difference if it is above noise.
 
-        Whole numbers may follow from noise, as a count of right answers.
+        Integers may differ through noise, for example a count of correct answers.
         """
         if torch.equal(value, expected):
             return None

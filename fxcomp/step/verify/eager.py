@@ -1,4 +1,4 @@
-"""Run one step's loss and gradients by eager PyTorch, and leave everything that it writes as it was."""
+"""Run one step's loss and gradients with eager PyTorch, without side effects."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from fxcomp.graph.captured import Captured, written_parameters
 
 @dataclass(slots=True)
 class EagerResult:
-    """The results of eager PyTorch for one batch on this rank."""
+    """Eager results for one batch on this rank."""
 
     loss: Tensor
     count: Tensor | None
-    """The number of elements that the loss is a sum over; None if it has no weight."""
+    """Number of elements in the sum that is the loss; None for a loss without weight."""
     aux: list[Any]
     aux_spec: pytree.TreeSpec
     gradients: dict[str, Tensor]
-    """Of the parameters that the compiled step updates, each in memory of its own; zero where eager has none."""
+    """Gradients of the parameters that the compiled step updates, in separate memory; zero if eager has none."""
     unexpected: tuple[str, ...]
     """Parameters with a gradient that the compiled step does not update."""
     buffers: dict[str, Tensor]
-    """As the forward pass left them."""
+    """Values after the forward pass."""
 
 
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function on the user's own tensors, and again, with `backward()`, on aliases that have no hooks.
+    """Run the loss function on the user's tensors, then with `backward()` on aliases without hooks. Nothing changes.
 
-    Nothing of the user's changes. The backward pass begins with `seed`, with 1 if there is none. Raises CaptureFailed
-    if the aliases lead to another backward graph: the step asks which tensor a parameter is, as capture cannot.
+    The backward pass starts from `seed`, or 1. Raises CaptureFailed if the aliases lead to another backward graph,
+    because the loss function compares the identity of parameters.
     """
     with _undisturbed(training, captured, {}), _same_hooks(training.model):
         loss, weighted, aux = _forward(training, captured, batch)
@@ -64,14 +64,13 @@ def _forward(training: Training, captured: Captured, batch: Any) -> tuple[Tensor
 
 
 def _way(loss: Tensor) -> list[str]:
-    """Name the nodes of a loss's backward graph."""
     return [node.name() for node in compat.nodes_of(loss)]
 
 
 def _gradients(
     training: Training, captured: Captured, batch: Any, seed: Tensor | None, way: list[str] | None = None
 ) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, Tensor]]:
-    """Run `backward()` on aliases; give gradients, unexpected ones' names, and buffers, as EagerResult has them."""
+    """Return gradients, unexpected gradients' names, and buffers of `backward()` on aliases, as in EagerResult."""
     tensors = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}
     buffers: dict[str, Tensor] = {}
     with _undisturbed(training, captured, buffers):
@@ -95,20 +94,19 @@ def _gradients(
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Make a tensor of the same memory with a `.grad` of its own, and without hooks."""
+    """Return a tensor of the same memory with its own `.grad` and no hooks."""
     alias = tensor.detach()
     return nn.Parameter(alias) if isinstance(tensor, nn.Parameter) else alias.requires_grad_()
 
 
 FACTORS = (0.7, 1.3, 0.9)
-"""Of the backward pass's seed: they move no exponent alone, so nothing rounds as it did."""
+"""Factors of the backward seed. They change mantissas, so rounding differs."""
 
 
 def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> dict[str, float]:
-    """Tell how far rounding alone moves each gradient, relative to the largest of all.
+    """Estimate the rounding error of each gradient, relative to the largest of all.
 
-    Backward passes begin with multiples of the seed, which are divided out again. Gradients are proportional to the
-    seed, but for rounding.
+    Gradients are proportional to the backward seed, except for rounding.
     """
     one = torch.ones((), device=training.device) if seed is None else seed
     first, *_ = _gradients(training, captured, batch, one)
@@ -123,7 +121,7 @@ def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor
 
 @contextmanager
 def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tensor]) -> Generator[None]:
-    """Run eager PyTorch and leave everything that it writes as it was; `buffers` gets what it made of them."""
+    """Restore everything that eager PyTorch writes. `buffers` receives the new buffers."""
     parameters = dict(training.model.named_parameters())
     with (
         torch.inference_mode(False),
@@ -138,7 +136,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
 
 @contextmanager
 def _same_hooks(model: nn.Module) -> Generator[None]:
-    """Take off the hooks that the step registers on parameters; any that were there are refused, or fxcomp's own."""
+    """Remove the hooks that the step registers. Earlier hooks are fxcomp's own; others are rejected."""
     places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     empty = [place for place in places if not getattr(*place)]
     try:
@@ -149,14 +147,14 @@ def _same_hooks(model: nn.Module) -> Generator[None]:
 
 
 def _written_into(gradient: Tensor) -> Tensor:
-    """Make a gradient dense that is sparse, or one number, spread: it is written into later, as `.grad` may be."""
+    """Return a dense gradient with its own elements, since it is written to later."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient.contiguous() if 0 in compat.strides(gradient) else gradient
 
 
 def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Copy gradients that share memory: those of a sum's terms are one tensor, those of ones a single value."""
+    """Copy gradients that share memory, as gradients of a sum's terms do."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     for name, gradient in gradients.items():
         memory = gradient.untyped_storage().data_ptr()
@@ -167,7 +165,7 @@ def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, 
 
 
 def _copied(batch: Any) -> Any:
-    """Copy a batch: a forward pass may write into it."""
+    """Copy a batch, since a forward pass may write to it."""
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -186,7 +184,7 @@ def _copied(batch: Any) -> Any:
 
 @contextmanager
 def _same_random_numbers(model: nn.Module) -> Generator[None]:
-    """Put back the state of torch's, Python's and numpy's generators."""
+    """Restore the generators of torch, Python and numpy."""
     devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy is not None else None
@@ -201,9 +199,9 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
-    """Put back buffers, and parameters that a forward pass writes; `after` gets the buffers that it made."""
+    """Restore buffers, and parameters that the forward pass writes. `after` receives the new buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
-    # Versions do not tell which ones are written: batch norm writes its running statistics without counting.
+    # Versions do not show writes: batch norm writes its running statistics without counting.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield
@@ -211,7 +209,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
     finally:
         with torch.no_grad():
             for table, original in tables:
-                table.update(original)  # the forward pass may have put new ones in their places
+                table.update(original)  # the forward pass may have replaced them
             for buffer, data, value in before:
                 buffer.data = data  # the forward pass may have assigned to it
                 buffer.copy_(value)
@@ -219,7 +217,7 @@ def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[
 
 @contextmanager
 def _same_constants(captured: GraphModule) -> Generator[None]:
-    """Put back tensors and generators outside of the model that a step writes, as a teacher's statistics."""
+    """Restore tensors and generators outside of the model, such as a teacher's statistics."""
     tensors = [(tensor, tensor.detach().clone()) for tensor in _written(captured)]
     generators = [(generator, generator.get_state()) for generator in compat.generators_in(captured)]
     try:
@@ -242,7 +240,6 @@ _UNDECLARED = ("running_mean", "running_var")
 
 
 def _places(node: Node) -> Iterator[Node]:
-    """Find the values that an operator writes into."""
     if compat.is_operator(node.target):
         given = dict(zip(compat.places_of_arguments(node.target), node.args, strict=False)) | node.kwargs
         written = (given.get(name) for name in (*compat.written_arguments(node.target), *_UNDECLARED))
@@ -250,14 +247,14 @@ def _places(node: Node) -> Iterator[Node]:
 
 
 def _root(node: Node) -> Node:
-    """Find the value whose memory a view shows."""
+    """Return the base tensor of a chain of views."""
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def largest(value: Tensor) -> float:
-    """Find the largest finite magnitude; 0 if there is none."""
+    """Return the largest finite magnitude; 0 if there is none."""
     if value.numel() == 0:
         return 0.0
     found = value.detach().abs().max().item()

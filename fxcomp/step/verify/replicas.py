@@ -1,7 +1,7 @@
-"""Compare parameters and the optimizer's state between ranks, in the steps that are verified.
+"""Compare parameters and optimizer state between ranks in verified steps.
 
-Checksums of all of them make 32 bits, which travel with the flags that every verified step exchanges first. Only where
-these differ do ranks look for the first tensor, and the first element in it, that is not the same.
+A 32-bit checksum of all values travels with the flags that every verified step exchanges. If it differs, ranks search
+for the first differing tensor and element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BITS = 32
 
 
 class Replicas:
-    """The values that must be the same on all ranks before a step: parameters and what the optimizers keep for them."""
+    """Values that must be equal on all ranks before a step: parameters and optimizer state."""
 
     def __init__(self, training: Training, ranks: Ranks) -> None:
         self._ranks, self._tensors = ranks, dict[str, Tensor]()
@@ -36,14 +36,14 @@ class Replicas:
 
     @property
     def flags(self) -> list[bool]:
-        """The bits of the checksums, and their complements: where a bit differs, both hold on some rank."""
+        """Bits of the checksum and their complements. A bit differs between ranks if both are set on some rank."""
         names = "".join(self._tensors).encode()
         digest = zlib.crc32(np.asarray(self._sums, dtype=np.int64).tobytes(), zlib.crc32(names))
         bits = [bool(digest >> place & 1) for place in range(BITS)]
         return [*bits, *(not bit for bit in bits)]
 
     def check(self, anywhere: Sequence[bool], step: int) -> None:
-        """Raise ReplicasDiffer on all ranks if any rank found a difference."""
+        """Raise ReplicasDiffer on all ranks if the checksums differ."""
         if any(one and zero for one, zero in zip(anywhere[:BITS], anywhere[BITS:], strict=True)):
             raise ReplicasDiffer(
                 f"{self._difference()}: replicas have drifted apart before step {step}.\n"
@@ -53,7 +53,7 @@ class Replicas:
             )
 
     def _difference(self) -> str:
-        """Name the first tensor that differs from rank 0's, its first such element, and both values."""
+        """Describe the first tensor and element that differ from rank 0, with both values."""
         mine = dict(zip(self._tensors, self._sums, strict=True))
         everyone = self._ranks.gather("comparing parameters", mine)
         first = everyone[0]
@@ -65,7 +65,7 @@ class Replicas:
         return f"rank 0's optimizer keeps no {missing}, and another rank's does"
 
     def _element(self, name: str, place: int) -> str:
-        """Halve a tensor until one element is left that differs between the first rank and another one."""
+        """Find the first differing element by bisection."""
         there, here = self._ranks.numbers[place], self._ranks.numbers[0]
         found = self._tensors.get(name)
         sizes = self._ranks.gather("comparing sizes", None if found is None else list(found.shape))

@@ -1,17 +1,16 @@
-"""Compare what an emitted step does to each parameter with what the user's own optimizer does to a copy.
+"""Compare the update of each parameter with the user's own optimizer on a copy.
 
-Updates get the mean of the ranks' gradients, which is checked without sending any gradient again: a weighted sum of a
-mean is the mean of the weighted sums, so ranks exchange two numbers for each parameter.
+Updates get the mean of the ranks' gradients. The check exchanges two numbers per parameter: a weighted sum of the mean
+is the mean of the weighted sums.
 
-Where ranks exchange the momentum, what an update should do follows from plain formulas:
+If ranks exchange momenta, the update follows from formulas (docs/where_the_mean_stands.md):
 
-    x = m(g) / d              what a rank sends: the mean that its optimizer makes of its own gradient
-    m <- d M                  what the shared mean M becomes, cut off at LARGEST_MEAN
-    g = (d M - m(0)) / (m(1) - m(0))    the gradient of which the optimizer would make it: m is linear
-    v <- v growth             d stays what it is
+    x = m(g) / d              payload of a rank: the mean that its optimizer makes of its own gradient
+    m <- d M                  M: shared mean, clamped to LARGEST_MEAN
+    g = (d M - m(0)) / (m(1) - m(0))    gradient from which the optimizer would make it: m is linear
+    v <- v growth             d stays the same
 
-So the user's optimizer, given that gradient and a second moment that it makes v of, does to a copy what the emitted
-step should do. Source: docs/where_the_mean_stands.md.
+The user's optimizer updates a copy with this gradient, and with a second moment that it turns into v.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from fxcomp.step.verify.eager import largest
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""The error that a weighted sum may have, relative to the norm: roundings of float32 are independent.
+"""Relative tolerance of a weighted sum: roundings of float32 are independent.
 
-Of gradients in 16 bits it is what all their noise may be (`HALF`): they are rounded where they are packed and summed.
+`HALF` replaces it for 16-bit gradients, which are rounded when packed and summed.
 """
 
 
@@ -54,16 +53,16 @@ class Means:
     def __init__(self, device: torch.device):
         self._device = device
         self._sums: dict[str, tuple[float, float]] = {}
-        """By parameter: the weighted sum, and the sum of squares."""
+        """Weighted sum and sum of squares."""
         self.is_known = False
 
     def add(self, name: str, gradient: Tensor, start: int = 0) -> None:
-        """Take in a local gradient, or a part of one from element `start` on."""
+        """Add a local gradient, or its part from element `start` on."""
         weighted, squares = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = weighted + weighted_sum(gradient, start), squares + square_sum(gradient)
 
     def average(self, names: Sequence[str], runtime: Runtime, ranks: int) -> None:
-        """Average over the ranks; all of them call it with the same names."""
+        """Average over the ranks. Every rank calls it with the same names."""
         mine = [number for name in names for number in self._sums[name]]
         numbers = torch.tensor(mine, dtype=torch.float64, device=self._device)
         runtime.transport.all_reduce(numbers, "world", "main").wait()
@@ -72,7 +71,6 @@ class Means:
         self.is_known = True
 
     def contradict(self, name: str, gradient: Tensor, factor: float) -> bool:
-        """Ask if a gradient is not the mean times a factor."""
         expected, squares = self._sums[name]
         rounding = HALF.get(gradient.dtype, ROUNDING)
         found, allowed = weighted_sum(gradient), rounding * math.sqrt(squares) * factor + _least(gradient)
@@ -82,15 +80,15 @@ class Means:
 
 
 def _least(gradient: Tensor) -> float:
-    """Bound the weighted sum of values that are too small for the type: fp16 has none below 6e-8."""
+    """Bound the weighted sum of values below the type's smallest subnormal: 6e-8 for fp16."""
     known = torch.finfo(gradient.dtype)
     return known.smallest_normal * known.eps * math.sqrt(gradient.numel())
 
 
 def weighted_sum(value: Tensor, start: int = 0) -> float:
-    """Sum values with weights that follow from the place alone, on every machine; neighbours weigh differently.
+    """Sum values with weights that depend on the position only; neighbours have different weights.
 
-    The first value's place is `start`, so that sums of parts add up to the sum of the whole.
+    `start` is the position of the first value, so that sums of parts add up.
     """
     flat = value.detach().double().reshape(-1)
     row, column = divmod(start, COLUMNS)
@@ -100,23 +98,21 @@ def weighted_sum(value: Tensor, start: int = 0) -> float:
 
 
 def square_sum(value: Tensor) -> float:
-    """Sum the squares of a tensor's values."""
     return float(value.detach().double().square().sum().item())
 
 
 def _weights(count: int, prime: int, device: torch.device) -> Tensor:
-    """Make weights between -1 and 1 without apparent order."""
     return (torch.arange(count, dtype=torch.float64, device=device) * 73 + 11).remainder(prime) * (2 / prime) - 1
 
 
 Rule = Callable[..., None]
 
 CLIPPED = 1e-3
-"""Relative: how far the norm of clipped gradients may be off in fp32."""
+"""Relative tolerance of the norm of clipped gradients in fp32."""
 
 
 class UpdateCheck:
-    """Compares the updates of one step, holding copies of one parameter and its state at a time."""
+    """Checks of one step's updates, with copies of one parameter and its state at a time."""
 
     def __init__(
         self,
@@ -128,14 +124,14 @@ class UpdateCheck:
         self._training, self._relative = training, relative
         recorded = [owner for owner in training.owned if owner.parameter in fresh_states(owner.optimizer)]
         self._fresh = {owner.name for owner in recorded if is_fresh(owner)}
-        """Parameters whose first step this is, as their state is before the step renews any."""
+        """Parameters before their first update."""
         self._states = {o.name: copied(o.state) for o in recorded if may_change(o.state)}
-        """States that the step might renew, as they were before it."""
+        """States that the step might replace, as they were before."""
         self._shadows = {id(each): shadow_of(each) for each in training.optimizers}
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
         self._sharing: dict[int, dict[str, Tensor]] = {}
-        """Parameters by the memory that they lie in: views of one tensor count their writes together."""
+        """Parameters by memory: views of one tensor share a version counter."""
         for name, parameter in training.model.named_parameters():
             self._sharing.setdefault(memory_of(parameter), {})[name] = parameter
         self._written, self._moved = written, moved or {}
@@ -143,19 +139,18 @@ class UpdateCheck:
         self._arrived = 0.0
         self._sent = 0.0
         self.expected: dict[str, Tensor] = {}
-        """On one rank: the gradients that should reach the updates."""
+        """Gradients that should reach the updates, with one rank."""
         self.means = Means(training.device)
-        """On several ranks, where nothing is compressed: their means."""
+        """Mean gradients, with several ranks and without compression."""
         self.largest = 0.0
-        """The largest magnitude of all expected gradients."""
+        """Largest magnitude of all expected gradients."""
         self.rounding: Mapping[str, float] = {}
-        """The tolerance of gradients that are rounding alone."""
+        """Tolerance of gradients that are only rounding."""
         self.wrong: str = ""
         self.updated = 0
-        """Number of parameters that were updated rightly."""
 
     def rule(self, _: str, run: Rule) -> Rule:
-        """Observe a function of the optimizer; one that takes no parameter and gradient counts as no update."""
+        """Wrap a function of the optimizer. Functions without parameter and gradient are not checked."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         if {"parameters", "gradients"} <= set(names):
             return self._rule_by_lists(names, run)
@@ -170,7 +165,7 @@ class UpdateCheck:
         return observed
 
     def _rule_by_lists(self, names: Sequence[str], run: Rule) -> Rule:
-        """Observe a function that updates several parameters: it is called for each of them alone."""
+        """Wrap a function that updates several parameters: call it for each parameter alone."""
 
         def observed(*arguments: Any) -> None:
             for place in range(len(arguments[names.index("parameters")])):
@@ -182,11 +177,10 @@ class UpdateCheck:
         return observed
 
     def bucket(self, value: Tensor) -> None:
-        """Count a bucket that arrived from the other ranks."""
         self._arrived += square_sum(value)
 
     def finish(self, names: tuple[str, ...], *, skipped: bool) -> None:
-        """Check after the last line that each parameter was updated once, and no other one."""
+        """Check that each parameter was updated exactly once, and no other parameter changed."""
         if self.wrong:
             return
         for name in names:
@@ -202,12 +196,10 @@ class UpdateCheck:
 
     @property
     def _clipping(self) -> float:
-        """The factor by which clipping scales the averaged gradients."""
         limit = self._training.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (math.sqrt(self._arrived) + 1e-6))
 
     def _check_clipping(self) -> None:
-        """Check that updates got the gradients that arrived, clipped."""
         arrived, sent = math.sqrt(self._arrived), math.sqrt(self._sent)
         wanted = self._clipping * arrived
         noise = max(CLIPPED, *(HALF.get(each.parameter.dtype, 0.0) for each in self._training.owned))
@@ -234,7 +226,7 @@ class UpdateCheck:
                 own = self.step_own(owner, state, before, gradient)
             else:
                 own = self._moved_update(moved, owner, before, gradient)
-        except compat.OUT_OF_MEMORY:  # then this one goes unseen
+        except compat.OUT_OF_MEMORY:  # skip the check
             run()
             self._count(owner)
             return
@@ -252,7 +244,7 @@ class UpdateCheck:
             self._count(owner)
 
     def as_sent(self, name: str, sent: Tensor, gradient: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return what a rank sends and what it should send, in the gradient's unit; `gradient` is eager's."""
+        """Return the sent and the expected gradient, in eager's unit. `gradient` is eager's."""
         moved = self._moved.get(name)
         if moved is None:
             return sent, gradient
@@ -268,7 +260,7 @@ class UpdateCheck:
     def step_own(
         self, owner: Owned, state: Mapping[str, Any], before: Mapping[str, Tensor], gradient: Tensor
     ) -> dict[str, Any]:
-        """Let the user's optimizer update a copy; returns the parameter, under the key "", and its state."""
+        """Update a copy with the user's optimizer. Return the parameter, with key "", and its state."""
         value = before[""].clone()
         given = {key: before[key].clone() if key in before else other for key, other in state.items()}
         limit = self._training.max_grad_value
@@ -286,9 +278,9 @@ class UpdateCheck:
     def _moved_update(
         self, moved: MovedState, owner: Owned, given: Mapping[str, Tensor], shared: Tensor
     ) -> dict[str, Any]:
-        """Return a parameter, under the key "", and its state after an update that gets the shared mean.
+        """Return the parameter, with key "", and its state after an update with the shared mean.
 
-        In double precision: the squares of a gradient that jumps are far larger than the second moment that stays.
+        Computed in double precision, since squares of a jumping gradient far exceed the frozen second moment.
         """
         state, key = owner.state, moved.magnitude
         before = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
@@ -315,7 +307,7 @@ class UpdateCheck:
         self.updated += 1
 
     def is_expected(self, name: str, gradient: Tensor) -> bool:
-        """Check that a gradient is the one that eager PyTorch would have after averaging and clipping."""
+        """Check a gradient against the averaged and clipped eager gradient."""
         if self._arrived > 0:
             self._sent += square_sum(gradient)
         if self.means.is_known and self.means.contradict(name, gradient, self._clipping):

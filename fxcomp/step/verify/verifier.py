@@ -1,16 +1,15 @@
-"""Compare some of a compiled step's runs with eager PyTorch, and raise on every rank where they differ.
+"""Compare some steps with eager PyTorch, and raise on every rank if any rank finds a difference.
 
-    parameters, state       are compared between ranks
-    eager PyTorch ─► loss, aux, gradients, buffers    on a copy of the batch; nothing of the user's changes
+    parameters, state       compared between ranks
+    eager PyTorch ─► loss, aux, gradients, buffers    on a copy of the batch, without side effects
     the emitted step:
-        each local gradient     is compared as it is made
-        before any update       the ranks agree; all of them raise, or none. Where a small difference may be rounding,
-                                eager PyTorch first tells how far rounding alone moves that gradient
-        each update             is compared with the user's own optimizer on a copy of that parameter
-        after the last line     aux and buffers are compared; the ranks agree again
+        each local gradient     compared when it is ready
+        before any update       ranks agree: all raise, or none. For a small difference, eager PyTorch first
+                                estimates the rounding error
+        each update             compared with the user's optimizer on a copy
+        after the last line     aux and buffers are compared; ranks agree again
 
-Every rank verifies the same steps. One that has no room for the eager pass tells the others, and the step is not
-verified anywhere.
+If a rank lacks memory for the eager pass, no rank verifies the step.
 """
 
 from __future__ import annotations
@@ -45,30 +44,28 @@ from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck, square_sum
 
 MARGIN = 1.1
-"""Allocators round up (assumed)."""
+"""Rounding by allocators (assumed)."""
 
 STATES_AT_ONCE = 12
-"""Copies of the largest parameter or of a state, in fp32 or wider: before, expected, and what comparing them makes."""
+"""Copies of the largest parameter or state, in fp32 or wider: before, expected, and temporaries."""
 
 
 @dataclass(slots=True)
 class Verifier(Observer):
-    """Verifies the steps that the calendar says, unless a rank lacks the room."""
-
     wants = frozenset({Use.VERIFY})
 
     training: Training
     ranks: Ranks
     note: Callable[[str], None]
     sums: Sums
-    """The other micro-batches of a step's group."""
+    """Other micro-batches of the step's group."""
     _has_noted: bool = False
     _under_way: Verification | None = None
 
     def before(self, step: StepUnderWay) -> None:
-        """Run eager PyTorch for the step, unless some rank has no room for that.
+        """Run eager PyTorch for the step, unless a rank lacks memory.
 
-        Raises ReplicasDiffer on all ranks where parameters or the optimizer's state are not the same.
+        Raises ReplicasDiffer on all ranks if parameters or optimizer state differ between ranks.
         """
         spare, needed = compat.spare_bytes(self.training.device), needed_bytes(self.training, step.batch)
         replicas = Replicas(self.training, self.ranks)
@@ -83,13 +80,13 @@ class Verifier(Observer):
             self._under_way = Verification(self, step, needed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Compare what the step has made. Raises VerificationFailed on every rank if any rank found a difference."""
+        """Compare the step's results. Raises VerificationFailed on every rank if any rank found a difference."""
         if self._under_way is not None:
             self._under_way.finish(aux)
             self._under_way = None
 
     def skip(self, step: int, needed: int) -> None:
-        """Say once that steps are not verified."""
+        """Note once that steps are not verified."""
         if not self._has_noted:
             self._has_noted = True
             self.note(
@@ -99,10 +96,9 @@ class Verifier(Observer):
 
 
 def needed_bytes(training: Training, batch: Any) -> int:
-    """Count the memory that is held while the compiled step runs.
+    """Return the bytes held while the compiled step runs, after the eager pass.
 
-    One set of gradients, buffers twice, the batch, the largest parameter with its state. The eager pass itself, which
-    is over by then, needs what a step needs at its peak.
+    One set of gradients, buffers twice, the batch, and the largest parameter with its state.
     """
     gradients = [owner.parameter.nbytes for owner in training.owned]
     largest_fp32 = max(max(owner.parameter.nbytes, 4 * owner.parameter.numel()) for owner in training.owned)
@@ -112,15 +108,13 @@ def needed_bytes(training: Training, batch: Any) -> int:
 
 
 def anywhere(training: Training, runtime: Runtime, *flags: bool) -> list[bool]:
-    """Ask what holds on any rank; all ranks call it at the same line."""
+    """Return for each flag if any rank set it. Every rank calls it at the same line."""
     counts = torch.tensor([float(flag) for flag in flags], device=training.device)
     runtime.transport.all_reduce(counts, "world", "main").wait()
     return [bool(count > 0) for count in counts.cpu()]
 
 
 class Verification:
-    """One step under verification."""
-
     def __init__(self, verifier: Verifier, step: StepUnderWay, needed: int):
         self._verifier, self._training, self._program = verifier, verifier.training, step.program
         self._step, self._runtime, self._batch = step.number, step.runtime, step.batch
@@ -131,7 +125,7 @@ class Verification:
         self._ranks = verifier.ranks.world_size
         self._needed = needed
         self._seen = Counter[str]()
-        """Elements of each gradient that have been compared."""
+        """Compared elements of each gradient."""
         self._differences = Differences(step.program.captured)
         self._updates = UpdateCheck(
             self._training,
@@ -147,7 +141,7 @@ class Verification:
         shown.on_gradient, shown.on_update = self._on_gradient, self._on_update
 
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
-        """Run eager PyTorch; None if there is no room for its results, or if it raises."""
+        """Run eager PyTorch; return None if it lacks memory or raises."""
         try:
             return run_eagerly(self._training, self._program.captured, batch, self._seed())
         except compat.OUT_OF_MEMORY:
@@ -162,7 +156,7 @@ class Verification:
         return self._verifier.sums.seed(is_weighted=self._program.captured.is_weighted)
 
     def _look_again(self) -> bool:
-        """Ask what suspected gradients are but rounding, and if any rank found a difference; every rank calls it."""
+        """Judge suspects by rounding errors. Return True if any rank found a difference. Every rank calls it."""
         rounding: dict[str, float] = {}
         with suppress(*compat.OUT_OF_MEMORY):
             rounding = rounding_of(self._training, self._program.captured, self._batch, self._seed())
@@ -171,7 +165,7 @@ class Verification:
         return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
-        """Let eager's gradients be those of the whole group, weighed where the loss has a count."""
+        """Return eager's gradients of the whole group, weighted if the loss has a count."""
         sums, share = self._verifier.sums, None
         if self._program.captured.is_weighted:
             share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
@@ -193,7 +187,7 @@ class Verification:
     def _on_gradient(self, name: str, gradient: Tensor, start: int) -> None:
         if self._eager is None or self._differences.first:
             return
-        with suppress(*compat.OUT_OF_MEMORY):  # then this one goes unseen
+        with suppress(*compat.OUT_OF_MEMORY):  # skip this one
             expected = self._eager.gradients[name]
             sent, wanted = self._updates.as_sent(name, gradient, expected, start)
             self._differences.check_gradient(name, sent, wanted, self._updates.largest, start)
@@ -225,13 +219,12 @@ class Verification:
             self._updates.means.average(self._program.captured.gradient_names, self._runtime, self._ranks)
 
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add what has waited for eager's gradients, as one rank does by itself."""
+        """Add the owed residuals to eager's gradients, as a single rank does."""
         owed = self._runtime.gradients.owed
         waited = {name: owed[name] for name in gradients if name in owed}
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip eager's gradients in place."""
         limit = self._training.max_grad_norm
         if limit is not None:
             norm = math.sqrt(sum(map(square_sum, gradients.values())))
@@ -242,7 +235,7 @@ class Verification:
     # Updates
 
     def _watch_arrivals(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Count the buckets that an update region gets, where gradients are clipped."""
+        """Count the buckets that reach an update region, if gradients are clipped."""
         places = self._places_of_buckets().get(name, ()) if self._training.max_grad_norm is not None else ()
         if not places:
             return run
@@ -255,7 +248,7 @@ class Verification:
         return watched
 
     def _places_of_buckets(self) -> dict[str, tuple[int, ...]]:
-        """Find the arguments of each update region that are averaged gradients, flat."""
+        """Return the positions of flat averaged gradients in each update region's arguments."""
         seen: set[Any] = set()
         places: dict[str, tuple[int, ...]] = {}
         for region in (region for region in regions(self._program.graph) if region.updates):
@@ -267,14 +260,14 @@ class Verification:
     # After the last line
 
     def finish(self, aux: Sequence[Any]) -> None:
-        """Compare updates, aux and buffers, if eager PyTorch has run on all ranks."""
+        """Compare updates, aux and buffers."""
         eager, found = self._eager, self._differences
         if eager is None:
             return
         self._updates.finish(self._program.captured.gradient_names, skipped=self._runtime.counters.skipped)
         found.note(self._updates.wrong)
         found.check_aux(aux, eager)
-        if self._verifier.ranks.rank == 0:  # the other ranks are given its buffers
+        if self._verifier.ranks.rank == 0:  # the other ranks receive its buffers
             found.check_buffers(self._training.model, eager)
         if anywhere(self._training, self._runtime, bool(found.first))[0]:
             self._fail(self._what_was_updated())
@@ -301,6 +294,6 @@ def _added(gradient: Tensor, waited: Tensor) -> Tensor:
 
 
 def _is_bucket(node: torch.fx.Node) -> bool:
-    """Ask if a node's value is a bucket of gradients that came from other ranks."""
+    """Return True if the value is a bucket of gradients from other ranks."""
     known = info(node)
     return known.role in (Role.WAIT, Role.DECOMPRESS, Role.COPY) and known.bucket is not None
