@@ -1,14 +1,13 @@
-"""Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
+"""Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
     now      in the calling thread
-    later    in a thread of its own, one region after the other, while the job trains
+    later    in a separate thread, one region at a time, while the job trains
 
-Processes of one machine compile a region one after the other, so that all but the first find it in Inductor's cache.
+Processes on one machine compile a region in turn, so that all but the first find it in Inductor's cache.
 
-Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
-operators and their arguments, by the types, sizes and strides of its inputs and which of these share memory, and by the
-tensors that it reads as constants; the names of nodes do not count, so the backward passes of a model's like layers are
-alike. Symbols of sizes mean the same in all regions of one capture.
+Plans that race cut the same captured graph, so most of their regions are equal. The key of a region has its operators
+and arguments, its inputs' types, sizes, strides and shared memory, and its constant tensors, but no node names. The
+backward passes of equal layers therefore share code. Size symbols mean the same in all regions of a capture.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """The regions of one captured step that Inductor has compiled.
+    """Regions of one captured step compiled by Inductor.
 
-    Those compiled `once` are waited for where another process of this machine compiles the same: not inside of Dynamo,
-    whose lock is held there.
+    `once` waits for another process on this machine that compiles the same region. Not inside of Dynamo, which holds
+    its lock meanwhile.
     """
 
     def __init__(self, *, once: bool = False) -> None:
         self._once = once
         self._known: dict[Hashable, tuple[Future[Compiled], Sequence[Any]]] = {}
-        """Each with the constants that its key names by their addresses."""
+        """With the constants whose addresses are in the key."""
 
     def of(
         self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool, later: bool = False
     ) -> Future[Compiled]:
-        """Find what was compiled for such a graph and such inputs, else compile it, or begin to.
+        """Return the compiled region for a graph and its inputs; compile it on first use.
 
-        What is not compiled `later` has its result on return.
+        Unless `later`, the result is ready on return.
         """
         key = _key(module, keeps_order=keeps_order)
         found = self._known[key][0] if key in self._known else self._begun(key, module, fakes, keeps_order, later)
@@ -66,7 +65,7 @@ class CompiledRegions:
         lock = None
         if self._once and key is not None and compat.is_cached(fakes):
             lock = compat.cache_directory() / "regions" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-        here = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread begins on the first one
+        here = torch.cuda.current_device() if torch.cuda.is_available() else -1  # threads start on device 0
 
         def compiled() -> Compiled:
             if not threading.main_thread().is_alive():
@@ -76,7 +75,7 @@ class CompiledRegions:
                 return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
 
         if later:
-            return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are a context's own
+            return _THREAD.submit(contextvars.copy_context().run, compiled)  # Inductor's settings are context variables
         done: Future[Compiled] = Future()
         done.set_result(compiled())
         return done
@@ -89,7 +88,7 @@ _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary
 
 
 def regions_of_capture(graph: GraphModule) -> CompiledRegions:
-    """Find what the programs of a captured graph share; it goes with the graph."""
+    """Return the regions shared by a captured graph's programs; freed with the graph."""
     return _OF_CAPTURE.setdefault(graph, CompiledRegions(once=True))
 
 
@@ -98,7 +97,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Write down all that Inductor is told of a region; None if part of it cannot be compared."""
+    """Return a key with everything Inductor receives; None if part of it cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []
@@ -115,7 +114,7 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
 
 
 def _settings() -> Hashable:
-    """List the settings of a process by which Inductor chooses kernels."""
+    """Return the process settings that affect Inductor's choice of kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 
@@ -144,7 +143,7 @@ _PLAIN = (
 
 
 def _compared(value: Any, place: dict[Node, int]) -> Hashable:
-    """Make a value that equals another one only if both mean the same: 1, 1.0 and True are three."""
+    """Return a comparison key; 1, 1.0 and True differ."""
     if isinstance(value, Node):
         return Node, place[value]
     if is_sequence(value):

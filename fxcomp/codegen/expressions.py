@@ -19,7 +19,7 @@ from fxcomp.graph.work import is_sequence
 WIDTH = 120
 
 Names = Mapping[Any, str]
-"""Names of compressors, and of nodes that are not called by their own name."""
+"""Names of compressors, and of nodes with another name than their own."""
 
 OWN_NAMES: Names = {}
 
@@ -48,7 +48,7 @@ def call_text(node: Node, names: Names) -> str:
 
 
 def function_text(target: Any) -> str:
-    """Write an operator's name as emitted code reaches it."""
+    """Write an operator's name as emitted code refers to it."""
     if compat.is_operator(target):
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
@@ -91,7 +91,7 @@ def text(value: Any, names: Names = OWN_NAMES) -> str:
 
 
 def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
-    """Write `head`, items and `tail` on one line if they fit, else the items on lines of their own."""
+    """Join `head`, items and `tail` on one line, or wrap the items if they do not fit."""
     joined = ", ".join(items)
     if len(head.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
         return f"{head}{joined}{tail}"
@@ -101,11 +101,11 @@ def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
 
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^ "])+')
-"""No line breaks inside a word: a parameter's name may hold spaces, and stands in quotes."""
+"""Word without line breaks inside: quoted parameter names may contain spaces."""
 
 
 def _filled(joined: str, width: int) -> list[str]:
-    """Break text into as few lines as it takes; a word longer than a line has one of its own."""
+    """Break text into lines; longer words get a line of their own."""
     lines = [""]
     for word in _WORD.findall(joined):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
