@@ -1,13 +1,13 @@
-"""Read the type of a batch: the metadata of its tensors, its plain values and its structure.
+"""Read the type of a batch: tensor metadata, plain values and structure.
 
-Batches of one type can run through one graph. Tensors that cannot be captured are refused, in batches and models: some
-subclasses and layouts, and tensors that share memory that the step writes.
+Batches of one type can run through one graph. Tensors that cannot be captured are refused: some subclasses and layouts,
+and tensors that share memory that the step writes.
 
     mean    f32[8]   buffer
     tail    f32[4]   buffer, mean[4:]     writing mean changes tail too in eager PyTorch, but not in a graph
 """
 
-# Sparse tensors have untyped methods.
+# untyped methods of sparse tensors
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fxcomp.errors import CaptureFailed, Unsupported
 from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
-"""Kind of a strided tensor of class Tensor without lazy views."""
+"""Kind of a strided Tensor without lazy views."""
 
 _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Return class, layout and lazy views of a tensor; PLAIN for most."""
+    """Return class, layout and lazy views; PLAIN for most."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -118,7 +118,7 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Refuse a graph that writes an input or constant whose memory another one shares; `inputs` in the graph's order."""
+    """Refuse a graph that writes an input or constant in memory shared with another one; `inputs` as in the graph."""
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -143,7 +143,7 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:
-    """Return the first index of each leaf's tensor: repeated tensors stay one object, and share writes."""
+    """Return the first index of each leaf's tensor."""
     first: dict[int, int] = {}
     return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
 
@@ -156,7 +156,7 @@ def distinct(batch: Any) -> list[tuple[str, Any]]:
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """List a model's parameters and buffers that share memory."""
+    """List model tensors that share memory."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places: dict[int, list[tuple[str, int]]] = {}
     for name, tensor in named:
@@ -167,7 +167,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number for a tensor's memory, shared by its views; unique for a tensor without memory."""
+    """Return a number for a tensor's memory, shared by its views."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 
@@ -182,7 +182,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 _SHOWN = 4
-"""Maximum number of tensors in a batch's text."""
 
 
 def key_of(value: object) -> Hashable:
@@ -191,13 +190,13 @@ def key_of(value: object) -> Hashable:
 
 
 def name_of_class(value: object) -> str:
-    """Return a value's class name, with its module unless that is obvious."""
+    """Return a value's class name for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 
 
 class TensorType(NamedTuple):
-    """Metadata of a batch's tensor that a capture fixes."""
+    """Metadata of a batch's tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -206,11 +205,11 @@ class TensorType(NamedTuple):
     """None if contiguous."""
     requires_grad: bool
     same_as: int
-    """Index of the first leaf that is this tensor; its own index if there is no earlier one."""
+    """Index of the first leaf with this tensor."""
     shares_with: int
-    """Index of the first leaf in the same memory: a write to one changes the other."""
+    """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN
-    """Class, layout or lazy view, if unusual."""
+    """Unusual class, layout or lazy view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +221,7 @@ class BatchType:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Shape of each leaf; None for a plain value."""
+        """None for a plain value."""
         return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
 
     @property
@@ -233,7 +232,7 @@ class BatchType:
         return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
-        """Return the type without sizes, shared by batches of different lengths."""
+        """Return the type without sizes."""
         ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 

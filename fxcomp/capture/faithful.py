@@ -1,10 +1,10 @@
 """Run a forward pass on traced tensors as eager PyTorch would, and refuse operations that tracing would change.
 
-If a step does not trace, the error names the user's line, the value that Python read, and a remedy. One documented
-difference remains: the gradient of `nn.Embedding(sparse=True)` is dense, as buckets require.
+Errors name the user's line, the value that Python read, and a remedy. One documented difference remains: the gradient
+of `nn.Embedding(sparse=True)` is dense, as buckets require.
 """
 
-# torch's overrides are untyped; the accessors of uncoalesced sparse tensors are private.
+# torch's overrides are untyped; accessors of sparse entries are private.
 # pyright: reportPrivateUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -32,12 +32,12 @@ _READ_MEMORY = (
     *("argument of type: <class 'torch.storage", "its data is not allocated yet", "Cannot access data pointer"),
     *("Not available for 'meta' device", "only available on CPU"),
 )
-"""Fragments of torch's errors about reading a fake tensor's memory."""
+"""Fragments of torch's errors about a fake tensor's memory."""
 
 
 @contextmanager
 def explaining(fakes: StepFakes) -> Generator[None]:
-    """Replace torch's tracing errors on these fakes by errors with a remedy."""
+    """Replace torch's tracing errors by errors with a remedy."""
     try:
         yield
     except FxcompError:
@@ -83,13 +83,13 @@ def explaining(fakes: StepFakes) -> Generator[None]:
 
 
 def _is_packed(error: Exception) -> bool:
-    """Return whether a recurrent layer raised the error while it handled a packed sequence."""
+    """Return whether a recurrent layer raised the error on a packed sequence."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == nn.modules.rnn.__file__]
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
-    """Return the origin of the symbol in an error's message; the exception has no other reference to it."""
+    """Return the origin of the symbol in an error's message."""
     names = re.findall(r"\b(?:u|zuf)\d+\b", str(error))
     return next((fakes.unknown[name] for name in names if name in fakes.unknown), None)
 
@@ -156,12 +156,12 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
-    """Run a forward and backward pass as eager would, on the stand-ins of a model's tensors.
+    """Run a forward and backward pass as eager would, on stand-ins of the model's tensors.
 
-    Yields an object that records gradient hooks, and weights whose gradient is sparse in eager PyTorch.
+    Yields a recorder of gradient hooks and of weights whose gradient is sparse in eager PyTorch.
 
-    `caches_casts` is autocast's setting outside of tracing, which turns the cache off. With the cache, a weight that is
-    used twice is cast once, and its gradient is summed in the lower precision.
+    `caches_casts` restores autocast's cache, which tracing turns off: with it, a weight used twice is cast once, and
+    its gradient is summed in the lower precision.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches_casts)
@@ -181,7 +181,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
 @contextmanager
 def _methods_refused() -> Generator[None]:
-    """Refuse storage methods that crash or do nothing on a fake, and a GradScaler used inside the loss function."""
+    """Refuse storage methods that crash or do nothing on a fake, and GradScaler.scale in the loss function."""
 
     def refusing(name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
@@ -208,18 +208,17 @@ def _methods_refused() -> Generator[None]:
 
 
 _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_, Tensor.map2_)
-"""Methods that read a tensor's memory without an operator; a traced tensor has none."""
+"""Methods that read a tensor's memory without an operator."""
 
 
 _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._indices)
-"""Accessors of a sparse tensor's entries. A traced tensor has no entries: their number depends on data."""
+"""Accessors of sparse entries, whose number depends on data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Composite operators outside autocast's lists whose inner operators it casts."""
+"""Composite operators whose inner operators autocast casts."""
 
 
 _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
-"""Functions with a `sparse` option for the gradient."""
 
 
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -229,7 +228,7 @@ _READS = (Tensor.item, Tensor.tolist)
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
 
 _COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
-"""Value-dependent functions whose operator has no fake."""
+"""Value-dependent functions without a fake."""
 
 
 _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
@@ -237,18 +236,17 @@ _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquan
 
 
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
-"""Functions of one tensor that accept sizes as tensors and read their values."""
+"""Functions of one tensor that accept sizes as tensors."""
 
 
 class _Refusing(EqualToReal):
-    """Refuses operations that leave no operator in the graph: `tensor.data = value`, and values read by numpy."""
+    """Refuses operations that leave no operator in the graph, as `tensor.data = value`."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
         self._reader = reader
         self.densified: list[str] = []
         self.has_hooks = False
-        """Whether the step has registered a hook on a tensor's gradient."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -306,7 +304,7 @@ class _Refusing(EqualToReal):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Write a value assigned to `.data` into a buffer or a frozen parameter."""
+        """Write a value assigned to `.data` into a buffer or frozen parameter."""
         name = self._stand_ins.name(tensor)
         alike = tensor.shape == value.shape and tensor.dtype is value.dtype and tensor.device == value.device
         is_known = any(compat.is_alias(value, each) for each in self._stand_ins.by_id.values())
@@ -336,7 +334,7 @@ class _Refusing(EqualToReal):
             with compat.plain_values():
                 shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
                 return func(shown, *form)
-        if not compat.is_called_by_user():  # a library formats the tensor for an error or a warning
+        if not compat.is_called_by_user():  # in a library's error or warning
             return f"tensor(shape={list(tensor.shape)}, dtype={tensor.dtype})"
         if func is Tensor.__format__ and tensor.dim() == 0:
             return format(self._reader.number(tensor), *form)
@@ -358,13 +356,13 @@ def puts_gradient(name: str, at: str = "") -> CaptureFailed:
 
 
 def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:
-    """Raise for a class out of range, as eager does; on fakes torch compares with all classes instead."""
+    """Raise for a class out of range, as eager does; torch's version for fakes does not."""
     classes = func(rows, num_classes).shape[-1]
     return rows.new_zeros((*rows.shape, classes)).scatter_(-1, rows.unsqueeze(-1), 1)
 
 
 def _check_is_traced(tensor: Tensor) -> None:
-    """Refuse to read an outside tensor that is not part of the graph: its later values would be ignored."""
+    """Refuse to read an outside tensor that is not in the graph: later values would be ignored."""
     if not compat.is_fake(compat.traced(tensor)):
         raise CaptureFailed(
             f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"
@@ -373,6 +371,6 @@ def _check_is_traced(tensor: Tensor) -> None:
 
 
 def _at() -> str:
-    """Return the traced user line, formatted for a message."""
+    """Return the traced user line for a message."""
     line = compat.users_line()
     return f"  {line}\n" if line else ""

@@ -1,18 +1,17 @@
-"""Make fake tensors for all inputs of a step, in a fake mode that corrects torch's own.
+"""Make fake tensors for a step's inputs, in a fake mode that corrects torch's own.
 
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may branch on it
     torch.rand([]) < 0.1         refused: the result depends on the draw
-    torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only, the operator accepts more
+    torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only
     batch_norm of a transpose    is contiguous: torch's fake copies the input's layout
     ctc_loss                     has a shape: torch has no fake if lengths are tensors
     fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
     ones(3).bool().mul_(2)       raises, as eager does: a long result does not fit a bool tensor
 
-Random values carry their range through comparisons and arithmetic with plain numbers, which are monotone. Where both
-ends of a range are equal, the value is a constant.
+Random values carry their range through monotone operators. Where both ends are equal, the value is a constant.
 """
 
-# Half of the fakes' sources have no types.
+# untyped parts of torch
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
@@ -55,7 +54,7 @@ _MONOTONE = frozenset(
         *(aten.logical_not.default, aten.bitwise_not.default),
     }
 )
-"""Monotone operators of one tensor and plain numbers. Comparisons are monotone too: False < True."""
+"""Monotone operators of one tensor and plain numbers; comparisons too, as False < True."""
 
 _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.amax.default,
                     aten.amin.default})  # fmt: skip
@@ -63,7 +62,7 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 
 
 _NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
-"""Batch norm on the CPU, with the index of its input argument."""
+"""CPU batch norm, with the index of its input argument."""
 
 _DIVIDES_BY_SIZE = frozenset(
     {aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default}
@@ -77,7 +76,7 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes accept any result type, with the operator that computes the result type."""
+"""In-place operators whose fakes accept any result type, with the operator that computes it."""
 
 MAKER = "fxcomp_maker"
 """Attribute of a fake with the operator that made it."""
@@ -88,7 +87,7 @@ class Unknown:
     """A number or size that depends on data."""
 
     maker: OpOverload | None
-    """Operator that made the tensor; None for an input."""
+    """None for an input."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
@@ -98,18 +97,17 @@ class StepFakes(compat.FakeMode):
     """torch's fake mode with value ranges and corrected fakes."""
 
     def __init__(self) -> None:
-        # Tensors that the model holds outside its buffers may enter the graph as constants.
+        # constants of the model outside its buffers
         super().__init__(shape_env=compat.AskingShapes(self._answer), allow_non_fake_inputs=True)
         self._allow_unsafe_data_ptr_access = False  # a fake has no address: reading it would crash
         self.questions: Questions | None = None
-        """Answers Python's questions about values; None outside of a capture."""
+        """None outside of a capture."""
         self._ranges: dict[StorageWeakRef, Tensor] = {}
         self.unknown: dict[str, Unknown] = {}
         """Origins of data-dependent numbers and sizes, by symbol."""
 
     @property
     def shapes(self) -> ShapeEnv:
-        """The symbols' assumptions."""
         assert self.shape_env is not None, "a step's fakes have symbols"
         return self.shape_env
 
@@ -153,7 +151,7 @@ class StepFakes(compat.FakeMode):
             return self.questions.answer(expression)
 
     def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise eager's error where the written tensor cannot hold the result."""
+        """Raise eager's error if the written tensor cannot hold the result."""
         written = args[0].dtype
         fits = [not isinstance(a, complex) and getattr(a, "dtype", written) is written for a in args[1:]]
         if written.is_floating_point and all(fits):
@@ -169,7 +167,7 @@ class StepFakes(compat.FakeMode):
         return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Record the range of an operator's result, and drop the ranges of written tensors."""
+        """Record the result's range, and drop the ranges of written tensors."""
         ends = _drawn_between(func, args, kwargs, out)
         if ends is None and func in _MONOTONE:
             known = self._range_of(args[0])
@@ -208,7 +206,7 @@ class StepFakes(compat.FakeMode):
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Record the operator that made a tensor, and the origin of data-dependent sizes."""
+        """Record the tensor's operator, and the origin of data-dependent sizes."""
         if not isinstance(out, Tensor):
             return
         maker = getattr(args[0], MAKER, func) if args and compat.is_view(func) else func
@@ -220,7 +218,7 @@ class StepFakes(compat.FakeMode):
 
 
 def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
-    """Refuse a list that contains a tensor twice: the functional form would drop the first write."""
+    """Refuse a list with a repeated tensor: the functional form would drop the first write."""
     if len(set(map(id, written))) < len(written):
         raise CaptureFailed(
             f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
@@ -233,7 +231,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
-    """Return the closed range that an operator draws from; None if it draws nothing, or without bounds."""
+    """Return the closed range of an operator's draws; None without draws or bounds."""
     if func in _UNIT:
         low, high = 0.0, 1.0
     elif func in _UNIFORM:
@@ -254,14 +252,14 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
-    """Give batch norm's result, or its input's gradient, the CPU kernel's layout: channels_last or contiguous."""
+    """Give batch norm's result or input gradient the CPU kernel's layout."""
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
 
 
 def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *others: Any) -> None:
-    """Resize the ranges of per-channel fake quantization, as its first call does."""
+    """Resize the ranges of per-channel fake quantization at its first call."""
     ranges = others[:4]  # minimum, maximum, scale, zero point
     if ranges[0].numel() == 0:
         for buffer in ranges:
@@ -269,7 +267,7 @@ def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *ot
 
 
 def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return fakes of the losses, [rows], and of the saved log alphas, [rows, steps, states]."""
+    """Return fakes of the losses, [rows], and the saved log alphas, [rows, steps, states]."""
     steps, rows = log_probs.shape[:2]
     return log_probs.new_empty([rows]), log_probs.new_empty([rows, steps, states])
 
@@ -277,12 +275,12 @@ def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the fake of a grouped product of any floating type; torch's fake supports only unpadded bf16."""
+    """Return the fake of a grouped product; torch's fake supports only unpadded bf16."""
     assert bias is None, "the operator refuses a bias"
     groups = 0 if offs is None else offs.shape[0]
     rows, columns = (a.shape[0] if a.dim() == 2 else a.shape[1]), b.shape[-1]
     dtype = out_dtype or a.dtype
-    aligned = 16 // dtype.itemsize  # each row starts at a multiple of 16 bytes
+    aligned = 16 // dtype.itemsize  # rows are aligned to 16 bytes
     padded = (columns + aligned - 1) // aligned * aligned
     if a.dim() != b.dim():
         return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device=a.device)
@@ -291,25 +289,25 @@ def _grouped_product(
 
 
 Varying = Mapping[int, frozenset[int]]
-"""Dimensions of batch tensors whose size may vary, by the index of the leaf."""
+"""Dimensions of batch tensors with varying size, by leaf index."""
 
 FIXED_SIZES: Varying = MappingProxyType({})
 NO_FLOATS: Mapping[str, Place] = MappingProxyType({})
 
 
 class StepInputs:
-    """Real and fake inputs of one capture, in the order of the traced function's arguments."""
+    """Real and fake inputs of one capture, in the traced function's order."""
 
     def __init__(self, training: Training, batch: Any, varying: Varying, live: Mapping[str, Place] = NO_FLOATS):
         self.mode = StepFakes()
-        # The optimizer's live numbers are symbols too; a separate mode keeps them out of the batch's shape guards.
+        # Live numbers of the optimizer are symbols too, but no shape guards of the batch.
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in training.model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # In later batches a leaf is not the tensor that is also read from outside, so the two share no fake.
+        # Later batches have another tensor than outside reads do, so the two share no fake.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -323,18 +321,17 @@ class StepInputs:
         self._are_written = False
         scale = training.loss_scale
         self.scale = [] if scale is None else [self.of(scale.scale)]
-        """Scale of the loss; empty without one."""
         self.named: list[tuple[str, Any]] = [
             *((repr(name), tensor) for name, tensor, _ in (*self.parameters, *self.buffers)),
             *((f"batch{path}", leaf) for path, leaf in distinct(batch)),
             *([("the scale of the loss", scale.scale)] if scale is not None else []),
             *((name, None) for name in live),
         ]
-        """Each real input with its name in errors; None for a number or a repeated tensor."""
+        """Real inputs and their names in errors; None for a number or a repeated tensor."""
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
-        """Answer questions about values inside the context; `Questions` holds the batch meanwhile."""
+        """Answer questions about values inside the context."""
         self.mode.questions = Questions(self._givens())
         try:
             yield self.mode.questions
@@ -348,7 +345,6 @@ class StepInputs:
 
     @property
     def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor], list[Any]]:
-        """Arguments of the traced function."""
         parameters, buffers = ([fake for _, _, fake in each] for each in (self.parameters, self.buffers))
         return parameters, buffers, self.batch, self.scale, self.numbers
 
@@ -371,7 +367,7 @@ class StepInputs:
 
     @property
     def decided(self) -> list[str]:
-        """Live floats on which tracing has branched, or which it has turned into a plain number or text."""
+        """Live floats that decided a branch or became a plain number or text."""
         decided = compat.decided_symbols(self.mode.shapes)
         pairs = zip(self.live, self._symbols, strict=True)
         return [name for name, symbols in pairs if self._are_written or decided & symbols]
@@ -382,25 +378,25 @@ class StepInputs:
         return compat.symbols(self.batch)
 
     def named_pairs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Pairs of real and traced tensors of the model, by name."""
+        """Pairs of real and traced model tensors, by name."""
         entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
         return {name: (real, traced) for (name, real, _), traced in entries}
 
     def whole_batch(self, traced: Sequence[Any]) -> Any:
-        """Build the batch from traced leaves; a tensor that occurs twice is one object again."""
+        """Build the batch from traced leaves; repeated tensors stay one object."""
         return pytree.tree_unflatten([traced[place] for place in self.first_places], self.batch_spec)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake of a tensor in the forward and backward pass."""
+        """Return the fake for the forward and backward pass."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def of_update(self, tensor: Tensor) -> Tensor:
-        """Return the fake of a tensor in the optimizer's update."""
+        """Return the fake for the optimizer's update."""
         return self.update_mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
 def _feed(model: nn.Module, name: str, value: Tensor) -> Feed | None:
-    """Return a function that reads a buffer or frozen parameter when called; None for trained parameters."""
+    """Return a reader of a buffer or frozen parameter; None for trained parameters."""
     if value.requires_grad:
         return None
     path, _, attribute = name.rpartition(".")

@@ -1,10 +1,10 @@
 """Trace the loss function and its backward pass into one functional graph, and refuse graphs that would train wrongly.
 
-While tracing, traced tensors replace the model's; tied tensors are replaced at each place. The graph writes a buffer
-that the forward pass replaces back in place, so its shape and dtype must stay.
+While tracing, traced tensors replace the model's, tied ones at each place. Buffers that the forward pass replaces are
+written in place by the graph, so their shape and dtype must stay.
 """
 
-# nn.Module has no public access to its tensor tables.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Table = dict[str, Any]
 
 @contextmanager
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Replace the model's parameters and buffers by stand-ins, given by the id of the real tensor."""
+    """Replace the model's parameters and buffers by stand-ins, given by the real tensor's id."""
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
@@ -65,11 +65,11 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
 
 
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
-"""Shape, dtype and device of a tensor; None for no tensor."""
+"""Shape, dtype and device; None for no tensor."""
 
 
 def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
-    """Copy a tensor that the forward pass put in a buffer's place into the original buffer.
+    """Copy tensors that the forward pass put in buffers' places into the original buffers.
 
     Raises CaptureFailed if a tensor's kind changes, also in place, as by resize_.
     """
@@ -103,11 +103,10 @@ def _text(kind: _Kind) -> str:
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # torch leaves its type open
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # untyped in torch
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Update the second list of weights in recurrent layers."""
     if isinstance(module, nn.RNNBase):
         names: list[str] = module._flat_weights_names  # pyright: ignore[reportUnknownMemberType]  # a bare list
         module._flat_weights = [getattr(module, name) for name in names]
@@ -115,7 +114,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of the forward and backward graph: loss, tensors of the auxiliary result, gradients."""
+    """Outputs of the forward and backward graph: loss, auxiliary tensors, gradients."""
 
     has_aux: bool
     aux_spec: pytree.TreeSpec | None
@@ -127,10 +126,9 @@ class Outputs:
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
     prelude: Prelude | None = None
-    """Questions about values, asked again before each step."""
 
     def results_of(self, body: GraphModule) -> list[Any]:
-        """List the graph's results, with the auxiliary constants in their places."""
+        """List the graph's results, including auxiliary constants."""
         returned: Any = body.graph.output_node().args[0]
         values = iter(returned)
         before = [next(values) for _ in range(1 + self.is_weighted)]
@@ -171,7 +169,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
             _check_no_backward(by_name)
-            # Backward runs outside of autocast, as in eager.
+            # as in eager
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
@@ -206,15 +204,14 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         inputs.asked() as questions,
         explaining(inputs.mode),
         warnings.catch_warnings(),
-        # oneDNN's LSTM saves tensors for backward only while autograd runs; without oneDNN it is traced as plain
-        # operators.
+        # oneDNN's LSTM saves tensors for backward only while autograd runs; without it, plain operators are traced.
         # Other operators choose oneDNN at run time.
         compat.onednn(False),
     ):
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs.fakes)
-        # The trace contains autocast and autograd now, so a parameter may be written.
+        # Autocast and autograd are traced by now; parameters may be written.
         with compat.without_autocast(), torch.no_grad():
             body = functional(traced, [value for part in inputs.fakes for value in part], inputs.mode, follow)
         outputs = replace(found[0], prelude=questions.prelude())
@@ -226,7 +223,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients in `.grad` that the loss's backward did not put there; eager PyTorch would add them."""
+    """Refuse `.grad` values from elsewhere; eager PyTorch would add them."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)
@@ -263,7 +260,7 @@ FOR_A_CHECKPOINT = (
 
 
 def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
-    """Refuse a loss that depends on trainable tensors outside the model: eager PyTorch would accumulate their `.grad`."""
+    """Refuse a loss with trainable tensors outside the model: eager PyTorch would set their `.grad`."""
     for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(
@@ -280,8 +277,8 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
 def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
     """Run the backward pass of a loss.
 
-    `autograd.grad` runs only the nodes between the loss and the parameters. It misses gradients from a nested
-    `backward()`, which reentrant checkpointing and reversible blocks call. A `whole` pass includes them.
+    `autograd.grad` misses gradients from a nested `backward()`, as in reentrant checkpointing and reversible blocks. A
+    `whole` pass includes them.
     """
     if not whole:
         return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
@@ -299,7 +296,7 @@ def _calls_out(loss: Tensor) -> bool:
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
-    """Return the gradient that arrived instead of its copy in `.grad`, if exactly one did."""
+    """Return the gradient instead of its copy in `.grad`, if it arrived once."""
     if gradient is None or len(arrived) != 1:
         return gradient
     is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
@@ -307,7 +304,7 @@ def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | Non
 
 
 def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Copy an expanded gradient, such as that of a sum, into its own memory, as backward() does for `.grad`."""
+    """Give an expanded gradient its own memory, as backward() does for `.grad`."""
     if gradient is None or gradient.layout is not torch.strided or 0 not in gradient.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
@@ -323,9 +320,9 @@ def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
 
 
 def _constant(leaf: Any) -> Constant | None:
-    """Make a constant from a leaf of the auxiliary result; None for tensors and size-dependent numbers.
+    """Make a constant from an auxiliary leaf; None for tensors and size-dependent numbers, which the graph returns.
 
-    The graph returns tensors and size-dependent numbers. Raises Unsupported for other values.
+    Raises Unsupported for other values.
     """
     if isinstance(leaf, Tensor) or compat.is_open(leaf):
         return None
@@ -353,8 +350,8 @@ _RANDOM_IN_PLACE = {
 def _restore_random_order(body: GraphModule) -> None:
     """Turn functional random fills of fresh tensors back into in-place fills.
 
-    The functional operator makes a contiguous result. An in-place fill follows memory order, so in a transposed tensor
-    the same draws land elsewhere.
+    The functional operator makes a contiguous result; an in-place fill follows memory order, which differs if
+    transposed.
     """
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:

@@ -1,6 +1,6 @@
-"""Choose the operator that does a parameter's whole update, if torch has one for the optimizer's class.
+"""Choose torch's operator for a parameter's whole update, if there is one.
 
-The traced update stays in the capture. `passes/fuse_updates.py` replaces it by the operator if that is faster.
+The traced update stays in the capture. `passes/fuse_updates.py` replaces it if that is faster.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def _update(
     numbers: Mapping[str, str],
     fixed: Mapping[str, float],
 ) -> FusedUpdate:
-    """Map arguments to live numbers by key, or to zero."""
     live = live_numbers(owner.options)
     given = {name: key if key in live else 0.0 for name, key in numbers.items()}
     return FusedUpdate(operator, states, counter, (*given.items(), *fixed.items()), owner.group)

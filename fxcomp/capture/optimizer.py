@@ -16,10 +16,9 @@ from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph unless zero; zeros are constants."""
+"""Hyper-parameters that are inputs of the graph unless zero."""
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""One optimizer of a model, or several with disjoint parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,10 @@ class Owned:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Current options of its group."""
         return self.optimizer.param_groups[self.place]
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state of the parameter."""
         return self.optimizer.state.get(self.parameter, {})
 
 
@@ -50,7 +47,6 @@ class FreshState:
     """State made for a parameter before its first step."""
 
     state: Mapping[str, Any]
-    """State dict in the optimizer."""
     begun: Mapping[str, Any]
     """Initial values."""
 
@@ -59,7 +55,7 @@ _FRESH: MutableMapping[torch.optim.Optimizer, dict[Tensor, FreshState]] = WeakId
 
 
 def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
-    """Return the record of an optimizer's parameters without any step yet; all steps share it.
+    """Return the record of an optimizer's parameters before their first step, shared by all steps.
 
     An eager `optimizer.step()` removes parameters with a gradient; `load_state_dict` removes all.
     """
@@ -70,7 +66,7 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Remove parameters that an eager step updates from the record, or all after a state was loaded."""
+    """Remove parameters that an eager step updates from the record, or all after loading a state."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
@@ -91,18 +87,17 @@ def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """List the parameter groups of several optimizers, in order."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class name as users write it."""
+    """Return an optimizer's class name for messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if is_torchs(optimizer) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is torch's own: each of its updates reads one parameter."""
+    """Return whether the class is torch's own, whose updates read one parameter each."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -145,7 +140,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 NOT_OF_THE_UPDATE = ("param_groups", "state", "defaults", "step", "_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes that are checked elsewhere, or that PyTorch and schedulers write during steps."""
+"""Attributes checked elsewhere, or written by PyTorch and schedulers in steps."""
 
 _MANY = 1000
 """Maximum size of a collection compared by content."""
@@ -170,7 +165,7 @@ def _read(number: Any) -> Any:
 
 
 def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """Return a function that reads numbers; those on a device are read together, with one wait."""
+    """Return a function that reads numbers; those on a device are read at once."""
     given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
     flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
     there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]
@@ -182,7 +177,7 @@ def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
 
 
 def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -> dict[str, float]:
-    """Read a parameter group's numbers that are inputs of the graph; betas are two numbers."""
+    """Return a group's numbers that are inputs of the graph; betas are two."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         if key == "dampening" and not group.get("momentum"):
@@ -209,12 +204,11 @@ def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors in a parameter's state."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def is_kept(state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state has a value other than None, as SGD without momentum keeps."""
+    """Return whether a state is not empty; SGD without momentum keeps a None."""
     for value in state.values():  # noqa: SIM110  # sooner than any() before every step
         if value is not None:
             return True

@@ -16,7 +16,7 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
     """Create missing state, and record that it is fresh.
 
-    The optimizer's class takes a first step on a stand-in, once for similar parameters.
+    A stand-in takes a first step, once for similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:
@@ -34,7 +34,7 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> N
 
 
 def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Reinitialise fresh states: parameters or options may have changed since their creation."""
+    """Reinitialise fresh states after parameters or options may have changed."""
     for owner, begun in zip(owned, _beginnings(owned, habits), strict=True):
         for key, value in owner.state.items():
             if isinstance(value, Tensor):
@@ -51,7 +51,7 @@ def is_fresh(owner: Owned) -> bool:
 
 
 def may_change(state: Mapping[str, Any]) -> bool:
-    """Return whether initial state may depend on parameters or options: zeros do not."""
+    """Return whether initial state may depend on parameters or options."""
     return any(bool(value.any()) for value in state.values() if isinstance(value, Tensor))
 
 
@@ -66,7 +66,7 @@ def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[di
             likeness = (owner.group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if likeness not in of_likeness or known.follows_parameter:
                 value = parameter if known.follows_parameter else torch.zeros_like(parameter)
-                # torch has no meta kernels for some fused updates; the initial state is the same.
+                # torch has no meta kernels for some fused updates; the state is the same.
                 options = plain_options(owner.options) if parameter.is_meta else owner.options
                 step = first_step(shadows[id(owner.optimizer)], options, value, torch.zeros_like(parameter))
                 of_likeness[likeness] = known.beginning(step)

@@ -1,7 +1,7 @@
 """Find side effects and state of an optimizer's step, by stepping small stand-in parameters.
 
-Only the optimizer's class defines a parameter's initial state. A recorder keeps the first value of each state entry in
-the first step. These values are the initial state if a step from them gives the first step's result bit for bit.
+A recorder keeps the first value of each state entry in the first step. These values are the initial state if a step
+from them gives the first step's result bit for bit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ class FirstStep:
     """Result of a stand-in's first step."""
 
     value: Tensor
-    """Parameter after the step."""
     begun: Mapping[str, Any]
     """First value of each state entry."""
     state: Mapping[str, Any]
-    """State after the step."""
     group: Mapping[str, Any]
-    """Options of the parameter's group after the step."""
 
 
 def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value: Tensor, gradient: Tensor) -> FirstStep:
-    """Step a shadow for copies of a value and a gradient without state, with the implementation in `options`."""
+    """Step a shadow once for copies of a value and a gradient, without state."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     group: dict[str, Any] = {**options, "params": [parameter]}
@@ -50,7 +47,7 @@ def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value:
 
 
 class _StateRecorder(dict[str, Any]):
-    """State of a parameter that records the first value of each entry."""
+    """State that records the first value of each entry."""
 
     def __init__(self, given: Mapping[str, Any] | None = None):
         super().__init__()
@@ -72,8 +69,6 @@ class _StateRecorder(dict[str, Any]):
 
 
 class _Recorders(dict[Tensor, _StateRecorder]):
-    """Optimizer state made of recorders."""
-
     def __missing__(self, key: Tensor) -> _StateRecorder:
         super().__setitem__(key, _StateRecorder())
         return self[key]
@@ -83,13 +78,13 @@ class _Recorders(dict[Tensor, _StateRecorder]):
 
 
 _STEPS = 4
-"""Number of consecutive steps that identify a counter."""
+"""Number of steps that identify a counter."""
 
 _RATE = 1e-3
-"""Learning rate of stand-ins where the current one is zero, as at the start of a warm-up."""
+"""Learning rate of stand-ins where the current one is zero, as in a warm-up."""
 
 _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes that torch writes while an optimizer steps."""
+"""Attributes that torch writes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +92,13 @@ class Habits:
     """Use of a parameter's state by an optimizer's step."""
 
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Increment per step of Python numbers in the state."""
+    """Increments per step of Python numbers in the state."""
     zeros: frozenset[str] = frozenset()
-    """State tensors that the first step sets from the gradient, as a step from zeros would."""
+    """State tensors set from the gradient in the first step, as from zeros."""
     follows_parameter: bool = False
-    """Whether some state is initialised from the parameter."""
+    """Whether some initial state depends on the parameter."""
     is_like_others: bool = True
-    """Whether the first step equals a later step from the initial state. If not, that state is unknown."""
+    """Whether the first step equals a later step; if not, the initial state is unknown."""
 
     def beginning(self, step: FirstStep) -> dict[str, Any]:
         """Return the state before a first step."""
@@ -117,9 +112,9 @@ class Habits:
 
 
 def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
-    """Return the habits of an optimizer in each group of its parameters.
+    """Return an optimizer's habits in each of its groups.
 
-    Raises Unsupported for side effects that a graph of one parameter's update cannot have.
+    Raises Unsupported for side effects that a graph of one update cannot have.
     """
     members: dict[int, list[Owned]] = {}
     for owner in sorted(owned, key=lambda owner: owner.parameter.numel()):
@@ -141,7 +136,7 @@ def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int,
 
 
 def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known: Mapping[int, Habits]) -> None:
-    """Raise StepChanged if changed options make a user's class count or initialise its state differently."""
+    """Raise StepChanged if changed options change a user class's counters or initial state."""
     if is_torchs(optimizer):
         return
     for group, now in probe(optimizer, owned).items():
@@ -154,15 +149,13 @@ def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known
 
 
 class _Probe:
-    """Steps of an optimizer over stand-ins of one parameter."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, owner: Owned):
         self._optimizer, self._shadow = optimizer, shadow_of(optimizer)
         self._options = probe_options(owner)
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Find the habits. Raises Unsupported."""
+        """Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -182,14 +175,13 @@ class _Probe:
         return habits if alike else replace(habits, is_like_others=False)
 
     def _is_first(self, state: Mapping[str, Any], first: FirstStep, value: Tensor, gradient: Tensor) -> bool:
-        """Return whether a step from a state equals the first step."""
-        # SGD's first step uses the gradient undamped, and the captured step's inputs omit dampening then.
+        # SGD's first step ignores dampening.
         options = self._options | ({"dampening": 0.0} if "dampening" in self._options else {})
         after, states = stepped(self._shadow, options, value, gradient, state)
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
-        """Return the increments of Python numbers in the state. Raises Unsupported for numbers that change unevenly."""
+        """Return the increments of Python numbers in the state. Raises Unsupported if one is uneven."""
         seen: dict[str, list[Any]] = {}
         value, state = first.value, first.state
         for _ in range(_STEPS):
@@ -199,7 +191,6 @@ class _Probe:
         return {key: step for key, values in seen.items() if (step := self._growth(key, values)) != 0}
 
     def _growth(self, key: str, values: Sequence[Any]) -> float:
-        """Return the increment per step of a state value."""
         kinds = sorted({type(value).__name__ for value in values})
         if all(isinstance(value, Tensor) for value in values) or all(value is None for value in values):
             return 0
@@ -229,7 +220,7 @@ class _Probe:
 
 
 def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[Owned]]) -> None:
-    """Refuse an optimizer whose update of a parameter reads other parameters: their gradients may not have arrived."""
+    """Refuse an update that reads other parameters: their gradients may not have arrived."""
     shadow = shadow_of(optimizer)
     owners = [owner for group in members for owner in group]
     values = {owner.name: Draws(owner.parameter)(0.1) for owner in owners}
@@ -287,8 +278,7 @@ def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Own
 class Draws:
     """Random values with a parameter's layout, from a private generator.
 
-    For meta parameters the values are on the CPU, at most 256 in each dimension, since the parameter may exceed host
-    memory.
+    For meta parameters: on the CPU, at most 256 in each dimension, to fit host memory.
     """
 
     def __init__(self, like: Tensor, seed: int = 0):
@@ -305,13 +295,13 @@ class Draws:
 
 
 def probe_options(owner: Owned) -> dict[str, Any]:
-    """Return the group's options for stand-ins, with a nonzero learning rate."""
+    """Return the group's options, with a nonzero learning rate."""
     options = plain_options(owner.options)
     return options if options.get("lr", 1) else options | {"lr": _RATE}
 
 
 def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
-    """Make a parameter from copies of a value and a gradient."""
+    """Return a parameter with copies of a value and a gradient."""
     stand_in = nn.Parameter(value.clone())
     stand_in.grad = gradient.clone()
     return stand_in
@@ -324,7 +314,7 @@ def stepped(
     gradient: Tensor,
     state: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Step a shadow for copies of a value, gradient and state; return the new value and state."""
+    """Step a shadow for copies. Return the new value and state."""
     stand_in = stand_in_for(value, gradient)
     after = step_alone(shadow, stand_in, options, copied(state))
     return stand_in.detach(), after
@@ -346,13 +336,12 @@ def _differing(state: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[
 
 
 def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the plain values and tensors of a table."""
     return copied({k: v for k, v in table.items() if isinstance(v, bool | int | float | str | Tensor | None)})
 
 
 @contextmanager
 def named(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Name the optimizer in errors that its step raises."""
+    """Name the optimizer in errors of its step."""
     try:
         yield
     except errors.FxcompError:

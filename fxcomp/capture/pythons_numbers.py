@@ -5,9 +5,8 @@
     flag.item() is True                     a truth value is read at once
     v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
-A symbol would give its own answer: its text is "u0", its type SymInt, and SymPy's algebra holds for finite numbers
-only. If a number must not be read (`fxcomp.capture.questions`), its use is refused. torch's own code still sees
-symbols.
+Otherwise a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. Numbers that must
+not be read (`fxcomp.capture.questions`) are refused. torch's own code still sees symbols.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -31,7 +30,7 @@ from fxcomp.errors import CaptureFailed
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 LONG = 100
-"""Maximum number of values to read one by one; a longer tensor is read as a whole."""
+"""Maximum number of values read one by one; longer tensors are read as a whole."""
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
@@ -77,10 +76,9 @@ class NumberReader:
         return _plain(found)
 
     def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
-        """Return a tensor's values if it depends only on tensors outside the model, else None; all values are one
-        question.
+        """Return a tensor's values as one question; None unless only tensors outside the model decide them.
 
-        With `of_batch` it may also depend on the batch and on buffers.
+        With `of_batch` the batch and buffers may also decide.
         """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
@@ -102,17 +100,17 @@ class NumberReader:
 
 @contextmanager
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
-    """Trace the user's Python inside the context."""
+    """Trace the user's Python inside."""
     reader = NumberReader(fakes)
     attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
-    # A fake's own method reads one element at a time.
+    # A fake's own method reads elements one by one.
     attributes[compat.Fake] = {"tolist": lambda self: reader.read("tolist", self)}  # pyright: ignore[reportUnknownLambdaType]
     with compat.attributes_instead(attributes):
         yield reader
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Compare two tensors: nan equals nan, and -0.0 differs from 0.0."""
+    """Return whether tensors are equal; nan equals nan, -0.0 differs from 0.0."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     same = one == other
@@ -122,7 +120,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _number(symbol: Any) -> Any:
-    """Read a symbol's number; raises one of DATA_DEPENDENT if it must not be read."""
+    """Read a symbol's number. Raises one of DATA_DEPENDENT."""
     return _KINDS[type(symbol)](symbol)
 
 
@@ -134,7 +132,7 @@ def _number_if_known(symbol: Any) -> Any:
 
 
 def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any]]:
-    plain: Any = kind  # to take its methods unbound
+    plain: Any = kind
     text, hashed, attribute = plain.__repr__, plain.__hash__, plain.__getattribute__
 
     def __repr__(self: Any) -> str:
@@ -204,7 +202,7 @@ def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Cal
 
 
 def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
-    """Refuse a comparison that algebra decided for floats that may be nan, as v != v, or v * 0 == 0."""
+    """Refuse a comparison decided by algebra for floats that may be nan, as v != v."""
     floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
     if any(not names or open_.intersection(names) for names in floats):
         line = compat.users_line()

@@ -1,8 +1,8 @@
 """Answer Python's questions about values during tracing, if the answers depend only on the batch and buffers.
 
-Tracing represents a data-dependent number by a symbol. If Python branches on it, the nodes that compute the number are
-copied, run on the real batch, and kept as a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions
-before each step. A question is as small as possible: `lengths.max().item() <= 16` is only true or false.
+If Python branches on a data-dependent number, the nodes that compute it are copied, run on the real batch, and kept as
+a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions before each step. A question is as small
+as possible: `lengths.max().item() <= 16` is only true or false.
 
     %sum    = sum(%batch_0)
     add_(%count, 1)               count is a buffer, and differs from its input value from here on
@@ -10,7 +10,7 @@ before each step. A question is as small as possible: `lengths.max().item() <= 1
     %ge     = ge(%view, 3)        the question; the prelude copies add_, view, ge
 """
 
-# Traced values may have any type.
+# values of any type
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
 
@@ -36,7 +36,7 @@ from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
 def ancestry(end: Node) -> list[Node]:
     """List the nodes that a node depends on, including itself, in order.
 
-    Only during tracing: operators write in place then, and the nodes' fakes share memory as the real tensors do.
+    Only during tracing: operators write in place, and fakes share memory as the real tensors do.
     """
     needed: set[Node] = {end}
     memory: set[StorageWeakRef] = set()
@@ -79,11 +79,11 @@ class Asked:
     numbers: Mapping[str, Node]
     answer: Any
     nodes: Sequence[Node]
-    """Nodes that compute the numbers, in order. All are needed: some write in place."""
+    """Nodes that compute the numbers, in order; some write in place."""
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
-    """Build the prelude from questions in the order they were asked."""
+    """Build the prelude from questions in order."""
     computed: set[Node] = set(fed)
     parts: list[tuple[list[Node], list[Asked]]] = []
     for question in asked:
@@ -103,7 +103,6 @@ def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) ->
 
 
 def _used(nodes: Sequence[Node], questions: Sequence[Asked]) -> list[Node]:
-    """List the inputs of a stage's nodes, and the nodes that its questions read."""
     used = [made_of for node in nodes for made_of in node.all_input_nodes]
     return used + [node for question in questions for node in question.numbers.values()]
 
@@ -139,19 +138,18 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """None for a value that training changes; questions must not depend on it."""
+    """None for a value that training changes."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of a trace's nodes that are never written; questions share them."""
+    """Copies of nodes that are never written; questions share them."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
     makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
-    """By symbol: the node that made it, and the dimension if it is a size."""
+    """By symbol: the node that made it, and the dimension of a size."""
     seen: Node | None = None
-    """Last node searched for symbols."""
 
 
 class Questions:
@@ -174,11 +172,11 @@ class Questions:
         return len(self._asked)
 
     def follow(self, tracer: Any) -> None:
-        """Refer the following questions to another trace."""
+        """Refer later questions to another trace."""
         self._copies = _Copies(tracer)
 
     def answer(self, expression: compat.Expression) -> Any:
-        """Answer a question about symbols; None if the answer depends on more than the batch and buffers."""
+        """Answer a question about symbols; None if more than the batch and buffers decide."""
         evaluator = compat.evaluator(expression)
         made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
         if evaluator is None or None in made.values():
@@ -195,10 +193,7 @@ class Questions:
         return answer
 
     def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
-        """Return a traced tensor's values, or None.
-
-        None if the tensor depends on more than tensors outside the model and, with `of_batch`, the batch and buffers.
-        """
+        """Return a traced tensor's values, if only outside tensors and, with `of_batch`, batch and buffers decide them."""
         node = compat.node_of(tensor)
         nodes = ancestry(node)
         may_be = of_batch or not any(each.op == "placeholder" for each in nodes)
@@ -245,7 +240,7 @@ class Questions:
     # Copies
 
     def _copy_of(self, end: Node, nodes: Sequence[Node]) -> Node | None:
-        """Copy and compute a node with all its dependencies; None if one must not be asked about."""
+        """Copy and compute a node with its dependencies; None if one must not be asked about."""
         if not all(map(self._may_be_asked, nodes)):
             return None
         changed = {place for node in nodes for place in written(node)}
@@ -263,7 +258,6 @@ class Questions:
         return copies[end]
 
     def _made_by(self, ends: Iterable[Node]) -> list[Node]:
-        """List all copies that `ends` depend on, in order."""
         needed = set[Node]()
         left = list(ends)
         while left:
@@ -290,7 +284,6 @@ class Questions:
         return operator.attrgetter(str(node.target))(self._copies.tracer.root)
 
     def _entry(self, node: Node) -> Node:
-        """Copy an input or a constant."""
         if node.op == "placeholder":
             place = self._place(node)
             given, key = self._givens[place], f"input {place}"
@@ -312,7 +305,6 @@ class Questions:
         return (self._computed if changed else self._shared)(node.target, args, kwargs)
 
     def _shared(self, target: Any, args: Any, kwargs: Any) -> Node:
-        """Compute a node that nothing writes, once."""
         key = f"{target} {args} {kwargs}"
         if key not in self._known:
             self._known[key] = self._computed(target, args, kwargs)

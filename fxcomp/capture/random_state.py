@@ -10,15 +10,15 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order; draws are not paired. Several draws, several or nested blocks,
-recomputation that stops early, and the final state therefore match eager PyTorch. A seed becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match eager
+PyTorch. A seed becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
-Methods of default generators are replaced in torch's modules. `untouched` detects other changes of a state.
+`untouched` detects other changes of a state.
 """
 
-# Half of the replaced functions have no types.
+# untyped functions of torch
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Call = Callable[[torch.device, str, Sequence[Any]], Any]
 
 
 def _default_generators(call: Call) -> AbstractContextManager[None]:
-    """Replace default generators in torch's modules by generators that forward method calls to `call`."""
+    """Replace torch's default generators by generators that forward method calls to `call`."""
     cpu = {"default_generator": _stand_in(torch.default_generator, call)}
     cuda = {"default_generators": tuple(_stand_in(each, call) for each in torch.cuda.default_generators)}
     return compat.attributes_instead({torch: cpu, torch.random: cpu, torch.cuda: cuda})
@@ -107,7 +107,7 @@ def _refuse(what: str, at: str | None = None) -> NoReturn:
 
 
 def check_generators(body: GraphModule, held: Iterable[Any]) -> None:
-    """Refuse draws from a generator outside the watched values: eager PyTorch would make a new one in each step."""
+    """Refuse draws from a generator that is not watched: eager PyTorch would make a new one in each step."""
     known = [generator for generator in held if isinstance(generator, torch.Generator)]
     for each in compat.generators_in(body):
         if compat.device_of_default(each) is None and not any(compat.is_same_generator(each, one) for one in known):
@@ -131,9 +131,9 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 
 
 def drop_idle_states(body: GraphModule) -> None:
-    """Remove states that no draw needs, such as those of a checkpointed block without dropout.
+    """Remove states that no draw needs, as in a checkpointed block without dropout.
 
-    A state is not read if it is known, and not set if the generator has it already or another one is set before a draw.
+    A known state is not read. A state is not set if it is current or overwritten before a draw.
     """
     while _drop_some(body):
         pass
@@ -143,17 +143,17 @@ def drop_idle_states(body: GraphModule) -> None:
 
 
 def _drop_some(body: GraphModule) -> bool:
-    """Make one pass over the graph. Return whether a node that sets a state was removed."""
+    """Make one pass. Return whether a node that sets a state was removed."""
     idle: list[Node] = []
     known: dict[Any, Node] = {}
-    """Current state of a device's generator."""
+    """Current state by device."""
     undrawn: dict[Any, Node] = {}
-    """Last set or seed node without a draw after it."""
+    """Last set or seed node without a later draw, by device."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]
             if device not in known:
-                undrawn.pop(device, None)  # the seed that the state comes from
+                undrawn.pop(device, None)  # the state's seed
             node.replace_all_uses_with(known.setdefault(device, node))
         elif node.target is SET_RNG_STATE:
             state, device = node.args
@@ -180,8 +180,7 @@ def _drop_some(body: GraphModule) -> bool:
 def check_draws_again(body: GraphModule, loss: Node) -> None:
     """Refuse a backward pass whose draws differ from the forward pass's.
 
-    `loss` ends the forward pass. Seeds set and states read in the forward pass belong to it, and also states read
-    during a replay of one (nested blocks).
+    `loss` ends the forward pass. Its seeds and states may be replayed, and states read in a replay (nested blocks).
     """
     of_forward: set[Any] = set()
     seen_loss, replays = False, False

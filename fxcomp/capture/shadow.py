@@ -1,4 +1,4 @@
-"""Step a copy of the user's optimizer on other tensors: same class and attributes, but other parameters and state."""
+"""Step a copy of the user's optimizer on other tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
-"""Schedulers set an attribute `step` bound to the user's optimizer."""
+"""Schedulers bind `step` to the user's optimizer."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
     """Make an optimizer of the same class and attributes without parameters.
 
-    The constructor does not run, since it may need more arguments than the groups hold. An attribute that holds a
-    user's parameter gets an empty tensor instead, so that steps cannot reach it; `knows_parameters` keeps the
-    parameter. Raises Unsupported for an attribute that cannot be copied, such as a lock or an open file.
+    The constructor does not run: it may need more arguments. An attribute that holds a user's parameter gets an empty
+    tensor instead, out of reach for steps; `knows_parameters` keeps the parameter. Raises Unsupported for an attribute
+    that cannot be copied, such as a lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -50,7 +50,7 @@ def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: di
 
 @contextmanager
 def unseen() -> Generator[None]:
-    """Step shadows without side effects: on plain tensors, without draws from the user's generator."""
+    """Step shadows on plain tensors, without draws from the user's generator."""
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped
         yield
 
@@ -64,7 +64,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def step_alone(
     shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Step a shadow for one parameter with a gradient and a state. Return its new state."""
+    """Step a shadow for one parameter. Return its new state."""
     return step_together(shadow, [(options, [(parameter, state)])])[0]
 
 
@@ -72,7 +72,7 @@ def step_together(
     shadow: torch.optim.Optimizer,
     groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
 ) -> list[dict[str, Any]]:
-    """Step a shadow for groups of parameters with their states. Return the new states, in order."""
+    """Step a shadow for groups of parameters. Return the new states, in order."""
     pairs = [pair for _, members in groups for pair in members]
     shadow.param_groups = [
         {**options, "params": [parameter for parameter, _ in members]} for options, members in groups

@@ -37,14 +37,14 @@ class StandIns:
         return self._names.get(id(traced))
 
     def stand_in_of(self, one: Any, other: Any) -> Tensor | None:
-        """Return the stand-in of a pair of stand-in and real tensor, else None."""
+        """Return the stand-in in a pair of stand-in and real tensor, else None."""
         if self._real.get(id(one), one) is other and one is not other:
             return one
         return other if self._real.get(id(other), other) is one and one is not other else None
 
     @contextmanager
     def taken_for_real(self) -> Generator[None]:
-        """Give stand-ins the real tensors' attributes, and their ids in user code and hashes."""
+        """Give stand-ins the real tensors' attributes, hashes, and ids in user code."""
         real = {stand_in: id(tensor) for stand_in, tensor in self._real.items()}
         true_id = id
 
@@ -74,7 +74,7 @@ class StandIns:
                 self._carry_back(*self._traced[name], before, own[name])
 
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
-        """Copy the step's writes back; `untouched` later removes and refuses tensors."""
+        """Copy the step's writes back; `untouched` then removes and refuses tensors."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
         for key, value in now.items():
             if key not in before or value is not before[key]:
@@ -86,13 +86,13 @@ class StandIns:
 
 
 class EqualToReal(TorchFunctionMode):
-    """Makes a stand-in equal its real tensor, for dict lookups after equal hashes."""
+    """Makes stand-ins equal real tensors in dict lookups."""
 
     def __init__(self, stand_ins: StandIns):
         super().__init__()
         self._stand_ins = stand_ins
         self._ones: list[Tensor] = []
-        """Results of comparing a stand-in with its real tensor."""
+        """Results of such comparisons."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

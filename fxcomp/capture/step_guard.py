@@ -1,11 +1,10 @@
 """Check before each step that the captured step still applies.
 
-Tracing has no guards, so each call compares the captured state: parameters, modules, hooks, optimizer options, and
-torch's settings and modes. A difference causes another capture (a new key), or an error that names it if it needs
-another plan or cannot be captured.
+Tracing has no guards, so each call compares parameters, modules, hooks, optimizer options, and torch's settings and
+modes. A difference causes another capture (a new key) or an error.
 """
 
-# nn.Module has no public access to these tables.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 class StructureGuard:
-    """Parameters, modules and groups of a compiled step. Raises StepChanged if they are replaced."""
+    """Parameters, modules and groups of a compiled step."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, finds_unused: bool = False):
         self._model, self._optimizers = model, optimizers
@@ -58,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Check parameters' flags, hooks and memory, and the optimizers' groups and hooks."""
+        """Raise StepChanged if parameters' flags, hooks or memory, or the optimizers changed."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -79,14 +78,14 @@ class StructureGuard:
                 )
 
     def frozen(self) -> tuple[int, ...]:
-        """Return the indices of parameters frozen since compilation; only `find_unused_parameters` allows any."""
+        """Return the indices of newly frozen parameters; only `find_unused_parameters` allows any."""
         if not self._finds_unused:
             return ()
         now = map(_REQUIRES_GRAD, self._parameters)
         return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
-        """Check the place of every parameter and module; needed only if a module's table has changed."""
+        """Check the place of every parameter and module, after a change of a module's table."""
         _check_same(
             "parameter",
             self._named,
@@ -170,7 +169,7 @@ READ: dict[str, Callable[[], Hashable]] = {
     "the number of threads": torch.get_num_threads,
     "how subclasses of tensors are asked": compat.subclass_dispatch,
 }
-"""Settings that a capture fixes, by name; a change leads to another capture."""
+"""Settings that a capture fixes, by name."""
 
 
 def surroundings() -> tuple[Hashable, ...]:
@@ -206,16 +205,16 @@ class Key(NamedTuple):
     """Everything except the batch that a capture depends on."""
 
     watched: int
-    """Number of the watched values' state; local to this rank."""
+    """Number of the watched values' state, local to this rank."""
     options: tuple[Hashable, ...]
     attributes: tuple[Hashable, ...]
-    """Attributes of optimizers of the user's own classes."""
+    """Attributes of optimizers of user classes."""
     surroundings: tuple[Hashable, ...]
     frozen: tuple[int, ...] = ()
 
 
 class StepGuard:
-    """Computes the key of the current state before each step."""
+    """Computes the current key before each step."""
 
     def __init__(self, training: Training):
         self._training = training
@@ -223,7 +222,7 @@ class StepGuard:
         self._options = [_BakedOptions() for _ in training.groups]
 
     def key(self) -> Key:
-        """Compute the key. Raises StepChanged for a change that needs another plan."""
+        """Raises StepChanged for a change that needs another plan."""
         self._structure.check()
         watched = self._training.watch.number(before_look=self._structure.check_places)
         groups = self._training.groups
@@ -232,7 +231,6 @@ class StepGuard:
         return Key(watched, options, attributes, surroundings(), self._structure.frozen())
 
     def watched(self) -> Watched:
-        """Return the watched values in their current state."""
         return self._training.watch.watched()
 
     def capturing(self) -> AbstractContextManager[None]:
@@ -258,9 +256,9 @@ class StepGuard:
 
 
 def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
-    """Trace, and trace again if the first call set the model up.
+    """Trace; trace again if the first call set the model up.
 
-    Raises StepChanged if every call changes the model, or if the first call computes differently from the second.
+    Raises StepChanged if every call changes the model, or the first computes differently from the second.
     """
     start = guard.key()
     with put_back_if_refused(guard.watched()), guard.capturing():
@@ -289,7 +287,6 @@ def _settled(guard: StepGuard, start: Key, trace: Callable[[], T], graph: Callab
 
 
 def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
-    """Return whether two traces have equal operators, arguments and constants."""
     if str(one.graph) != str(other.graph):
         return False
     names = [cast("str", node.target) for node in one.graph.nodes if node.op == "get_attr"]
@@ -305,7 +302,7 @@ class _BakedOptions:
         self._baked: tuple[Hashable, ...] = ()
 
     def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Return the options; recompute them only if an object was replaced, or one is a collection."""
+        """Return the options; reuse them if all objects are the same and none is a collection."""
         values = [*group, *group.values()]
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._baked = _baked_options(group)
@@ -315,7 +312,7 @@ class _BakedOptions:
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
-    # A tensor lr is always live, and reading it would wait for its device.
+    # A tensor lr is always live; reading it would wait for its device.
     live = live_numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), Tensor) else group)
     own = tuple(
         (key, baked(value))
@@ -326,7 +323,7 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """Return the attributes that a user's class may compute with; torch's classes use none."""
+    """Return the attributes that a user's class may compute with."""
     if is_torchs(optimizer):
         return ()
     return tuple((key, baked(value)) for key, value in vars(optimizer).items() if key not in NOT_OF_THE_UPDATE)

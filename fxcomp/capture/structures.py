@@ -4,11 +4,11 @@
  -->
     [%x, %y]    Batch by copyreg.__newobj__, its state a dict of x and y
 
-Objects are split and rebuilt as copy.copy does, without running the constructor. For a mapping
-(transformers.BatchEncoding), attributes with neither tensors nor plain values are omitted: reading one raises.
+Objects are split and rebuilt as by copy.copy, without the constructor. A mapping's attributes
+(transformers.BatchEncoding) without tensors or plain values are omitted.
 """
 
-# Copy protocols are untyped.
+# untyped copy protocol
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""Types of immutable values."""
 
 
 def is_plain(value: object) -> bool:
-    """Return whether tracing may treat a value as a constant. NumPy scalars are not: operators do not accept them."""
+    """Return whether a value may be a constant. Operators do not accept NumPy scalars."""
     return isinstance(value, _PLAIN) and type(value).__module__ != "numpy"
 
 
@@ -47,7 +46,7 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Object split into parts; flattening splits these further."""
+    """Object split into parts, themselves flattened."""
 
     how: tuple[Any, ...]
     """Function that makes the object, with its leading callable arguments."""
@@ -56,7 +55,6 @@ class _Opened:
 
 
 def _is_closed(leaf: Any) -> bool:
-    """Return whether a leaf is a collection or dataclass that torch does not flatten."""
     if isinstance(leaf, Tensor | type) or is_plain(leaf):
         return False
     return dataclasses.is_dataclass(leaf) or isinstance(leaf, Mapping | tuple | list)
@@ -72,7 +70,7 @@ def _open(leaf: Any) -> Any:
     try:
         # A mappingproxy cannot be copied, but its dict can.
         reduced: Any = (type(leaf), (dict(leaf),)) if type(leaf) is MappingProxyType else leaf.__reduce_ex__(4)
-    except TypeError:  # not copyable: refused later as a leaf
+    except TypeError:  # refused later as a leaf
         return leaf
     make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])
     if isinstance(leaf, Mapping) and isinstance(state, dict):
@@ -104,7 +102,7 @@ def _close(parts: Iterable[Any], how: Any) -> Any:
 
 
 class _Unnamed:
-    """Key without text: it adds nothing to a path."""
+    """Key without text in a path."""
 
     def __str__(self) -> str:
         return ""

@@ -2,11 +2,10 @@
 
     loss * scale ─backward─► gradients * scale ─pack, times 1 / scale─► gradients
 
-The user's GradScaler keeps the scale. Packed gradients and compression residuals are unscaled, so changes of the scale
-do not affect them.
+Packed gradients and residuals are unscaled, so changes of the GradScaler's scale do not affect them.
 """
 
-# nn.Module has no public access to its tensor tables.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: Any, optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[Owned]) -> LossScale | None:
-        """Return an enabled GradScaler's scale, or None. Raises Unsupported for fp16 parameters, as `scaler.unscale_`
-        does.
-        """
+        """Raises Unsupported for fp16 parameters, as `scaler.unscale_` does."""
         if scaler is None:
             return None
         for each in owned:
@@ -79,7 +76,7 @@ class LossScale:
             )
 
     def changes(self) -> int:
-        """Return the number of writes to the scale, without reading the device."""
+        """Return the number of writes to the scale, without a device read."""
         return self.scale._version
 
     def tell(self, *, skipped: bool) -> None:
@@ -93,9 +90,8 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    The gradient belongs to the sum over all ranks divided by the sum of all counts; the loss function needs no number
-    of ranks. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens. A step returns
-    the mean over this rank's own batch.
+    The gradient is that of all ranks' total sum over their total count. `WeightedLoss(losses.sum(), (labels !=
+    -100).sum())` is the mean over all labelled tokens. A step returns the mean over this rank's own batch.
     """
 
     sum: Tensor
@@ -128,7 +124,7 @@ class WeightedLoss:
 
 
 def split(result: Any) -> tuple[Any, Any, bool]:
-    """Split a loss function's result into the loss, the auxiliary result, and a flag for its presence."""
+    """Split a loss function's result into loss, auxiliary result, and a flag for its presence."""
     parts: Any = result
     has_aux = isinstance(result, tuple) and len(parts) == 2
     loss, aux = parts if has_aux else (parts, ())
@@ -136,7 +132,7 @@ def split(result: Any) -> tuple[Any, Any, bool]:
 
 
 LossFn = Callable[[nn.Module, Any], Any]
-"""Function of the model and a batch that returns the scalar loss, or the loss and an auxiliary result."""
+"""Function of the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +142,16 @@ class Training:
     model: nn.Module
     loss_fn: LossFn
     watch: Watch
-    """Python values that a capture depends on, except tensors and the batch."""
+    """Python values that a capture depends on."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     owned: tuple[Owned, ...]
     max_grad_norm: float | None
     max_grad_value: float | None
     habits: Mapping[int, Habits]
-    """Use of a parameter's state by updates, by group number."""
+    """Use of optimizer state, by group number."""
     finds_unused: bool = False
-    """If true, parameters unused by the loss get zero gradients."""
+    """Whether parameters unused by the loss get zero gradients."""
     loss_scale: LossScale | None = None
-    """Factor on the loss before backward; gradients are divided by it."""
 
     @classmethod
     def of(
@@ -180,7 +175,7 @@ class Training:
         materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)
         clipped = max_grad_norm, max_grad_value
-        # Inductor compiles the regions on an accelerator and does not support float symbols.
+        # Inductor, used on accelerators, does not support float symbols.
         watch = Watch(model, loss_fn, makes_live=owned[0].parameter.device.type == "cpu")
         return cls(model, loss_fn, watch, optimizers, owned, *clipped, habits, finds_unused, scale)
 
@@ -191,17 +186,15 @@ class Training:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers, in order."""
         return groups_of(self.optimizers)
 
     @property
     def device(self) -> torch.device:
-        """The model's single device."""
         return self.owned[0].parameter.device
 
 
 def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Owned, ...]:
-    """Match the optimizers' parameters with the model's. Raises for those that cannot be captured."""
+    """Match the optimizers' parameters with the model's. Raises Unsupported."""
     for optimizer in optimizers:
         check_optimizer(optimizer)
     _check_is_bare(model)
@@ -246,7 +239,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""torch wrappers that communicate in their forward or backward pass."""
+"""torch wrappers that communicate in forward or backward."""
 
 
 _PARAMETRIZED: Mapping[type, str] = {
@@ -258,7 +251,7 @@ _PARAMETRIZED: Mapping[type, str] = {
 
 
 def _check_is_bare(model: nn.Module) -> None:
-    """Refuse a model that reduces or shards itself: gradients would be reduced twice, or be shards."""
+    """Refuse a model that reduces or shards itself."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.Unsupported(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):

@@ -6,11 +6,11 @@
     @functools.cache         cleared if tracing has put a tensor into it
     random.random()          refused; the generator's state is restored
 
-Stored size symbols are removed without an error: they stand for numbers of the user's batch. `settled` in step_guard.py
-finds changes without traced values, such as counters, by comparing watched values.
+Stored size symbols are removed without an error. `settled` in step_guard.py finds changes without traced values, such
+as counters.
 """
 
-# A watched value may have any type.
+# values of any type
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def untouched(watched: Watched) -> Generator[None]:
 
 @contextmanager
 def put_back_if_refused(watched: Watched) -> Generator[None]:
-    """Restore watched values, including counters and lists, if a capture raises an fxcomp error."""
+    """Restore watched values if a capture raises an fxcomp error."""
     held = [(holder, _content(holder)) for holder in watched.holders]
     try:
         yield
@@ -115,7 +115,7 @@ _CACHED = type(lru_cache(lambda: None))
 
 
 def _caches(among: list[Any]) -> list[Any]:
-    """Select functools caches, except those of torch and SymPy."""
+    """Select functools caches, without caches of torch and SymPy."""
     found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
 
@@ -139,7 +139,7 @@ def _content(holder: Holder) -> Any:
 
 
 def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
-    """Remove traced values; yield the kind and place of tensors and numbers."""
+    """Remove traced values. Yield kind and place of tensors and numbers."""
     name, owner = holder.name, holder.owner
     if holder.key:
         value = read(owner, holder.key)
@@ -149,7 +149,7 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(owner, dict):
         new = {key: value for key, value in dict.items(owner) if before.get(key, MISSING) is not value}
         found = {key: kind for key, value in new.items() if (kind := max(_of_trace(key), _of_trace(value)))}
-        if found:  # stand-ins used as keys hash differently outside of the trace: rebuild the table
+        if found:  # stand-ins as keys have other hashes outside of the trace
             rest = [(key, value) for key, value in dict.items(owner) if key not in found]
             dict.clear(owner)
             dict.update(owner, rest)
@@ -166,7 +166,7 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
 
 
 def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:
-    """Return `tensor`, `number` or `known` if a value is traced or contains a traced value; else an empty string.
+    """Return `tensor`, `number` or `known` if a value is or contains a traced value, else an empty string.
 
     Only the step knows a number read from a tensor; a size is known before.
     """

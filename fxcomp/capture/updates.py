@@ -24,7 +24,7 @@ from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.work import is_sequence
 
 KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Classes whose numbers stay live where the graph uses them."""
+"""Classes whose numbers stay live if the graph uses them."""
 
 _CHANGE = 0.75
 """Factor on live numbers for the check."""
@@ -37,7 +37,7 @@ _RELATIVE = 1e-5
 
 
 def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None:
-    """Refuse an update that branches on a comparison of numbers."""
+    """Refuse an update that branches on numbers."""
     for text, is_sign in decisions:
         if not is_sign and not is_torchs(owner.optimizer):
             raise refused(
@@ -48,7 +48,7 @@ def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None
 
 
 def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]) -> None:
-    """Compare a traced update with the class's own after changing all numbers. Raises Unsupported."""
+    """Compare a traced update with the class's own for other numbers. Raises Unsupported."""
     unused = _without_users(traced, len(numbers) + len(habits.counters))
     if (type(owner.optimizer) in KNOWN and not unused) or owner.parameter.is_meta:
         return
@@ -78,8 +78,6 @@ def _without_users(traced: GraphModule, last: int) -> list[str]:
 
 
 class _Trial:
-    """A traced update and the class's own, from the same state."""
-
     def __init__(self, traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]):
         self._traced, self._owner, self._habits, self._numbers = traced, owner, habits, numbers
         self._shadow = shadow_of(owner.optimizer)
@@ -87,7 +85,7 @@ class _Trial:
         self._gradient = draw()
         self._value = draw(0.1)
         self._state: dict[str, Any] = copied(owner.state)
-        for _ in range(2):  # fresh states are zero and would hide differences
+        for _ in range(2):  # zero states would hide differences
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
@@ -122,10 +120,9 @@ class UpdateTraces:
         self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """A parameter and its update to resize for others, by group, state and dtype."""
+        """A parameter and its update for resizing, by group, state and dtype."""
 
     def of(self, owner: Owned) -> GraphModule:
-        """Return a parameter's update."""
         parameter, keys = owner.parameter, tuple(state_tensors(owner.state))
         kind = owner.group, keys, parameter.dtype
         likeness = (*kind, parameter.shape, parameter.stride())
@@ -141,14 +138,14 @@ ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "Adamax", "Rprop")
 )
-"""Elementwise optimizers: their updates do not depend on the parameter's shape."""
+"""Classes whose updates do not depend on the parameter's shape."""
 
 
 def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModule:
     """Trace one parameter's in-place update. Inputs: parameter, gradient, state tensors, live numbers, counters.
 
-    Uses plain operators, as fused ones take numbers as constants. A step counter on the device needs the capturable
-    variant, which does not read the counter on the host.
+    Fused operators would make numbers constants. A step counter on the device needs the capturable variant, which does
+    not read it on the host.
     """
     numbers, state = live_numbers(owner.options), owner.state
     counts = {key: state[key] for key in habits.counters}
@@ -192,10 +189,7 @@ def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
-    """Adapt an elementwise update to another shape.
-
-    Returns None for uncertain cases: shapes among the arguments, values of other shapes, gaps in memory.
-    """
+    """Adapt an elementwise update to another shape; None if uncertain."""
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
     resized = clone(piece)
@@ -213,7 +207,7 @@ def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphMo
 def clip(
     graph: Graph, gradients: Sequence[Node], parameters: Sequence[Tensor], max_norm: float, inputs: StepInputs
 ) -> list[Node]:
-    """Clip by the global norm, with the same operators as a trace of torch.nn.utils.clip_grad_norm_.
+    """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
     Tracing it for hundreds of gradients took a fifth of the capture. Norms are fp32, or fp64 for fp64 gradients: in
     fp16 the squares of a million values of 100 are infinite.
@@ -248,6 +242,6 @@ def clip(
 
 
 def clip_by_value(graph: Graph, gradient: Node, owner: Owned, limit: float, inputs: StepInputs) -> Node:
-    """Clip each element, as torch.nn.utils.clip_grad_value_ does, within the update: no wait for other gradients."""
+    """Clip each element, as torch.nn.utils.clip_grad_value_ does; part of the update."""
     label, value = NodeInfo(Role.UPDATE, parameter=owner.name), inputs.of_update(owner.parameter)
     return call(graph, torch.ops.aten.clamp.default, (gradient, -limit, limit), label, name="clamp", value=value)

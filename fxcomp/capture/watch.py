@@ -5,14 +5,12 @@
     below ──── items of collections, attributes of objects that some code names,
                functions of the user's own files, a few objects and calls deep ────────► watched
 
-Plain values are compared by type and value, collections by their items, other objects by identity. A float that has
-changed twice becomes live: it is an input of the captured step, read from its place before each step, and no longer
-compared. Python reads everything else once, at capture: see docs/contract.md.
-
-`Watched` finds the values and compares them before each step. `Watch` numbers their states.
+Plain values compare by type and value, collections by items, other objects by identity. A float that has changed twice
+becomes live: an input of the captured step, read before each step and not compared. Python reads everything else once,
+at capture: see docs/contract.md.
 """
 
-# nn.Module has no public access to these tables; a watched value may have any type.
+# private tables of nn.Module, and values of any type
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
 
@@ -44,25 +42,25 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import PLAIN, Change, kind_of, sharing
 
 OBJECTS = 4
-"""Maximum number of plain objects between a value and the module or function that leads to it."""
+"""Maximum number of plain objects between a value and its module or function."""
 
 ITEMS = 3
 """Maximum nesting of collections."""
 
 LARGE = 1000
-"""Maximum size of a collection or an array; larger ones are compared by identity."""
+"""Maximum size of a compared collection or array; larger ones compare by identity."""
 
 CALLS = 6
-"""Maximum number of calls between the loss function, or a forward pass, and a value."""
+"""Maximum call depth between a value and the loss function or a forward pass."""
 
 VALUES = 10_000
-"""Maximum number of watched values outside of modules; later ones are not compared, and a warning reports that."""
+"""Maximum number of watched values outside of modules; above it, a warning."""
 
 ROUNDS = 4
-"""Maximum number of repeated walks: code found in one walk may name attributes that the walk skipped."""
+"""Maximum number of walks: code found late may name attributes skipped before."""
 
 RECENT = 4
-"""Number of latest states compared by identity alone, for example alternating train() and eval()."""
+"""Number of latest states compared by identity, as for alternating train() and eval()."""
 
 KNOWN = 32
 """Number of states that keep their number."""
@@ -71,7 +69,6 @@ LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""
 
 MISSING = object()
-"""Content of an empty place."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -93,12 +90,12 @@ def is_users(function: object) -> bool:
 
 
 def is_plain_value(value: object) -> bool:
-    """Return whether a value has no parts that could change."""
+    """Return whether a value has no mutable parts."""
     return isinstance(value, _PLAIN)
 
 
 def read(owner: Any, key: str) -> Any:
-    """Read a dict entry, an attribute or a closure cell; return MISSING if it is empty."""
+    """Return a dict entry, attribute or closure cell; MISSING if empty."""
     try:
         return _GET(owner, key, MISSING) if isinstance(owner, dict) else getattr(owner, key, MISSING)
     except ValueError:  # an empty cell
@@ -106,7 +103,7 @@ def read(owner: Any, key: str) -> Any:
 
 
 class Same(NamedTuple):
-    """Key that compares by identity; keeps the object alive so that its id is not reused."""
+    """Identity key; keeps the object alive so that its id is not reused."""
 
     kind: str
     value: int
@@ -134,7 +131,6 @@ class Plain(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, text: str | None = None) -> Plain:
-        """Make a key; `text` replaces the value's repr."""
         return cls(type(value), repr(value) if text is None else text)
 
     def __str__(self) -> str:
@@ -151,11 +147,10 @@ class Signature:
     device: torch.device
     requires_grad: bool
     kind: str = ""
-    """Class, layout or lazy view, if unusual."""
+    """Unusual class, layout or lazy view."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
-        """Read a tensor's signature."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         kind = kind_of(tensor)
         about = (tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
@@ -178,7 +173,7 @@ class Place(NamedTuple):
         return read(self.owner, self.key)
 
     def write(self, value: Any) -> None:
-        """Store a value at the place; MISSING deletes it."""
+        """Store a value; MISSING deletes the entry."""
         if isinstance(self.owner, dict):
             self.owner[self.key] = value
         elif value is MISSING:
@@ -188,12 +183,12 @@ class Place(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Object that traced Python may write to; `name` prefixes the labels of its entries."""
+    """Object that traced Python may write to; `name` prefixes its entries' labels."""
 
     name: str
     owner: Any
     key: str = ""
-    """The only entry to check; empty for all entries."""
+    """Single entry to check; empty for all."""
 
 
 class _Depth(NamedTuple):
@@ -203,7 +198,7 @@ class _Depth(NamedTuple):
 
 
 class Watched:
-    """Watched values of a step: a description of each by name, and a fast check for changes."""
+    """Descriptions of a step's watched values by name, and a fast check for changes."""
 
     def __init__(
         self,
@@ -214,7 +209,7 @@ class Watched:
     ):
         """Walk once. `names` are attributes of plain objects that code may read; `live` are the live floats."""
         self.floats: dict[str, Place] = {}
-        """Places of live floats and of floats that may become live, by name."""
+        """Places of floats that are live or may become live."""
         self._may_be_live = live
         self.live: list[str] = []
         self.facts: dict[str, Hashable] = {}
@@ -261,7 +256,6 @@ class Watched:
         self._note(name, value, depth)
 
     def _meet(self, value: Any, name: str, depth: _Depth) -> Hashable:
-        """Describe a value, and follow it on its first visit."""
         if is_plain_value(value):
             return Plain.of(value)
         if (known := self._known.get(id(value))) is not None:
@@ -281,7 +275,7 @@ class Watched:
         return same
 
     def _follow(self, value: Any, name: str, depth: _Depth) -> Hashable | None:
-        """Watch the contents of an object. Return a description for collections, which are compared by their items."""
+        """Watch an object's contents. Return a description for collections."""
         if isinstance(value, nn.Module):
             if id(value) not in self._own:
                 self._follow_modules(value, name, depth.calls + 1)
@@ -342,7 +336,7 @@ class Watched:
             if key in self._names and hasattr(value, key):
                 self._note_place(value, key, getattr(value, key), f"{name}.{key}", depth)
         if kind.__dictoffset__:
-            self._sized.append(vars(value))  # code may name an attribute that is added later
+            self._sized.append(vars(value))  # the attribute may be added later
             self.holders.append(Holder(f"{name}.", vars(value)))
             self._follow_attributes(vars(value), name, depth)
         self._follow_class(kind, depth)
@@ -357,7 +351,6 @@ class Watched:
         return method in self._names
 
     def _follow_class(self, kind: type, depth: _Depth) -> None:
-        """Watch the plain attributes and collections of the user's classes that code names."""
         for base in filter(_is_users_class, kind.__mro__):
             for key, value in list(vars(base).items()):
                 if key in self._names and isinstance(value, (*_PLAIN, list, dict, tuple)):
@@ -369,19 +362,18 @@ class Watched:
                 self._note_place(table, key, value, f"{name}.{key}", depth)
 
     def _follow_tensor(self, tensor: Tensor, name: str) -> None:
-        """Watch the attributes that the user set on a tensor."""
         self._known[id(tensor)] = Same.of(tensor)
         self.holders.append(Holder(f"{name}.", vars(tensor)))
         self._follow_attributes(vars(tensor), name, _Depth())
         (self._views if vars(tensor) else self._empty).append(vars(tensor))
 
     def _compare_memory(self, tensor: Tensor) -> None:
-        with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped tensor has no single address
+        with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped tensor has no address
             tensor.data_ptr()
             self._tensors.append(tensor)
 
     def _follow_function(self, function: FunctionType, name: str, calls: int) -> None:
-        """Watch a function's closure, defaults and named globals; for library functions, only closure and defaults."""
+        """Watch a function's closure, defaults and named globals; no globals of library functions."""
         if calls > CALLS or (id(function), "__code__") in self._slots:
             return
         self._slot(function, "__code__")
@@ -450,7 +442,7 @@ class Watched:
             self.facts[name] = None if value is None else Same.of(value)
         elif not is_own:
             self._note(name, value, _Depth())
-        else:  # an input of the graph: only its signature counts; `StructureGuard` compares parameters
+        else:  # an input of the graph: its signature counts; `StructureGuard` compares parameters
             if id(value) not in self._known:
                 self._follow_tensor(value, name)
             if kind == "_buffers":
@@ -514,7 +506,7 @@ def _globals_named(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _attributes_named(code: CodeType) -> frozenset[str]:
-    """Collect the attribute names that code may read, including strings for `getattr`."""
+    """Return the attribute names that code may read, including strings for `getattr`."""
     texts = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     return frozenset({*code.co_names, *texts}).union(*map(_attributes_named, _inner(code)))
 
@@ -525,7 +517,6 @@ def _inner(code: CodeType) -> list[CodeType]:
 
 @lru_cache(maxsize=1024)
 def _functions_of(kind: type) -> tuple[FunctionType, ...]:
-    """List the functions of a class and its bases, except torch's own."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     values = [getattr(v, "fget", None) or getattr(v, "__func__", v) for base in bases for v in vars(base).values()]
     return tuple(value for value in values if isinstance(value, FunctionType))
@@ -543,10 +534,10 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbers the states of the watched values; a state that comes back keeps its number."""
+    """Numbers the states of the watched values; repeated states keep their number."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
-        """Look at nothing before the first query. `makes_live` allows floats to become inputs."""
+        """Read nothing yet. `makes_live` allows floats to become inputs."""
         self._model, self._loss_fn, self._makes_live = model, loss_fn, makes_live
         self._recent: OrderedDict[int, Watched] = OrderedDict()
         self._number_of: dict[Hashable, int] = {}
@@ -556,24 +547,24 @@ class Watch:
         self._changes = Counter[str]()
         self._live = set[str]()
         self._constants = set[str]()
-        """Floats that decide a branch or are formatted as text; they never become live."""
+        """Floats that decide a branch or are formatted as text; never live."""
 
     @cached_property
     def _roots(self) -> dict[str, Any]:
         return {"loss_fn": self._loss_fn, **compat.global_module_hooks()}
 
     def watched(self) -> Watched:
-        """Return the watched values in their current state."""
+        """Return the current watched values."""
         return self._recent[self.number()]
 
     @property
     def live(self) -> dict[str, Place]:
-        """Live floats by name, with their places in the latest numbered state."""
+        """Places of the live floats in the latest state, by name."""
         latest = next(reversed(self._recent.values()), None)
         return {} if latest is None else {name: latest.floats[name] for name in latest.live}
 
     def number(self, before_look: Callable[[], None] = lambda: None) -> int:
-        """Return the number of the current state. `before_look` is called before a full walk."""
+        """Return the current state's number. `before_look` is called before a full walk."""
         for number, known in reversed(self._recent.items()):
             if known.is_still():
                 self._recent.move_to_end(number)
@@ -585,7 +576,7 @@ class Watch:
 
     @contextmanager
     def capturing(self) -> Generator[None]:
-        """Count no float changes inside: tracing causes them."""
+        """Ignore float changes that tracing causes."""
         self._is_capturing = True
         try:
             yield
@@ -593,13 +584,13 @@ class Watch:
             self._is_capturing = False
 
     def keep_constant(self, names: Iterable[str]) -> None:
-        """Turn live floats back into constants of each capture."""
+        """Make live floats constants again."""
         self._constants.update(names)
         self._live -= self._constants
         self._recent.clear()  # recent states list them as live
 
     def _make_live(self, found: Watched) -> bool:
-        """Make floats live that changed at least LIVE_AFTER times. Return whether there are any."""
+        """Make frequently changed floats live. Return whether there are any."""
         before = next(reversed(self._recent.values())).facts if self._recent else found.facts
         changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
         self._changes.update(changed)
@@ -609,7 +600,7 @@ class Watch:
         return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
-        """Return the first value that differs between two states; None if the states are the same."""
+        """Return the first difference between two states, or None."""
         if old == new:
             return None
         was, now = self._facts.get(old, {}), self._facts.get(new, {})

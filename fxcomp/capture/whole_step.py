@@ -4,8 +4,8 @@
     optimizer.step()      ─make_fx─► a small in-place graph per parameter  ├─► one graph; inputs and gradients labelled
     clip_grad_norm_       ─────────► norm, coefficient, scaled gradients  ─┘
 
-Each update stays in place, right after its gradient, so parameters are not copied. Numbers that schedulers change
-(learning rate, momenta, betas, weight decay) are inputs of the graph, so they change without another capture.
+Each in-place update follows its gradient, so parameters are not copied. Numbers that schedulers change (learning rate,
+momenta, betas, weight decay) are inputs of the graph.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
 
 
 def _role(node: Node, others: Role) -> Role:
-    """Return a traced node's role; `others` for most."""
     if node.target in (RNG_STATE, SET_RNG_STATE, SEED_RNG):
         return Role.RANDOM_STATE
     return Role.EXCHANGE if compat.communicates(node.target) else others
@@ -137,7 +136,6 @@ class GraphBuilder:
         self.graph = Graph()
 
     def input(self, name: str, value: Any, source: Source) -> Node:
-        """Append an input of the graph."""
         clean = free_name(re.sub(r"\W", "_", name))
         node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
         node.meta["val"] = value
@@ -164,15 +162,14 @@ class GraphBuilder:
         raise AssertionError("a traced piece has no output")
 
     def _adopt(self, constant: Tensor) -> str:
-        """Store a piece's constant under a free name."""
         name = next(free for i in count() if not hasattr(self.root, free := f"constant_{i}"))
         setattr(self.root, name, constant)
         return name
 
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
-        """Label a gradient's node, or an alias of it if the node is an input or has other users.
+        """Label a gradient's node, or an alias if the node is an input or has other users.
 
-        `is_shared` marks a node that is several results, such as the gradient of two parameters that are added.
+        `is_shared` marks a node that is several results, as the gradient of two added parameters.
         """
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users or is_shared:
@@ -191,7 +188,7 @@ class GraphBuilder:
             call(self.graph, *what, name="counted", value=count.meta["val"])
 
     def no_gradient(self, of: Node, loss: Node, parameter: str) -> Node:
-        """Append zeros for the gradient of a parameter unused by the loss; they are ready when backward begins."""
+        """Append zeros as the gradient of an unused parameter; they are ready before backward."""
         with self.graph.inserting_after(loss if loss.op != "placeholder" else self._last_input()):
             what = torch.ops.aten.zeros_like.default, (of,), NodeInfo(Role.GRADIENT, parameter)
             return call(self.graph, *what, value=torch.empty_like(of.meta["val"]))
@@ -204,7 +201,6 @@ class GraphBuilder:
         set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
 
     def finish(self) -> GraphModule:
-        """Return the module of the whole graph."""
         self.graph.eliminate_dead_code(must_stay)
         module = compat.graph_module(self.root, self.graph, "TrainingStep")
         module.graph.lint()
@@ -219,8 +215,8 @@ def same_with_numbers(
         isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
         cache.get(str(rows.shape[0]))      "s0" is no key
 
-    Most queries of a symbol become guards for other batches. These queries do not, and Python's answers differ between
-    numbers and symbols. A step whose graphs differ in more than the form of sizes gets no symbols.
+    Most queries of a symbol become guards, but not these. If the graphs differ in more than the form of sizes, the step
+    gets no symbols.
     """
     nodes, others = ([node for node in gm.graph.nodes if not _is_size(node)] for gm in (symbolic, plain))
     if len(nodes) != len(others) or len(results) != len(expected):
@@ -228,7 +224,7 @@ def same_with_numbers(
     places = {node: place for each in (nodes, others) for place, node in enumerate(each)}
 
     def written(value: Any) -> Any:
-        """Return an argument with numbers for symbols, and the place of a node."""
+        """Return an argument with numbers for symbols and places for nodes."""
         if isinstance(value, Node):
             return ("node", places[value]) if value in places else compat.hint(value.meta["val"])
         return compat.hint(value) if isinstance(value, compat.SYMBOLS) else value
@@ -250,7 +246,7 @@ def same_with_numbers(
 
 
 def _is_size(node: Node) -> bool:
-    """Return whether a node reads or computes sizes or live floats, and exists only with symbols."""
+    """Return whether a node computes sizes or live floats, and exists only with symbols."""
     value = node.meta.get("val")
     is_value = node.op in ("placeholder", "call_function")
     return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
@@ -276,21 +272,21 @@ def _same_number(mine: Any, other: Any) -> bool:
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held during a capture: tracing replaces names and methods process-wide."""
+"""Tracing replaces names and methods process-wide."""
 
 
 @gc_paused()
 def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> Captured:
     """Trace one training step on fake tensors without changing the user's objects.
 
-    Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place. Raises
-    CaptureFailed if sizes cannot vary.
+    Outputs: the loss, then auxiliary results; buffers and parameters change in place. Raises CaptureFailed if sizes
+    cannot vary.
     """
     with _ONE_AT_A_TIME:
         live = training.watch.live
         try:
             return _capture(training, batch, varying, live)
-        except Exception:  # Python may raise for a symbol, but not for a number
+        except Exception:  # raised for a symbol, perhaps not for a number
             if not live:
                 raise
             captured = _capture(training, batch, varying, {})  # raises if live floats are not the cause
@@ -300,7 +296,7 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
 
 def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str, Place]) -> Captured:
     for optimizer in training.optimizers:
-        check_optimizer(optimizer)  # options may have changed since the first capture
+        check_optimizer(optimizer)  # options may have changed
     check_model(training.model)  # buffers may have been replaced
     inputs = StepInputs(training, batch, varying, live)
     body, outputs = trace_forward_backward(training, inputs)
@@ -317,7 +313,7 @@ def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str
 
 
 def _check_symbols(body: GraphModule, outputs: Outputs, plain: GraphModule, told: Outputs) -> None:
-    """Raise CaptureFailed if symbols change the step; the caller then captures with numbers."""
+    """Raise CaptureFailed if symbols change the step."""
     if not same_with_numbers(body, outputs.results_of(body), plain, told.results_of(plain)):
         raise CaptureFailed(
             "the step treats sizes that are symbols in another way than numbers, by their type or as text.\n"

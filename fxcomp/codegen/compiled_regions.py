@@ -5,9 +5,9 @@
 
 Processes on one machine compile a region in turn, so that all but the first find it in Inductor's cache.
 
-Plans that race cut the same captured graph, so most of their regions are equal. The key of a region has its operators
-and arguments, its inputs' types, sizes, strides and shared memory, and its constant tensors, but no node names. The
-backward passes of equal layers therefore share code. Size symbols mean the same in all regions of a capture.
+Plans that race cut the same captured graph. A region's key has its operators and arguments, its inputs' types, sizes,
+strides and shared memory, and its constant tensors, but no node names, so equal layers share code. Size symbols mean
+the same in all regions of a capture.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Compiled = Callable[..., Any]
 class CompiledRegions:
     """Regions of one captured step compiled by Inductor.
 
-    `once` waits for another process on this machine that compiles the same region. Not inside of Dynamo, which holds
-    its lock meanwhile.
+    `once` waits for another process on this machine that compiles the same region; not inside of Dynamo, which holds
+    its lock.
     """
 
     def __init__(self, *, once: bool = False) -> None:
@@ -47,10 +47,7 @@ class CompiledRegions:
     def of(
         self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool, later: bool = False
     ) -> Future[Compiled]:
-        """Return the compiled region for a graph and its inputs; compile it on first use.
-
-        Unless `later`, the result is ready on return.
-        """
+        """Return the compiled region for a graph and its inputs; compile it on first use. Unless `later`, it is ready."""
         key = _key(module, keeps_order=keeps_order)
         found = self._known[key][0] if key in self._known else self._begun(key, module, fakes, keeps_order, later)
         if not later:
@@ -88,7 +85,7 @@ _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary
 
 
 def regions_of_capture(graph: GraphModule) -> CompiledRegions:
-    """Return the regions shared by a captured graph's programs; freed with the graph."""
+    """Return the regions shared by a captured graph's programs."""
     return _OF_CAPTURE.setdefault(graph, CompiledRegions(once=True))
 
 
@@ -97,7 +94,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Return a key with everything Inductor receives; None if part of it cannot be compared."""
+    """Return a key of Inductor's inputs; None if a part cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []
@@ -114,7 +111,7 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
 
 
 def _settings() -> Hashable:
-    """Return the process settings that affect Inductor's choice of kernels."""
+    """Return the settings that affect Inductor's choice of kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 

@@ -8,9 +8,8 @@ Compute regions become functions. Between them, each node is one line that packs
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
         all_gather_0 = rt.launch("all_gather_0", "all_gather", payload_0, 2, "world")
 
-Every line comes from a node, except `rt.before_update`, which marks the first change of parameters. A step that waits
-for an external backward pass is a generator: it yields the number of the next bucket it needs, and receives that
-bucket. `graph/lines.py` maps nodes to lines.
+Only `rt.before_update`, at the first change of parameters, has no node. A step that waits for an external backward pass
+is a generator: it yields the number of the next bucket and receives the bucket. `graph/lines.py` maps nodes to lines.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _Names = Mapping[Compressor, str]
 
 
 def emit(gm: GraphModule, *, title: str = "One training step") -> str:
-    """Return a module's source with a function `step`; it needs torch, the compressors' modules and a runtime."""
+    """Return a module's source with a function `step`."""
     pieces = cut(gm)
     compressors = _compressors(gm)
     steps = OptimizerSteps(listed_elements(gm))
@@ -51,7 +50,7 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
 
 
 def listed_elements(gm: GraphModule) -> float:
-    """Return the maximum size of parameters updated together: no limit on accelerators, as in torch."""
+    """Return the maximum size of parameters updated together; unlimited on accelerators, as in torch."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
         if source is not None and source.kind is InputKind.PARAMETER:
@@ -70,7 +69,6 @@ def _header(title: str, compressors: _Names) -> str:
 
 
 def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
-    """Return import lines for the compressors, fxcomp's or a plug-in's."""
     by_module: dict[str, set[str]] = {}
     for kind in kinds:
         module = "fxcomp.compressors" if getattr(fxcomp.compressors, kind.__name__, None) is kind else kind.__module__
@@ -138,7 +136,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
 
 
 def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
-    """Return the line that switches the stream or waits for it before a piece."""
+    """Return the line before a piece that switches or joins streams."""
     values = ", ".join(node.name for node in crossing.values)
     if crossing.is_aside:
         return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
@@ -162,13 +160,13 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
 
 
 def _saved_inputs(gm: GraphModule) -> list[Node]:
-    """List the tensors saved by an external forward pass: passed in a list, and freed after use."""
+    """List the tensors saved by an external forward pass, to be freed after use."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return [n for n in inputs if (source := info(n).source) is not None and source.kind is InputKind.BATCH]
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """Return the lines before parameters change; they complete gradients outside of buckets first."""
+    """Return the lines before parameters change; they first complete gradients outside of buckets."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]
@@ -179,12 +177,12 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Return whether a piece changes parameters, or decides if they may change."""
+    """Return whether a piece changes parameters, or decides that they may change."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 
 def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _Names) -> list[str]:
-    """Return the branch for values that are not finite: it undoes changes and returns."""
+    """Return the branch for non-finite values: it undoes changes and returns."""
     values: Any = node.args[0]
     lines = [wrapped("    if not rt.all_finite((", [value.name for value in values], ",)):", indent="    ")]
     for each in undoing:
@@ -193,7 +191,7 @@ def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _
 
 
 def _line(node: Node, compressors: _Names) -> list[str]:
-    """Return the line of a node outside regions; empty for parts of another line's result."""
+    """Return a node's line; none for parts of another line's result."""
     line = line_of(node)
     if line is None:
         return []
@@ -221,7 +219,7 @@ def _region_call(region: Region) -> str:
 def _dead_after(
     gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node], saved: Sequence[Node]
 ) -> dict[int, list[str]]:
-    """List the values that are last used by a piece, by the piece's id."""
+    """List the values last used by a piece, by the piece's id."""
     inputs = set(gm.graph.find_nodes(op="placeholder")) - set(saved)
     kept = {*inputs, *gm.graph.output_node().all_input_nodes, *undoing}
     last_user: dict[Node, Region | Node] = {}

@@ -1,6 +1,6 @@
 """Load emitted source as a module, save it for tracebacks, and compile its regions with Inductor.
 
-A compiled region computes the same as the region's function, with the same random numbers.
+A compiled region computes and draws the same as the region's function.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fxcomp.graph.regions import Region, regions
 
 
 def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]:
-    """Return the tensors that a region uses in place, outside of the step's inputs and the model."""
+    """Return tensors that a region uses in place: neither the step's inputs nor the model's."""
     attributes = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
     found = {node: getattr(gm, str(node.target)) for node in attributes}
     return {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def region_module(gm: GraphModule, region: Region) -> GraphModule:
-    """Copy a region into its own graph, with outside tensors as inputs after the region's own.
+    """Copy a region into its own graph; outside tensors become its last inputs.
 
     As attributes, Inductor would treat small ones as numbers and drop writes to them.
     """
@@ -58,16 +58,15 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a region, or return its function `plain`.
 
-    With a list `under_way`, another thread compiles the region. Its future is appended, and the first call waits for
-    it.
+    With a list `under_way`, another thread compiles: its future is appended, and the first call waits for it.
 
-    `plain` stays for regions without work, with unused checks (Inductor drops them), or with draws that would change. A
-    random fill of fresh memory runs before the region: Inductor would fill it in another order. Other draws keep their
-    order. Items of list inputs are also taken before the region.
+    `plain` stays for regions without work, with unused checks (Inductor drops them), or with draws that would change.
+    Random fills of fresh memory run before the region: Inductor would fill it in another order. So do reads of list
+    inputs.
 
-    Compiled code assumes its inputs' captured types. Some operators return another type than their fake
-    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call checks the types, and keeps
-    `plain` if they differ.
+    Compiled code assumes the captured input types, but some operators return another type than their fake
+    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call checks, and keeps `plain` if they
+    differ.
     """
     if any(map(compat.draws_by_seed, region.nodes)):
         plain = _refuse_to_draw
@@ -130,7 +129,7 @@ def _is_taken_from_a_list(node: Node, region: Region) -> bool:
 
 
 def _fills_fresh_memory(node: Node) -> bool:
-    """Return whether a draw depends only on numbers in the graph and the generator."""
+    """Return whether a draw depends only on graph numbers and the generator."""
     place, value = node.args[0], node.meta["val"]
     is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
@@ -139,7 +138,7 @@ def _fills_fresh_memory(node: Node) -> bool:
 
 
 def _fills_out_of_order(node: Node) -> bool:
-    """Return whether a draw fills memory of varying size that is not contiguous: Inductor would make it contiguous."""
+    """Return whether a draw fills non-contiguous memory of varying size, which Inductor would make contiguous."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not compat.has_symbols(value):
         return False
@@ -157,7 +156,7 @@ def _filled(node: Node) -> Any:
 
 
 def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Region:
-    """Remove fills and list items from a region; their results become inputs."""
+    """Turn fills and list items of a region into inputs."""
     gone = {*fills, *taken, *(place for node in fills for place in node.all_input_nodes)}
     nodes = tuple(node for node in region.nodes if node not in gone)
     used = {node for each in nodes for node in each.all_input_nodes}
@@ -169,8 +168,8 @@ def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Re
 def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     """Save the source in `directory` and run it as a module; `gm` supplies the graph's constants.
 
-    The file name is a digest of the source, so ranks of one host may write it concurrently. If `directory` is not
-    writable, the source stays in memory.
+    The file name is a digest of the source, so ranks of one host may write it concurrently. An unwritable directory is
+    ignored.
     """
     name = f"step_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = directory / f"{name}.py"
@@ -190,7 +189,7 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
 def compile_regions(
     module: ModuleType, gm: GraphModule, known: CompiledRegions, under_way: list[Future[Any]] | None = None
 ) -> None:
-    """Compile the forward and backward regions with Inductor; updates are in place and stay eager.
+    """Compile forward and backward regions with Inductor; in-place updates stay eager.
 
     `under_way` as in `compile_with_inductor`.
     """
@@ -205,11 +204,10 @@ def compile_regions(
 
 
 Replacement = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Function of a region's name and function that returns its replacement."""
+"""Returns the replacement of a region's function, given its name and the function."""
 
 
 def replace_regions(module: ModuleType, replacement: Replacement) -> None:
-    """Replace each region's function."""
     for name, value in list(module.__dict__.items()):
         if callable(value) and name.startswith(("region_", "update_")):
             module.__dict__[name] = replacement(name, value)
@@ -225,7 +223,7 @@ def rebound(module: ModuleType, replacement: Replacement) -> Any:
 def observed(module: ModuleType, *, rule: Replacement, update: Replacement) -> Any:
     """Return the step with wrapped optimizer rules and update regions.
 
-    Update regions are plain functions: Inductor compiles only other regions.
+    Updates are plain functions: Inductor compiles only other regions.
     """
     other = _copy(module)
     for name, value in module.__dict__.items():

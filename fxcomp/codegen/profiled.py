@@ -27,7 +27,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Call, WatchedLines
 
 _NAMES: WeakKeyDictionary[ModuleType, Mapping[Call, str]] = WeakKeyDictionary()
-"""Names per profiled module: a profiler sees many steps of one."""
+"""Names per profiled module."""
 
 
 def run_named(module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:

@@ -29,11 +29,10 @@ from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
 def carriers_of(gm: GraphModule) -> frozenset[str]:
-    """Return the collectives that also carry a digest of a few bits for ranks to compare; none in a step without
-    collectives.
+    """Return the collectives that carry a small digest for ranks to compare.
 
-    One collective over all ranks is enough, else one per level. An all_reduce carries bits without a copy, so the first
-    one is preferred: its bits arrive before most updates. Otherwise it is the smallest gather.
+    One collective over all ranks is enough, else one per level. The first all_reduce is preferred: it carries bits
+    without a copy, before most updates. Otherwise the smallest gather is used.
     """
     found: dict[str, tuple[int, str]] = {}
     for node in gm.graph.nodes:
@@ -49,9 +48,9 @@ def carriers_of(gm: GraphModule) -> frozenset[str]:
 
 
 def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
-    """Return the bytes copied if this collective carries the digest; None if it cannot."""
+    """Return the bytes copied to carry the digest; None if impossible."""
     if kind == "all_reduce":
-        # An all_reduce of counts arrives before anything changes.
+        # an all_reduce of counts precedes all changes
         return -1 if info(node).role is Role.COUNT else 0
     if cut == 1 or pattern_of(kind) is not Pattern.ALL_GATHER:
         return None
@@ -59,7 +58,7 @@ def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
 
 
 Replay = Callable[[], Mapping[str, GraphModule]]
-"""Function that returns the graph after each pass, by pass name."""
+"""Returns the graph after each pass, by name."""
 
 INDUCTOR_DEVICES = ("cuda",)
 """Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
@@ -73,26 +72,23 @@ class Program:
 
     captured: Captured
     graph: GraphModule
-    """Final graph; the source is emitted from it."""
     replay: Replay
-    """Repeats the passes on demand; storing every graph would take ten times the memory."""
+    """Repeats the passes; storing every graph would take ten times the memory."""
     module: ModuleType
     emitted: str
     """Source that was loaded."""
     timeline: Timeline
-    """Predicted step."""
     inputs: tuple[Source, ...]
     """Sources of the graph's inputs, in order."""
     numbers: Numbers = AS_WRITTEN
     """Numbers that replace those in the emitted source."""
     carriers: frozenset[str] = frozenset()
-    """Collectives that carry the digest."""
+    """Collectives with the digest."""
     under_way: tuple[Future[Any], ...] = ()
-    """Regions being compiled in another thread; the first call of each waits for it."""
+    """Regions that another thread compiles; the first call of each waits for it."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all regions are compiled."""
         return all(region.done() for region in self.under_way)
 
     @property
@@ -110,7 +106,7 @@ class Program:
         return history[name]
 
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-        """Return the program for a graph with the same lines and other numbers; emits nothing."""
+        """Return the program for a graph with the same lines and other numbers."""
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
 

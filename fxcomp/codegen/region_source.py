@@ -5,7 +5,7 @@ Parameters with the same rule are updated together by list operators, as in torc
     mul_1 = aten.mul_.Tensor(exp_avg_sq, betas_1)      for one parameter
     aten._foreach_mul_.Scalar(exp_avg_sqs, betas_1)    for all of them
 
-An operator without a list form runs once per parameter. Values common to all parameters are computed once.
+An operator without a list form runs once per parameter. Common values are computed once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxcomp.graph.work import is_sequence
 
 @dataclass(slots=True)
 class Statement:
-    """A line, with the variable it assigns and the variables it uses."""
+    """A line, with the variables it assigns and uses."""
 
     line: str
     made: str | None
@@ -50,7 +50,6 @@ class _ListWriter:
         self._statements: list[Statement] = []
 
     def add(self, node: Node) -> None:
-        """Append the line that does a node's work for all parameters."""
         is_operator = compat.is_operator(node.target)
         used = {self._names[each] for each in node.all_input_nodes}
         if not is_operator and not self._lists.intersection(node.all_input_nodes):
@@ -70,7 +69,7 @@ class _ListWriter:
             self._append(node, found, used)
 
     def _over_lists(self, node: Node) -> str:
-        """Write the call of an operator that takes lists, with lists of all parameters."""
+        """Write the call of an operator that takes lists."""
 
         def given(value: Any) -> str:
             alone = value[0] if is_sequence(value) and len(value) == 1 else None
@@ -94,7 +93,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Write the call of an operator's list form; None if these arguments have none."""
+        """Write the call of an operator's list form; None if there is none."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -122,7 +121,7 @@ class _ListWriter:
         return self._call(name, self._scalar(other), arguments, {})
 
     def _scalar(self, value: Any) -> str:
-        """Return the operator's overload: one number for all, or one per parameter."""
+        """Return the overload: one number for all, or one per parameter."""
         return "ScalarList" if isinstance(value, Node) and value in self._lists else "Scalar"
 
     def _is_listed_tensor(self, value: Any) -> bool:
@@ -151,19 +150,19 @@ _UNARY = ("sqrt", "neg", "abs", "reciprocal", "exp", "sign", "rsqrt")
 _BINARY = ("add", "sub", "mul", "div")
 _PRODUCTS = ("addcmul", "addcdiv")
 _TENSORS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 3, "addcdiv": 3, "lerp": 2}
-"""Number of leading arguments that must be per-parameter tensors in a list form."""
+"""Number of leading arguments that must be tensors per parameter in a list form."""
 
 
 class OptimizerSteps:
-    """The optimizer's rules, each written once and called with different tensors."""
+    """The optimizer's rules, each written once."""
 
     def __init__(self, listed_elements: float = 0) -> None:
         self._listed_elements = listed_elements
-        """Maximum number of elements of parameters that are updated together."""
+        """Maximum size of parameters that are updated together."""
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors, at the last one's place. Updates with results stay alone."""
+        """Join updates that differ only in their tensors, at the last one's place; not updates with results."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -174,7 +173,7 @@ class OptimizerSteps:
         return list(found.values())
 
     def call(self, group: Sequence[Node]) -> str:
-        """Write a call that performs the updates of one or more parameters."""
+        """Write a call for the updates of one or more parameters."""
         members = _by_parameter(group)
         if len(members) > 1:
             return self._call_for_all(members)
@@ -201,13 +200,12 @@ class OptimizerSteps:
 
 
 def _is_shared(node: Node) -> bool:
-    """Return whether an input is one number for all parameters of a group."""
     source = info(node).source
     return source is not None and source.kind is InputKind.HYPER
 
 
 def _elements(group: Sequence[Node]) -> float:
-    """Return the size of an update's largest tensor; infinite if lists would round differently.
+    """Return the size of the largest tensor; infinite if lists would round differently.
 
     CPU list operators round numbers to 16 bits before multiplying 16-bit tensors by them.
     """
@@ -217,7 +215,7 @@ def _elements(group: Sequence[Node]) -> float:
 
 
 def _likeness(group: Sequence[Node]) -> Hashable:
-    """Return the key of updates that may be joined: operators, live numbers, and types."""
+    """Return a key of updates that may be joined."""
     inputs = _inputs(group)
     names = _names_in_rule(group, inputs)
     types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))
@@ -238,7 +236,7 @@ def _by_parameter(group: Sequence[Node]) -> list[list[Node]]:
 
 
 def _names_in_rule(group: Sequence[Node], inputs: Sequence[Node], lists: Sequence[Node] = ()) -> dict[Node, str]:
-    """Name an update's values by their roles; lists get the plural."""
+    """Name an update's values by role; lists get the plural."""
     names: dict[Node, str] = {}
     taken = {"parameter", "gradient", "parameters", "gradients"}
     for node in inputs:
@@ -257,7 +255,7 @@ def _free(stem: str, taken: Collection[str]) -> str:
 
 
 def _role_name(node: Node) -> str:
-    """Name an input by its role in the rule: parameter, gradient, state key or live number."""
+    """Name an input by its role: parameter, gradient, state key or live number."""
     source = info(node).source
     if node.op == "get_attr":
         return "constant"
@@ -268,7 +266,6 @@ def _role_name(node: Node) -> str:
 
 
 def _is_tensor_of_rule(node: Node) -> bool:
-    """Return whether an input is the parameter or its gradient."""
     source = info(node).source
     return node.op != "get_attr" and (source is None or source.kind is InputKind.PARAMETER)
 
@@ -285,7 +282,7 @@ def region_function(region: Region, steps: OptimizerSteps) -> str:
 def _statements(
     groups: Sequence[Sequence[Node]], keep: Sequence[Node], names: Names, steps: OptimizerSteps | None
 ) -> list[str]:
-    """Write a statement for each group; values are deleted after their last use."""
+    """Write a statement per group; values are deleted after their last use."""
     place = {node: k for k, group in enumerate(groups) for node in group}
     kept = set(keep)
     last_use: dict[Node, int] = {}
@@ -309,7 +306,7 @@ def _statements(
 
 
 def _update_groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Group consecutive nodes that update the same parameter; other nodes stay alone."""
+    """Group consecutive updates of the same parameter; other nodes stay alone."""
     groups: list[list[Node]] = []
     for node in nodes:
         last = info(groups[-1][-1]) if groups else None

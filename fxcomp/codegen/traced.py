@@ -15,7 +15,7 @@ from fxcomp.plan.plan import Plan
 def trace_program(
     plan: Plan, source: str, timeline: Timeline | None, graphs: Callable[[], Mapping[str, GraphModule]]
 ) -> None:
-    """Write the graph after each pass, the plan, the predicted timeline and the source; does nothing unless tracing."""
+    """Write the graph after each pass, the plan, the predicted timeline and the source, if tracing."""
     if not compat.is_traced():
         return
     for number, (name, graph) in enumerate(graphs().items(), 1):
