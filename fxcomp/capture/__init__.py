@@ -1,18 +1,17 @@
 """Capture a training step as one FX graph, and detect later changes of the step.
 
 whole_step.py         `capture`, start here; joins the traced pieces into one graph step_capture.py       first capture
-with agreement between ranks, and later captures of a job training.py           checks model, loss, optimizers and loss
-scale optimizer.py          parameters of the optimizers, and live numbers optimizer_state.py    optimizer state before
-the first step probe.py              side effects and state of an optimizer's step shadow.py             the optimizer's
+with agreement between ranks, and later captures training.py           checks of model, loss, optimizers and loss scale
+optimizer.py          parameters of the optimizers, and live numbers optimizer_state.py    optimizer state before the
+first step probe.py              side effects and state of an optimizer's step shadow.py             the optimizer's
 step on other tensors fused.py              torch's fused update for an optimizer fake_mode.py          fake tensors for
-the step's inputs; corrected fakes; eager's type checks stand_ins.py          traced tensors that pass for the model's
-forward_backward.py   trace of the loss and its gradients updates.py            trace of clipping and each parameter's
-update faithful.py           eager behaviour of torch calls (a function mode); errors for untraceable steps
-pythons_numbers.py    symbols that behave as Python numbers questions.py          answers about values, by a prelude
-that repeats the questions before each step random_state.py       reads and writes of random generators
-user_collectives.py   the loss function's collectives structures.py         flattening of batches and auxiliary results
-batch_type.py         the type of a batch; tensors in shared memory; descriptions of differences step_guard.py
-comparison with the captured state before each step; a second trace after set-up calls backward_graph.py
+the inputs; corrected fakes; eager's type checks stand_ins.py          traced tensors that pass for the model's
+forward_backward.py   trace of the loss and its gradients updates.py            trace of clipping and updates
+faithful.py           eager behaviour of torch calls (a function mode); errors for untraceable steps pythons_numbers.py
+symbols that behave as Python numbers questions.py          answers about values, repeated by a prelude before each step
+random_state.py       reads and writes of random generators user_collectives.py   the loss function's collectives
+structures.py         flattening of batches and auxiliary results batch_type.py         the type of a batch; tensors in
+shared memory step_guard.py         comparison with the captured state before each step backward_graph.py
 torch.compile's backward graph, and its parameters watch.py              watched values: the contract of a captured step
 untouched.py          changes during tracing: undone, and refused
 """

@@ -36,7 +36,7 @@ class FoundParameters:
 
     @classmethod
     def of(cls, gm: GraphModule, inputs: Sequence[Any], model: nn.Module | None) -> FoundParameters:
-        """Find the parameters; names come from `model` if it owns them."""
+        """Find the parameters, named as in `model` if it owns them."""
         owned = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         parameters: dict[str, nn.Parameter] = {}
         names: dict[int, str] = {}
@@ -50,13 +50,13 @@ class FoundParameters:
         return cls(parameters, names, compat.graph_break(gm))
 
     def averaged(self, graph: GraphModule, ignore: Sequence[str]) -> list[int]:
-        """Return the input indices of the parameters whose gradients a backward graph computes."""
+        """Return the input indices of parameters whose gradients a backward graph computes."""
         made = set(compat.gradient_places(graph).values())
         return [place for place, name in self.names.items() if place in made and name not in ignore]
 
 
 def _name(source: str) -> str:
-    """Return a parameter's name from its path: `fc.weight` for `L['x']._modules['fc']._parameters['weight']`."""
+    """Return `fc.weight` for `L['x']._modules['fc']._parameters['weight']`."""
     steps = [part.partition("'")[0] for part in source.split("['")[1:]]
     return ".".join(steps[1:]) or source
 
@@ -83,8 +83,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         %alias  update    f32[4,2]  aten.alias(%mm)      fc.weight
         output(None, (%alias, None))
 
-    `names` are the trainable parameters by input index; `members` average their gradients. The alias has the role of an
-    update, so it follows the wait and lies in the bucket's mean. The caller of the step takes over the bucket's memory.
+    `names` are the trainable parameters by input index; `members` average their gradients. As an update, the alias
+    follows the wait and lies in the bucket's mean. The caller of the step takes over the bucket's memory.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)
@@ -131,7 +131,7 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
 
 
 def _fixed(gradient: Tensor) -> Tensor:
-    """Return the fake gradient with numbers for symbolic sizes: the parameter's sizes are fixed."""
+    """Return the fake gradient with numbers for sizes, as the parameter has."""
     return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
@@ -154,7 +154,7 @@ def _last_input(gm: GraphModule) -> Node:
 
 
 def _keep_exchanges(gm: GraphModule, members: Members) -> None:
-    """Require that a collective of a gradient reaches all members; label other collectives as the user's."""
+    """Require that a gradient's collective reaches all members; label other collectives as the user's."""
     ours: set[Node] = set()
     for node in gm.graph.nodes:
         if not compat.communicates(node.target):
@@ -173,7 +173,7 @@ def _keep_exchanges(gm: GraphModule, members: Members) -> None:
 
 
 def _replay_states(gm: GraphModule) -> None:
-    """Expand torch's operator for draws in activation checkpointing to the form of compile_step's graphs.
+    """Expand torch's operator for draws in activation checkpointing, as in compile_step's graphs.
 
        %out  run_with_rng_state(%state, aten.bernoulli.p, %x, 0.9)
     -->
@@ -192,7 +192,7 @@ def _replay_states(gm: GraphModule) -> None:
         with gm.graph.inserting_after(node):
             after = gm.graph.call_function(SET_RNG_STATE, (now, device))
         for line in (now, before, after):
-            line.meta["val"] = None  # nothing reads real states here
+            line.meta["val"] = None  # not read here
             set_info(line, NodeInfo(Role.RANDOM_STATE))
     drop_idle_states(gm)
 

@@ -190,7 +190,7 @@ def key_of(value: object) -> Hashable:
 
 
 def name_of_class(value: object) -> str:
-    """Return a value's class name for messages."""
+    """Return a class name for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 

@@ -83,7 +83,6 @@ def explaining(fakes: StepFakes) -> Generator[None]:
 
 
 def _is_packed(error: Exception) -> bool:
-    """Return whether a recurrent layer raised the error on a packed sequence."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == nn.modules.rnn.__file__]
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
@@ -240,7 +239,7 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 
 
 class _Refusing(EqualToReal):
-    """Refuses operations that leave no operator in the graph, as `tensor.data = value`."""
+    """Function mode that refuses operations that leave no operator in the graph, as `tensor.data = value`."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
@@ -371,6 +370,5 @@ def _check_is_traced(tensor: Tensor) -> None:
 
 
 def _at() -> str:
-    """Return the traced user line for a message."""
     line = compat.users_line()
     return f"  {line}\n" if line else ""

@@ -97,7 +97,7 @@ class StepFakes(compat.FakeMode):
     """torch's fake mode with value ranges and corrected fakes."""
 
     def __init__(self) -> None:
-        # constants of the model outside its buffers
+        # The model may have constants outside its buffers.
         super().__init__(shape_env=compat.AskingShapes(self._answer), allow_non_fake_inputs=True)
         self._allow_unsafe_data_ptr_access = False  # a fake has no address: reading it would crash
         self.questions: Questions | None = None
@@ -300,14 +300,14 @@ class StepInputs:
 
     def __init__(self, training: Training, batch: Any, varying: Varying, live: Mapping[str, Place] = NO_FLOATS):
         self.mode = StepFakes()
-        # Live numbers of the optimizer are symbols too, but no shape guards of the batch.
+        # A separate mode keeps the optimizer's live numbers out of the batch's shape guards.
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in training.model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # Later batches have another tensor than outside reads do, so the two share no fake.
+        # A tensor in the batch and from outside gets two fakes: the next batch has another tensor.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -378,7 +378,6 @@ class StepInputs:
         return compat.symbols(self.batch)
 
     def named_pairs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Pairs of real and traced model tensors, by name."""
         entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
         return {name: (real, traced) for (name, real, _), traced in entries}
 

@@ -122,7 +122,7 @@ class Outputs:
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     is_weighted: bool
-    """Whether a count follows the loss."""
+    """True if a count follows the loss."""
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
     prelude: Prelude | None = None
@@ -169,7 +169,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
             _check_no_backward(by_name)
-            # as in eager
+            # Backward runs outside of autocast, as in eager.
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
@@ -223,7 +223,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse `.grad` values from elsewhere; eager PyTorch would add them."""
+    """Refuse gradients already in `.grad`; eager PyTorch would add them to the loss's."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)

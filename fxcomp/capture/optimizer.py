@@ -66,7 +66,7 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Remove parameters that an eager step updates from the record, or all after loading a state."""
+    """Remove from the record the parameters that an eager step updates, or all after loading a state."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
@@ -165,7 +165,7 @@ def _read(number: Any) -> Any:
 
 
 def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """Return a function that reads numbers; those on a device are read at once."""
+    """Return a function that reads numbers; numbers on a device are read together."""
     given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
     flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
     there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]

@@ -84,7 +84,6 @@ _RATE = 1e-3
 """Learning rate of stand-ins where the current one is zero, as in a warm-up."""
 
 _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes that torch writes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,11 @@ class Habits:
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
     """Increments per step of Python numbers in the state."""
     zeros: frozenset[str] = frozenset()
-    """State tensors set from the gradient in the first step, as from zeros."""
+    """State tensors that the first step sets from the gradient; zeros have the same effect."""
     follows_parameter: bool = False
-    """Whether some initial state depends on the parameter."""
+    """True if some initial state depends on the parameter."""
     is_like_others: bool = True
-    """Whether the first step equals a later step; if not, the initial state is unknown."""
+    """True if the first step equals a later step; otherwise the initial state is unknown."""
 
     def beginning(self, step: FirstStep) -> dict[str, Any]:
         """Return the state before a first step."""
@@ -155,7 +154,7 @@ class _Probe:
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Raises Unsupported."""
+        """Return the habits. Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -278,7 +277,7 @@ def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Own
 class Draws:
     """Random values with a parameter's layout, from a private generator.
 
-    For meta parameters: on the CPU, at most 256 in each dimension, to fit host memory.
+    Meta parameters get values on the CPU, at most 256 in each dimension, to fit host memory.
     """
 
     def __init__(self, like: Tensor, seed: int = 0):

@@ -37,7 +37,7 @@ _OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
 
 
 class NumberReader:
-    """Reads numbers from traced tensors for the user's code."""
+    """Reader of numbers in traced tensors for the user's code."""
 
     def __init__(self, fakes: StepFakes):
         self._fakes = fakes
@@ -76,9 +76,9 @@ class NumberReader:
         return _plain(found)
 
     def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
-        """Return a tensor's values as one question; None unless only tensors outside the model decide them.
+        """Return a tensor's values if they depend only on tensors outside the model; else None.
 
-        With `of_batch` the batch and buffers may also decide.
+        With `of_batch` they may also depend on the batch and buffers.
         """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):

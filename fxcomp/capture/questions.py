@@ -176,7 +176,7 @@ class Questions:
         self._copies = _Copies(tracer)
 
     def answer(self, expression: compat.Expression) -> Any:
-        """Answer a question about symbols; None if more than the batch and buffers decide."""
+        """Answer a question about symbols; None if the answer depends on more than the batch and buffers."""
         evaluator = compat.evaluator(expression)
         made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
         if evaluator is None or None in made.values():
@@ -193,7 +193,10 @@ class Questions:
         return answer
 
     def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
-        """Return a traced tensor's values, if only outside tensors and, with `of_batch`, batch and buffers decide them."""
+        """Return a tensor's values if they depend only on tensors outside the model; else None.
+
+        With `of_batch` they may also depend on the batch and buffers.
+        """
         node = compat.node_of(tensor)
         nodes = ancestry(node)
         may_be = of_batch or not any(each.op == "placeholder" for each in nodes)
@@ -201,7 +204,6 @@ class Questions:
         return None if copy is None else self._values[copy]
 
     def prelude(self) -> Prelude | None:
-        """Return the prelude that repeats all questions."""
         if not self._asked:
             return None
         return staged(self._root, self._fed, list(self._asked.values()))
@@ -209,7 +211,6 @@ class Questions:
     # Numbers
 
     def _number(self, symbol: str) -> Node | None:
-        """Return the copy of a symbol's node: a scalar tensor or a size."""
         self._search()
         maker, dim = self._copies.makers.get(symbol, (None, None))
         if maker is None:
@@ -221,7 +222,6 @@ class Questions:
         return None if made is None else self._shared(aten.sym_size.int, (made, dim), {})
 
     def _search(self) -> None:
-        """Record the makers of symbols among new nodes."""
         copies = self._copies
         if copies.tracer is None:
             return

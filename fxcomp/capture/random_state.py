@@ -72,7 +72,7 @@ _METHODS = (
 )
 
 Call = Callable[[torch.device, str, Sequence[Any]], Any]
-"""Receives a default generator's device, a method's name and its arguments."""
+"""Handler of a default generator's method call: device, method name, arguments."""
 
 
 def _default_generators(call: Call) -> AbstractContextManager[None]:
@@ -143,7 +143,6 @@ def drop_idle_states(body: GraphModule) -> None:
 
 
 def _drop_some(body: GraphModule) -> bool:
-    """Make one pass. Return whether a node that sets a state was removed."""
     idle: list[Node] = []
     known: dict[Any, Node] = {}
     """Current state by device."""
@@ -180,7 +179,8 @@ def _drop_some(body: GraphModule) -> bool:
 def check_draws_again(body: GraphModule, loss: Node) -> None:
     """Refuse a backward pass whose draws differ from the forward pass's.
 
-    `loss` ends the forward pass. Its seeds and states may be replayed, and states read in a replay (nested blocks).
+    `loss` ends the forward pass. A replay starts from a seed or state of the forward pass, or from a state read during
+    a replay (nested blocks).
     """
     of_forward: set[Any] = set()
     seen_loss, replays = False, False

@@ -86,7 +86,7 @@ class StandIns:
 
 
 class EqualToReal(TorchFunctionMode):
-    """Makes stand-ins equal real tensors in dict lookups."""
+    """Function mode in which stand-ins equal real tensors in dict lookups."""
 
     def __init__(self, stand_ins: StandIns):
         super().__init__()

@@ -28,7 +28,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Maximum bytes of unwritten buffers that are sent anyway: worth a few latencies (assumed)."""
+"""Maximum bytes of unwritten buffers to send anyway: worth a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SharedBuffers:
     """Names of the buffers that rank 0 sends, and when: agreed once for all captures.
 
     DistributedDataParallel sends all buffers before each forward pass. Here only buffers that may have changed are
-    sent, after the backward pass, overlapped. Each rank sees only the writes of its own captures, so the set is fixed:
+    sent, after the backward pass. A rank sees only the writes of its own captures, so the set is fixed at the first:
 
         written by the first capture of any rank      sent
         others, up to SMALL_BYTES                     sent
@@ -91,7 +91,6 @@ def check_parameters_are_read(graph: GraphModule) -> None:
 
 
 def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
-    """Choose unwritten buffers in the model's order, up to SMALL_BYTES in total."""
     chosen: set[str] = set()
     left = SMALL_BYTES
     for name, node in inputs.items():
@@ -102,7 +101,7 @@ def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Return whether elements share memory, as in an expanded tensor: such a buffer cannot be written."""
+    """Return whether elements share memory, as in an expanded tensor, which cannot be written."""
     return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
@@ -128,7 +127,7 @@ def capture_first(training: Training, batch: Any) -> Captured:
 
 
 def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
-    """Return the facts of a first capture that must agree on all ranks; batch shapes may differ."""
+    """Return the facts of a first capture that must agree on all ranks."""
     named = list(training.model.named_parameters())
     facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
     facts |= {f"the type of {name!r}": str(p.dtype) for name, p in named}
@@ -155,7 +154,6 @@ class StepCapture:
     training: Training
     first: Captured
     kind: BatchType
-    """Type of the first batch."""
     guard: StepGuard
     shared_buffers: SharedBuffers
     alone: bool = True
@@ -171,8 +169,8 @@ class StepCapture:
     def again(self, batch: Any, varying: Varying) -> Captured:
         """Capture for another batch; `varying` gives the symbolic dimensions of its tensors, by leaf.
 
-        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient: that needs
-        another plan, on all ranks at once.
+        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient: all ranks
+        need another plan.
         """
         with compat.TRACE_LOCK:
             captured = capture(self.training, batch, varying)

@@ -57,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Raise StepChanged if parameters' flags, hooks or memory, or the optimizers changed."""
+        """Raise StepChanged if flags, hooks or memory of parameters changed, or the optimizers."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -85,7 +85,7 @@ class StructureGuard:
         return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
-        """Check the place of every parameter and module, after a change of a module's table."""
+        """Raise StepChanged if a parameter or module was replaced; needed only after a module's table changed."""
         _check_same(
             "parameter",
             self._named,
@@ -214,7 +214,7 @@ class Key(NamedTuple):
 
 
 class StepGuard:
-    """Computes the current key before each step."""
+    """Computation of the current key before each step."""
 
     def __init__(self, training: Training):
         self._training = training
@@ -222,7 +222,7 @@ class StepGuard:
         self._options = [_BakedOptions() for _ in training.groups]
 
     def key(self) -> Key:
-        """Raises StepChanged for a change that needs another plan."""
+        """Return the key. Raises StepChanged for a change that needs another plan."""
         self._structure.check()
         watched = self._training.watch.number(before_look=self._structure.check_places)
         groups = self._training.groups

@@ -44,7 +44,7 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: Any, optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[Owned]) -> LossScale | None:
-        """Raises Unsupported for fp16 parameters, as `scaler.unscale_` does."""
+        """Return the scale, if any. Raises Unsupported for fp16 parameters, as `scaler.unscale_` does."""
         if scaler is None:
             return None
         for each in owned:
@@ -80,7 +80,7 @@ class LossScale:
         return self.scale._version
 
     def tell(self, *, skipped: bool) -> None:
-        """Report to `scaler.update` if all ranks skipped the step."""
+        """Pass the flag `skipped`, equal on all ranks, to `scaler.update`."""
         found_inf = torch.full((), float(skipped), device=self.device)
         for optimizer in self.optimizers:
             compat.mark_stepped(self.scaler, optimizer, found_inf)
@@ -90,8 +90,8 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    The gradient is that of all ranks' total sum over their total count. `WeightedLoss(losses.sum(), (labels !=
-    -100).sum())` is the mean over all labelled tokens. A step returns the mean over this rank's own batch.
+    The gradient is that of all ranks' total sum over their total count. A step returns the mean over this rank's own
+    batch. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
     sum: Tensor
@@ -150,7 +150,7 @@ class Training:
     habits: Mapping[int, Habits]
     """Use of optimizer state, by group number."""
     finds_unused: bool = False
-    """Whether parameters unused by the loss get zero gradients."""
+    """True if parameters unused by the loss get zero gradients."""
     loss_scale: LossScale | None = None
 
     @classmethod

@@ -6,10 +6,9 @@
     %i  compute   i64[]     %e[0]
     copy_(%count, %i)
 
-Eager collectives fill tensors in place through operators that cannot be traced, and would communicate even on fake
-tensors. While tracing they become functional, with the group's name; functional collectives
-(torch.distributed._functional_collectives) are kept. Tracing sends nothing, so a rank can capture alone. Each rank
-later issues the same collectives in the same order as in eager mode.
+Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
+they become functional; functional ones are kept. Tracing sends nothing, so a rank can capture alone. Each rank later
+issues the same collectives in the same order as in eager mode.
 """
 
 from __future__ import annotations
@@ -126,15 +125,13 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], _CollectiveCall]] = {
     "barrier": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
     "monitored_barrier_": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
 }
-"""Readers of torch's in-place operators, by name."""
 
 _FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 _KEPT = ("wait_tensor", *_FUNCTIONAL, *(f"{name}_coalesced" for name in _FUNCTIONAL))
-"""Functional operators that are kept."""
 
 
 class _Keeping(compat.DispatchMode):
-    """Sees every operator of the forward and backward pass before the tracer."""
+    """Dispatch mode that sees every operator before the tracer, in the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -156,7 +153,7 @@ class _Keeping(compat.DispatchMode):
 
 
 def _record(collective: _CollectiveCall, named: Mapping[str, Any]) -> None:
-    """Add a functional collective to the trace, and copy its results into the user's tensors."""
+    """Trace a functional collective, and copy its results into the user's tensors."""
     how = ""
     if "reduce_op" in named:
         how = compat.reduction(named["reduce_op"]) or _refuse("a reduction with a factor (premul_sum)")
@@ -178,6 +175,6 @@ def _refuse(what: str) -> Any:
 
 
 def _where(error: BaseException | None = None) -> str:
-    """Return the traced or failing user line as the start of a sentence."""
+    """Return the traced or failing user line, to start a sentence."""
     line = compat.users_line(error)
     return f"at {line}: " if line else ""

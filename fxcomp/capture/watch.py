@@ -54,7 +54,7 @@ CALLS = 6
 """Maximum call depth between a value and the loss function or a forward pass."""
 
 VALUES = 10_000
-"""Maximum number of watched values outside of modules; above it, a warning."""
+"""Maximum number of watched values outside of modules; more cause a warning."""
 
 ROUNDS = 4
 """Maximum number of walks: code found late may name attributes skipped before."""
@@ -534,7 +534,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbers the states of the watched values; repeated states keep their number."""
+    """Numbering of the watched values' states; repeated states keep their number."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
         """Read nothing yet. `makes_live` allows floats to become inputs."""

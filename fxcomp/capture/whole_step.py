@@ -129,7 +129,7 @@ def _role(node: Node, others: Role) -> Role:
 
 
 class GraphBuilder:
-    """Appends inputs and traced pieces to one graph."""
+    """Builder that appends inputs and traced pieces to one graph."""
 
     def __init__(self, body: GraphModule):
         self.root = body
@@ -272,7 +272,7 @@ def _same_number(mine: Any, other: Any) -> bool:
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Tracing replaces names and methods process-wide."""
+"""Held while capturing: tracing replaces names and methods process-wide."""
 
 
 @gc_paused()

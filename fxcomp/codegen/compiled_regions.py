@@ -42,12 +42,12 @@ class CompiledRegions:
     def __init__(self, *, once: bool = False) -> None:
         self._once = once
         self._known: dict[Hashable, tuple[Future[Compiled], Sequence[Any]]] = {}
-        """With the constants whose addresses are in the key."""
+        """Future and constants by key; the key has the constants' addresses."""
 
     def of(
         self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool, later: bool = False
     ) -> Future[Compiled]:
-        """Return the compiled region for a graph and its inputs; compile it on first use. Unless `later`, it is ready."""
+        """Return a region's future, compiling on first use; unless `later`, the future is done."""
         key = _key(module, keeps_order=keeps_order)
         found = self._known[key][0] if key in self._known else self._begun(key, module, fakes, keeps_order, later)
         if not later:

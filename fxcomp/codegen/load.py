@@ -61,8 +61,8 @@ def compile_with_inductor(
     With a list `under_way`, another thread compiles: its future is appended, and the first call waits for it.
 
     `plain` stays for regions without work, with unused checks (Inductor drops them), or with draws that would change.
-    Random fills of fresh memory run before the region: Inductor would fill it in another order. So do reads of list
-    inputs.
+    Random fills of fresh memory, which Inductor would do in another order, and reads of list inputs run before the
+    region.
 
     Compiled code assumes the captured input types, but some operators return another type than their fake
     (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call checks, and keeps `plain` if they
@@ -156,7 +156,6 @@ def _filled(node: Node) -> Any:
 
 
 def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Region:
-    """Turn fills and list items of a region into inputs."""
     gone = {*fills, *taken, *(place for node in fills for place in node.all_input_nodes)}
     nodes = tuple(node for node in region.nodes if node not in gone)
     used = {node for each in nodes for node in each.all_input_nodes}
@@ -168,8 +167,8 @@ def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Re
 def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     """Save the source in `directory` and run it as a module; `gm` supplies the graph's constants.
 
-    The file name is a digest of the source, so ranks of one host may write it concurrently. An unwritable directory is
-    ignored.
+    The file name is a digest of the source, so ranks of one host may write it concurrently. If the directory is not
+    writable, the source stays in memory.
     """
     name = f"step_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = directory / f"{name}.py"
@@ -204,7 +203,7 @@ def compile_regions(
 
 
 Replacement = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Returns the replacement of a region's function, given its name and the function."""
+"""Function of a region's name and its function; returns a replacement."""
 
 
 def replace_regions(module: ModuleType, replacement: Replacement) -> None:

@@ -58,7 +58,7 @@ def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
 
 
 Replay = Callable[[], Mapping[str, GraphModule]]
-"""Returns the graph after each pass, by name."""
+"""Function that returns the graph after each pass, by name."""
 
 INDUCTOR_DEVICES = ("cuda",)
 """Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
@@ -76,10 +76,8 @@ class Program:
     """Repeats the passes; storing every graph would take ten times the memory."""
     module: ModuleType
     emitted: str
-    """Source that was loaded."""
     timeline: Timeline
     inputs: tuple[Source, ...]
-    """Sources of the graph's inputs, in order."""
     numbers: Numbers = AS_WRITTEN
     """Numbers that replace those in the emitted source."""
     carriers: frozenset[str] = frozenset()

@@ -69,7 +69,6 @@ class _ListWriter:
             self._append(node, found, used)
 
     def _over_lists(self, node: Node) -> str:
-        """Write the call of an operator that takes lists."""
 
         def given(value: Any) -> str:
             alone = value[0] if is_sequence(value) and len(value) == 1 else None
@@ -93,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Write the call of an operator's list form; None if there is none."""
+        """Write the call of a list form; None if there is none."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -150,7 +149,7 @@ _UNARY = ("sqrt", "neg", "abs", "reciprocal", "exp", "sign", "rsqrt")
 _BINARY = ("add", "sub", "mul", "div")
 _PRODUCTS = ("addcmul", "addcdiv")
 _TENSORS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 3, "addcdiv": 3, "lerp": 2}
-"""Number of leading arguments that must be tensors per parameter in a list form."""
+"""Number of leading arguments of a list form that must be tensors, one per parameter."""
 
 
 class OptimizerSteps:
@@ -162,7 +161,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors, at the last one's place; not updates with results."""
+        """Join updates that differ only in their tensors, at the last one's place. Updates with results stay alone."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -282,7 +281,6 @@ def region_function(region: Region, steps: OptimizerSteps) -> str:
 def _statements(
     groups: Sequence[Sequence[Node]], keep: Sequence[Node], names: Names, steps: OptimizerSteps | None
 ) -> list[str]:
-    """Write a statement per group; values are deleted after their last use."""
     place = {node: k for k, group in enumerate(groups) for node in group}
     kept = set(keep)
     last_use: dict[Node, int] = {}
