@@ -307,7 +307,7 @@ class StepInputs:
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # A tensor in the batch and from outside gets two fakes: the next batch has another tensor.
+        # A tensor that is also read from outside gets two fakes: the next batch holds another one.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")

@@ -32,7 +32,7 @@ class FirstStep:
 
 
 def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value: Tensor, gradient: Tensor) -> FirstStep:
-    """Step a shadow once for copies of a value and a gradient, without state."""
+    """Step a shadow without state for copies of a value and a gradient, with the implementation in `options`."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     group: dict[str, Any] = {**options, "params": [parameter]}
@@ -135,7 +135,7 @@ def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int,
 
 
 def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known: Mapping[int, Habits]) -> None:
-    """Raise StepChanged if changed options change a user class's counters or initial state."""
+    """Raise StepChanged if changed options change a user class's counters or make its initial state unknown."""
     if is_torchs(optimizer):
         return
     for group, now in probe(optimizer, owned).items():
