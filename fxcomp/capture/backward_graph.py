@@ -1,6 +1,6 @@
-"""Read the backward graph that torch.compile made: find the trainable parameters, and label their gradients.
+"""Find the trainable parameters in torch.compile's backward graph, and label their gradients.
 
-Dynamo's inputs are the parameters. The user's own collectives stay where they are.
+Dynamo's inputs are the parameters. The user's own collectives stay in place.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fxcomp.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FoundParameters:
-    """The trainable parameters among a graph's inputs, and where Dynamo broke off."""
+    """Trainable parameters among a graph's inputs, and the place of Dynamo's graph break."""
 
     parameters: Mapping[str, nn.Parameter]
     names: Mapping[int, str]
-    """By the input's place."""
+    """By input index."""
     break_: str | None
 
     @classmethod
     def of(cls, gm: GraphModule, inputs: Sequence[Any], model: nn.Module | None) -> FoundParameters:
-        """Find them; those of a known model keep its names."""
+        """Find the parameters, named as in `model` if it owns them."""
         owned = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         parameters: dict[str, nn.Parameter] = {}
         names: dict[int, str] = {}
@@ -50,13 +50,13 @@ class FoundParameters:
         return cls(parameters, names, compat.graph_break(gm))
 
     def averaged(self, graph: GraphModule, ignore: Sequence[str]) -> list[int]:
-        """Find the places of the parameters whose gradients a backward graph makes."""
+        """Return the input indices of parameters whose gradients a backward graph computes."""
         made = set(compat.gradient_places(graph).values())
         return [place for place, name in self.names.items() if place in made and name not in ignore]
 
 
 def _name(source: str) -> str:
-    """Name a parameter by its way through modules: `fc.weight` of `L['x']._modules['fc']._parameters['weight']`."""
+    """Return `fc.weight` for `L['x']._modules['fc']._parameters['weight']`."""
     steps = [part.partition("'")[0] for part in source.split("['")[1:]]
     return ".".join(steps[1:]) or source
 
@@ -74,7 +74,7 @@ aten = torch.ops.aten
 
 
 def label_backward(graph: GraphModule, names: Mapping[int, str], members: Members) -> GraphModule:
-    """Say which nodes make the gradients, and hand each out where the bucket's mean lies.
+    """Label the nodes that compute gradients, and return each gradient as an alias.
 
         %mm  f32[4,2]  aten.mm(%a, %x)
         output(%mm, None)
@@ -83,8 +83,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         %alias  update    f32[4,2]  aten.alias(%mm)      fc.weight
         output(None, (%alias, None))
 
-    `names` are the trainable parameters by the place of their input; `members` average their gradients. The alias has
-    the optimizer's role: it follows the wait. Who runs the step gives the bucket's memory away with it.
+    `names` are the trainable parameters by input index; `members` average their gradients. As an update, the alias
+    follows the wait and lies in the bucket's mean. The caller of the step takes over the bucket's memory.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)
@@ -110,7 +110,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
 
 
 def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
-    """Label the gradient that an output is made of; returns what takes the output's place."""
+    """Label the gradient of an output. Return the output's replacement."""
     output, reduction = gm.graph.output_node(), _reduction_behind(value)
     local = value if reduction is None else reduction.all_input_nodes[0]
     others = [user for user in local.users if user not in (output, reduction)]
@@ -131,12 +131,12 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
 
 
 def _fixed(gradient: Tensor) -> Tensor:
-    """The same fake value with numbers for sizes: a gradient has its parameter's, though tracing may write symbols."""
+    """Return the fake gradient with numbers for sizes, as the parameter has."""
     return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
 def _reduction_behind(value: Node) -> Node | None:
-    """The reduction that the user wrote, whose result an output is; None where there is none."""
+    """Return the user's reduction that ends in an output, or None."""
     wait = value
     if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
         wait = value.args[0]
@@ -154,7 +154,7 @@ def _last_input(gm: GraphModule) -> Node:
 
 
 def _keep_exchanges(gm: GraphModule, members: Members) -> None:
-    """A collective that reduces a gradient must reach all members; any other is the backward pass of the user's own."""
+    """Require that a gradient's collective reaches all members; label other collectives as the user's."""
     ours: set[Node] = set()
     for node in gm.graph.nodes:
         if not compat.communicates(node.target):
@@ -168,12 +168,12 @@ def _keep_exchanges(gm: GraphModule, members: Members) -> None:
                     f"the gradient of {info(carried).parameter!r} is reduced over {reduced}; fxcomp averages over"
                     f" {members}.\n  Leave the reduction out, or pass its group as process_group=."
                 )
-        elif carried not in ours:  # which it waits for
+        elif carried not in ours:  # except waits for them
             set_info(node, NodeInfo(Role.EXCHANGE))
 
 
 def _replay_states(gm: GraphModule) -> None:
-    """Write out what torch does around each draw of activation checkpointing, as compile_step's graphs have it.
+    """Expand torch's operator for draws in activation checkpointing, as in compile_step's graphs.
 
        %out  run_with_rng_state(%state, aten.bernoulli.p, %x, 0.9)
     -->
@@ -192,7 +192,7 @@ def _replay_states(gm: GraphModule) -> None:
         with gm.graph.inserting_after(node):
             after = gm.graph.call_function(SET_RNG_STATE, (now, device))
         for line in (now, before, after):
-            line.meta["val"] = None  # real states are never asked for here
+            line.meta["val"] = None  # not read here
             set_info(line, NodeInfo(Role.RANDOM_STATE))
     drop_idle_states(gm)
 

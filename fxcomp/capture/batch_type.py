@@ -1,13 +1,13 @@
-"""Read the type of a batch: everything that a capture bakes in of its tensors, plain values and structure.
+"""Read the type of a batch: tensor metadata, plain values and structure.
 
-Two batches of one type may run through one graph. Tensors that no capture can carry are refused here, those of a model
-too: some subclasses and layouts, and tensors that share memory where the step writes it.
+Batches of one type can run through one graph. Tensors that cannot be captured are refused: some subclasses and layouts,
+and tensors that share memory that the step writes.
 
     mean    f32[8]   buffer
-    tail    f32[4]   buffer, mean[4:]     if the forward pass writes mean, eager changes tail too, a graph does not
+    tail    f32[4]   buffer, mean[4:]     writing mean changes tail too in eager PyTorch, but not in a graph
 """
 
-# A sparse tensor's coalescing has no public name as an attribute.
+# untyped methods of sparse tensors
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fxcomp.errors import CaptureFailed, Unsupported
 from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
-"""The kind of a strided tensor of torch's own class, as it lies in memory."""
+"""Kind of a strided Tensor without lazy views."""
 
 _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Read what a capture bakes in of a tensor's kind; PLAIN for most."""
+    """Return class, layout and lazy views; PLAIN for most."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -44,7 +44,7 @@ def kind_of(tensor: Tensor) -> Hashable:
 
 
 def why_not(tensor: Tensor) -> str | None:
-    """Say what a tensor is that no capture carries, and what to do; None for one that is captured."""
+    """Explain why a tensor cannot be captured, with a remedy; None if it can."""
     kind = type(tensor)
     if compat.is_uninitialized(tensor):
         return "is not initialised: a lazy module gives it its shape.\n  Call the model once before compile_step."
@@ -70,7 +70,7 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse parameters and buffers of kinds that are not captured. Raises Unsupported."""
+    """Raise Unsupported for parameters and buffers that cannot be captured."""
     for name, parameter in model.named_parameters():
         if why := why_not(parameter):
             raise Unsupported(f"the parameter {name!r} {why}")
@@ -93,7 +93,7 @@ def _unwritable(buffer: Tensor) -> str | None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Ask if several elements share memory."""
+    """Return whether several elements share memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     reached = 0
@@ -106,7 +106,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs between two snapshots, or two batches."""
+    """Difference between two states or two batches."""
 
     what: str
     before: str
@@ -118,7 +118,7 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Refuse a graph that writes one of its inputs or constants where another one lies; `inputs` are in its order."""
+    """Refuse a graph that writes an input or constant in memory shared with another one; `inputs` as in the graph."""
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -143,20 +143,20 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:
-    """Find the first place of each leaf's tensor: Python may ask if two are one, and writing into one changes both."""
+    """Return the first index of each leaf's tensor."""
     first: dict[int, int] = {}
     return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
 
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a batch with their paths; None instead of a tensor that came before."""
+    """List the leaves of a batch with their paths; None for a repeated tensor."""
     leaves = flatten_with_paths(batch)
     first = first_places([leaf for _, leaf in leaves])
     return [(path, leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """List the parameters and buffers of a model that are one tensor, or share memory."""
+    """List model tensors that share memory."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places: dict[int, list[tuple[str, int]]] = {}
     for name, tensor in named:
@@ -167,7 +167,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Number the memory that a tensor lies in, equal for its views; a tensor without any has a number of its own."""
+    """Return a number for a tensor's memory, shared by its views."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 
@@ -182,64 +182,63 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 _SHOWN = 4
-"""So many tensors of a batch are named."""
 
 
 def key_of(value: object) -> Hashable:
-    """Make a key that also tells 1, 1.0 and True apart, and 0.0 and -0.0."""
+    """Return a key that distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def name_of_class(value: object) -> str:
-    """Name a value's class, as a message shows it."""
+    """Return a class name for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 
 
 class TensorType(NamedTuple):
-    """Everything that a capture bakes in of a tensor in a batch."""
+    """Metadata of a batch's tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
-    """None where it is contiguous."""
+    """None if contiguous."""
     requires_grad: bool
     same_as: int
-    """The first leaf that is this tensor; its own number if none before it is."""
+    """Index of the first leaf with this tensor."""
     shares_with: int
-    """The first leaf in the same memory, which may be itself: writing into one changes the other."""
+    """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN
-    """A layout, a class or a lazy view that is not the usual one."""
+    """Unusual class, layout or lazy view."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchType:
-    """Structure, shapes, dtypes and devices of a batch; values that are no tensors are part of it."""
+    """Structure, tensor metadata and plain values of a batch."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Hashable, ...]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The shape of each leaf; None for a plain value."""
+        """None for a plain value."""
         return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
 
     @property
     def text(self) -> str:
-        """Say it in a few words: `float32[8, 20], int64[8]`."""
+        """Short form: `float32[8, 20], int64[8]`."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, TensorType)]
         said = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in tensors]
         return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
-        """Give the type without sizes, which batches of different lengths share."""
+        """Return the type without sizes."""
         ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 
 
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
-    """Read the type of a batch, and its leaves. Raises Unsupported."""
+    """Return the type and the leaves of a batch. Raises Unsupported."""
     leaves, structure = flatten(batch)
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
@@ -247,7 +246,7 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
 
 
 def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
-    """Name the first thing that differs between the types of an earlier batch and of this one."""
+    """Return the first difference between the types of an earlier batch and this one."""
     if before.structure != now.structure:
         return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
     paths = [path for path, _ in flatten_with_paths(batch)]

@@ -1,10 +1,10 @@
-"""Run a forward pass on traced tensors as eager PyTorch would, and refuse what tracing would do otherwise.
+"""Run a forward pass on traced tensors as eager PyTorch would, and refuse operations that tracing would change.
 
-Where a step does not trace, the error names the user's line, the value that Python looked at, and a way out. One
-thing is done otherwise, and documented: the gradient of `nn.Embedding(sparse=True)` is dense, as a bucket needs it.
+Errors name the user's line, the value that Python read, and a remedy. One documented difference remains: the gradient
+of `nn.Embedding(sparse=True)` is dense, as buckets require.
 """
 
-# torch's overrides have no types; entries of sparse tensors that may repeat have private names.
+# torch's overrides are untyped; accessors of sparse entries are private.
 # pyright: reportPrivateUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -32,12 +32,12 @@ _READ_MEMORY = (
     *("argument of type: <class 'torch.storage", "its data is not allocated yet", "Cannot access data pointer"),
     *("Not available for 'meta' device", "only available on CPU"),
 )
-"""torch's words where the memory of a fake tensor is read."""
+"""Fragments of torch's errors about a fake tensor's memory."""
 
 
 @contextmanager
 def explaining(fakes: StepFakes) -> Generator[None]:
-    """Turn torch's errors of tracing on these fakes into errors that say what to do."""
+    """Replace torch's tracing errors by errors with a remedy."""
     try:
         yield
     except FxcompError:
@@ -83,13 +83,12 @@ def explaining(fakes: StepFakes) -> Generator[None]:
 
 
 def _is_packed(error: Exception) -> bool:
-    """Ask if a recurrent layer raised the error with a packed sequence in hand."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == nn.modules.rnn.__file__]
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
-    """Find the meaning of the symbol that an error complains about; torch names it in the text alone."""
+    """Return the origin of the symbol in an error's message."""
     names = re.findall(r"\b(?:u|zuf)\d+\b", str(error))
     return next((fakes.unknown[name] for name in names if name in fakes.unknown), None)
 
@@ -151,17 +150,17 @@ def _first_line(error: BaseException) -> str:
 _DATA: Any = inspect.getattr_static(Tensor, "data")
 
 _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name in ("grad", "_version")}
-"""Attributes of the model's tensors that steps change in eager PyTorch, and no operator makes."""
+"""Tensor attributes that eager steps change without an operator."""
 
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
-    """Run a forward and backward pass as eager would, on the stand-ins of a model's tensors.
+    """Run a forward and backward pass as eager would, on stand-ins of the model's tensors.
 
-    Yields an object that notes, on the way, weights whose gradient is sparse in eager PyTorch, and gradient hooks.
+    Yields a recorder of gradient hooks and of weights whose gradient is sparse in eager PyTorch.
 
-    `caches_casts` is autocast's setting outside of tracing, which switches it off: with the cache a weight that is used
-    twice is cast once, and its gradient is summed in the lower precision.
+    `caches_casts` restores autocast's cache, which tracing turns off: with it, a weight used twice is cast once, and
+    its gradient is summed in the lower precision.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches_casts)
@@ -181,7 +180,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
 @contextmanager
 def _methods_refused() -> Generator[None]:
-    """Refuse what ends in a crash, or in nothing, with the storage of a fake, and a loss that is scaled by hand."""
+    """Refuse storage methods that crash or do nothing on a fake, and GradScaler.scale in the loss function."""
 
     def refusing(name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
@@ -208,18 +207,17 @@ def _methods_refused() -> Generator[None]:
 
 
 _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_, Tensor.map2_)
-"""Ways to a tensor's memory past all operators; a traced tensor has none."""
+"""Methods that read a tensor's memory without an operator."""
 
 
 _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._indices)
-"""Ways to the entries of a sparse tensor, of which a traced one has none: their number is data."""
+"""Accessors of sparse entries, whose number depends on data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Operators that autocast leaves alone while it casts the operators that they call."""
+"""Composite operators whose inner operators autocast casts."""
 
 
 _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
-"""Functions that make sparse gradients when they are asked to."""
 
 
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -229,26 +227,25 @@ _READS = (Tensor.item, Tensor.tolist)
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
 
 _COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
-"""Functions that ask about values, in one operator that has no fake."""
+"""Value-dependent functions without a fake."""
 
 
 _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
-"""Functions that check their second argument, unless it is a fake."""
+"""Functions that check their second argument, but not on a fake."""
 
 
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
-"""Functions of one tensor whose sizes may be given as tensors, of which they take the values."""
+"""Functions of one tensor that accept sizes as tensors."""
 
 
 class _Refusing(EqualToReal):
-    """Refuses what leaves no operator in the graph: `tensor.data = value`, and values read by numpy."""
+    """Function mode that refuses operations that leave no operator in the graph, as `tensor.data = value`."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
         self._reader = reader
         self.densified: list[str] = []
         self.has_hooks = False
-        """The step has registered a hook on a tensor's gradient."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -306,7 +303,7 @@ class _Refusing(EqualToReal):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Write a value that is assigned to `.data` into a buffer or a frozen parameter."""
+        """Write a value assigned to `.data` into a buffer or frozen parameter."""
         name = self._stand_ins.name(tensor)
         alike = tensor.shape == value.shape and tensor.dtype is value.dtype and tensor.device == value.device
         is_known = any(compat.is_alias(value, each) for each in self._stand_ins.by_id.values())
@@ -331,12 +328,12 @@ class _Refusing(EqualToReal):
             )
 
     def _text(self, func: Callable[..., Any], tensor: Tensor, *form: str) -> str:
-        """Make the text of a tensor from outside the model, or of a tensor's one number."""
+        """Format a tensor from outside the model, or a scalar tensor."""
         if (known := self._reader.known(tensor)) is not None:
             with compat.plain_values():
                 shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
                 return func(shown, *form)
-        if not compat.is_called_by_user():  # a library tells of the tensor in an error or a warning
+        if not compat.is_called_by_user():  # in a library's error or warning
             return f"tensor(shape={list(tensor.shape)}, dtype={tensor.dtype})"
         if func is Tensor.__format__ and tensor.dim() == 0:
             return format(self._reader.number(tensor), *form)
@@ -348,7 +345,7 @@ class _Refusing(EqualToReal):
 
 
 def puts_gradient(name: str, at: str = "") -> CaptureFailed:
-    """Refuse a gradient that the user puts into `.grad`: eager PyTorch adds to it, or not, by what was there."""
+    """Make the error for a gradient in `.grad`, where eager PyTorch accumulates."""
     return CaptureFailed(
         f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
         "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
@@ -358,13 +355,13 @@ def puts_gradient(name: str, at: str = "") -> CaptureFailed:
 
 
 def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:
-    """Do what eager does, where a class out of range raises; for fakes torch compares with all classes instead."""
+    """Raise for a class out of range, as eager does; torch's version for fakes does not."""
     classes = func(rows, num_classes).shape[-1]
     return rows.new_zeros((*rows.shape, classes)).scatter_(-1, rows.unsqueeze(-1), 1)
 
 
 def _check_is_traced(tensor: Tensor) -> None:
-    """Refuse to read a tensor from outside that does not come into the graph: a new value of it would not be seen."""
+    """Refuse to read an outside tensor that is not in the graph: later values would be ignored."""
     if not compat.is_fake(compat.traced(tensor)):
         raise CaptureFailed(
             f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"
@@ -373,6 +370,5 @@ def _check_is_traced(tensor: Tensor) -> None:
 
 
 def _at() -> str:
-    """Give the user's line that is being traced, as a line of a message."""
     line = compat.users_line()
     return f"  {line}\n" if line else ""

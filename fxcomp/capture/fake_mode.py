@@ -1,18 +1,17 @@
-"""Make fake stand-ins for all that enters a step, in a mode that knows more than torch's own.
+"""Make fake tensors for a step's inputs, in a fake mode that corrects torch's own.
 
-    torch.rand([]) < 0.0         False: no draw is below zero, so Python may decide by it
-    torch.rand([]) < 0.1         refused: the data decides
-    torch._grouped_mm of fp32    has a shape: torch's fake takes bf16 alone, the operator takes more
-    batch_norm of a transpose    is contiguous: torch's fake lies as its input does
-    ctc_loss                     has a shape: torch has no fake where lengths are tensors
+    torch.rand([]) < 0.0         False: no draw is below zero, so Python may branch on it
+    torch.rand([]) < 0.1         refused: the result depends on the draw
+    torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only
+    batch_norm of a transpose    is contiguous: torch's fake copies the input's layout
+    ctc_loss                     has a shape: torch has no fake if lengths are tensors
     fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
-    ones(3).bool().mul_(2)       raises, as eager does: a long result does not go into a bool tensor
+    ones(3).bool().mul_(2)       raises, as eager does: a long result does not fit a bool tensor
 
-A random value carries its range through arithmetic with plain numbers and through comparisons, all monotone; where both
-ends of a range agree, the value is one number, whatever is drawn.
+Random values carry their range through monotone operators. Where both ends are equal, the value is a constant.
 """
 
-# What fakes are made of has half its types.
+# untyped parts of torch
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
@@ -55,7 +54,7 @@ _MONOTONE = frozenset(
         *(aten.logical_not.default, aten.bitwise_not.default),
     }
 )
-"""Operators that keep or turn the order of one tensor's values, beside plain numbers. Comparisons do: False < True."""
+"""Monotone operators of one tensor and plain numbers; comparisons too, as False < True."""
 
 _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.amax.default,
                     aten.amin.default})  # fmt: skip
@@ -63,12 +62,12 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 
 
 _NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
-"""Batch norm on the CPU, and which argument its input is."""
+"""CPU batch norm, with the index of its input argument."""
 
 _DIVIDES_BY_SIZE = frozenset(
     {aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default}
 )
-"""Operators whose fakes divide by the size in Python, where the operators give nothing for nothing."""
+"""Operators whose fakes divide by the size in Python and fail for empty tensors."""
 
 _CASTS = {
     aten.add_.Tensor: aten.add.Tensor, aten.add_.Scalar: aten.add.Scalar,
@@ -77,39 +76,38 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""Operators in place whose fakes take any type of result, by the operator that makes that result."""
+"""In-place operators whose fakes accept any result type, with the operator that computes it."""
 
 MAKER = "fxcomp_maker"
-"""The attribute of a fake that tells which operator made it."""
+"""Attribute of a fake with the operator that made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A number or a size that only the data will tell."""
+    """A number or size that depends on data."""
 
     maker: OpOverload | None
-    """The operator that made the tensor, if one did."""
+    """None for an input."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
 
 
 class StepFakes(compat.FakeMode):
-    """torch's fake tensors with ranges, and with better fakes of some operators."""
+    """torch's fake mode with value ranges and corrected fakes."""
 
     def __init__(self) -> None:
-        # Constants of the model (tensors that are no buffers) may come into the graph.
+        # The model may have constants outside its buffers.
         super().__init__(shape_env=compat.AskingShapes(self._answer), allow_non_fake_inputs=True)
-        self._allow_unsafe_data_ptr_access = False  # a fake's address is none: who reads there would crash
+        self._allow_unsafe_data_ptr_access = False  # a fake has no address: reading it would crash
         self.questions: Questions | None = None
-        """Answers what Python asks about values; None if nobody does."""
+        """None outside of a capture."""
         self._ranges: dict[StorageWeakRef, Tensor] = {}
         self.unknown: dict[str, Unknown] = {}
-        """The origins of numbers and sizes that only the data will tell, by symbol."""
+        """Origins of data-dependent numbers and sizes, by symbol."""
 
     @property
     def shapes(self) -> ShapeEnv:
-        """The assumptions of tracing about symbols."""
         assert self.shape_env is not None, "a step's fakes have symbols"
         return self.shape_env
 
@@ -153,7 +151,7 @@ class StepFakes(compat.FakeMode):
             return self.questions.answer(expression)
 
     def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise what eager does where the tensor that is written cannot hold the result."""
+        """Raise eager's error if the written tensor cannot hold the result."""
         written = args[0].dtype
         fits = [not isinstance(a, complex) and getattr(a, "dtype", written) is written for a in args[1:]]
         if written.is_floating_point and all(fits):
@@ -169,7 +167,7 @@ class StepFakes(compat.FakeMode):
         return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note the range of an operator's result, and forget those of tensors that it wrote."""
+        """Record the result's range, and drop the ranges of written tensors."""
         ends = _drawn_between(func, args, kwargs, out)
         if ends is None and func in _MONOTONE:
             known = self._range_of(args[0])
@@ -192,7 +190,7 @@ class StepFakes(compat.FakeMode):
                 self._ranges.pop(_storage(tensor), None)
 
     def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any]) -> Any:
-        """Read a tensor's one value: a symbol, unless its range is a single number."""
+        """Read a scalar tensor: a symbol, unless its range is a single number."""
         tensor, ends = args[0], self._range_of(args[0])
         low = high = None
         if ends is not None:
@@ -208,7 +206,7 @@ class StepFakes(compat.FakeMode):
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Note the operator that made a tensor, and the origin of sizes that only the data will tell."""
+        """Record the tensor's operator, and the origin of data-dependent sizes."""
         if not isinstance(out, Tensor):
             return
         maker = getattr(args[0], MAKER, func) if args and compat.is_view(func) else func
@@ -220,7 +218,7 @@ class StepFakes(compat.FakeMode):
 
 
 def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
-    """Refuse a list with one tensor twice: made functional, an operator forgets what it did to the first."""
+    """Refuse a list with a repeated tensor: the functional form would drop the first write."""
     if len(set(map(id, written))) < len(written):
         raise CaptureFailed(
             f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
@@ -233,7 +231,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
-    """Find the range that an operator draws from, ends included; None if it draws nothing, or without bounds."""
+    """Return the closed range of an operator's draws; None without draws or bounds."""
     if func in _UNIT:
         low, high = 0.0, 1.0
     elif func in _UNIFORM:
@@ -246,7 +244,7 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     with compat.plain_values():
         ends = torch.tensor([low, high], dtype=out.dtype)
         if (low, high) == (0.0, 1.0) and out.dtype in (torch.float32, torch.float64):
-            ends[1] -= torch.finfo(out.dtype).eps / 2  # one itself is never drawn; where numbers are coarse it may be
+            ends[1] -= torch.finfo(out.dtype).eps / 2  # fp32 and fp64 never draw 1.0; coarser types may
     return ends
 
 
@@ -254,22 +252,22 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
-    """Lay out batch norm's result, or its input's gradient, as the CPU's kernel does: channels_last, or contiguous."""
+    """Give batch norm's result or input gradient the CPU kernel's layout."""
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
 
 
 def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *others: Any) -> None:
-    """Give the ranges of fake quantization per channel their size, as its first call does."""
-    ranges = others[:4]  # least, largest, scale, zero point
+    """Resize the ranges of per-channel fake quantization at its first call."""
+    ranges = others[:4]  # minimum, maximum, scale, zero point
     if ranges[0].numel() == 0:
         for buffer in ranges:
             buffer.resize_(quantized.shape[0])
 
 
 def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Make the losses, and what the backward pass needs: as many states as the longest target takes."""
+    """Return fakes of the losses, [rows], and the saved log alphas, [rows, steps, states]."""
     steps, rows = log_probs.shape[:2]
     return log_probs.new_empty([rows]), log_probs.new_empty([rows, steps, states])
 
@@ -277,12 +275,12 @@ def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Make the result of a grouped product of any floating type; torch's fake takes bf16 alone, without padding."""
+    """Return the fake of a grouped product; torch's fake supports only unpadded bf16."""
     assert bias is None, "the operator refuses a bias"
     groups = 0 if offs is None else offs.shape[0]
     rows, columns = (a.shape[0] if a.dim() == 2 else a.shape[1]), b.shape[-1]
     dtype = out_dtype or a.dtype
-    aligned = 16 // dtype.itemsize  # a row begins at a multiple of 16 bytes
+    aligned = 16 // dtype.itemsize  # rows are aligned to 16 bytes
     padded = (columns + aligned - 1) // aligned * aligned
     if a.dim() != b.dim():
         return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device=a.device)
@@ -291,25 +289,25 @@ def _grouped_product(
 
 
 Varying = Mapping[int, frozenset[int]]
-"""The dimensions of batch tensors whose size may vary, by the index of the leaf."""
+"""Dimensions of batch tensors with varying size, by leaf index."""
 
 FIXED_SIZES: Varying = MappingProxyType({})
 NO_FLOATS: Mapping[str, Place] = MappingProxyType({})
 
 
 class StepInputs:
-    """The inputs of one capture, real and fake, in the order of the traced function's arguments."""
+    """Real and fake inputs of one capture, in the traced function's order."""
 
     def __init__(self, training: Training, batch: Any, varying: Varying, live: Mapping[str, Place] = NO_FLOATS):
         self.mode = StepFakes()
-        # The optimizer's live numbers are symbols too; apart, they are no conditions on the batch's shapes.
+        # A separate mode keeps the optimizer's live numbers out of the batch's shape guards.
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in training.model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # Only in this batch may a leaf be a tensor that is also read from outside: the next one has another there.
+        # A tensor that is also read from outside gets two fakes: the next batch holds another one.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -317,24 +315,23 @@ class StepInputs:
         ]
         compat.forget_fakes(self.mode, leaves)
         self.live = live
-        """The floats outside of the batch that are inputs, by name."""
+        """Floats outside of the batch that are inputs, by name."""
         self.numbers = [compat.live_number(self.mode.shapes, place.value, name) for name, place in live.items()]
         self._symbols = [compat.symbols_of_number(number) for number in self.numbers]
         self._are_written = False
         scale = training.loss_scale
         self.scale = [] if scale is None else [self.of(scale.scale)]
-        """The scale of the loss, if it has one."""
         self.named: list[tuple[str, Any]] = [
             *((repr(name), tensor) for name, tensor, _ in (*self.parameters, *self.buffers)),
             *((f"batch{path}", leaf) for path, leaf in distinct(batch)),
             *([("the scale of the loss", scale.scale)] if scale is not None else []),
             *((name, None) for name in live),
         ]
-        """Every real input and the name that an error gives it; None for a number or a tensor that came before."""
+        """Real inputs and their names in errors; None for a number or a repeated tensor."""
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
-        """Answer questions about values while it is open; what answers them holds the batch."""
+        """Answer questions about values inside the context."""
         self.mode.questions = Questions(self._givens())
         try:
             yield self.mode.questions
@@ -348,13 +345,12 @@ class StepInputs:
 
     @property
     def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Any], list[Tensor], list[Any]]:
-        """The arguments of the traced function."""
         parameters, buffers = ([fake for _, _, fake in each] for each in (self.parameters, self.buffers))
         return parameters, buffers, self.batch, self.scale, self.numbers
 
     @contextmanager
     def in_place(self, traced: Sequence[Any]) -> Generator[None]:
-        """Let traced numbers stand in the places of the live floats."""
+        """Put traced numbers in the places of the live floats."""
         before = [(place, place.value) for place in self.live.values()]
 
         def note() -> None:
@@ -371,36 +367,35 @@ class StepInputs:
 
     @property
     def decided(self) -> list[str]:
-        """The live floats by which tracing has decided something, or of which it has made a plain number or a text."""
+        """Live floats that decided a branch or became a plain number or text."""
         decided = compat.decided_symbols(self.mode.shapes)
         pairs = zip(self.live, self._symbols, strict=True)
         return [name for name, symbols in pairs if self._are_written or decided & symbols]
 
     @property
     def symbols(self) -> set[str]:
-        """The names of the batch's sizes that may vary."""
+        """Names of the batch's varying sizes."""
         return compat.symbols(self.batch)
 
     def named_pairs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each real tensor of the model and the traced one that stands for it, by name."""
         entries = zip((*self.parameters, *self.buffers), (*parameters, *buffers), strict=True)
         return {name: (real, traced) for (name, real, _), traced in entries}
 
     def whole_batch(self, traced: Sequence[Any]) -> Any:
-        """The batch made of traced leaves; what was one tensor in it is one again."""
+        """Build the batch from traced leaves; repeated tensors stay one object."""
         return pytree.tree_unflatten([traced[place] for place in self.first_places], self.batch_spec)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor of the forward and backward pass."""
+        """Return the fake for the forward and backward pass."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def of_update(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor of the optimizer's update."""
+        """Return the fake for the optimizer's update."""
         return self.update_mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
 def _feed(model: nn.Module, name: str, value: Tensor) -> Feed | None:
-    """Find a buffer or a frozen parameter where it is at the time; None for what is trained."""
+    """Return a reader of a buffer or frozen parameter; None for trained parameters."""
     if value.requires_grad:
         return None
     path, _, attribute = name.rpartition(".")

@@ -1,10 +1,10 @@
-"""Trace the loss function and its backward pass into one functional graph, and refuse what would train wrongly.
+"""Trace the loss function and its backward pass into one functional graph, and refuse graphs that would train wrongly.
 
-Meanwhile traced tensors stand in the model's places, tied ones in each of theirs. A buffer that the forward pass
-replaces is written back by the graph, so its size and dtype must stay.
+While tracing, traced tensors replace the model's, tied ones at each place. Buffers that the forward pass replaces are
+written in place by the graph, so their shape and dtype must stay.
 """
 
-# Tables of a module's tensors are private, and have no public way in.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Table = dict[str, Any]
 
 @contextmanager
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Exchange the model's parameters and buffers for the tensors that are given by the id of the real ones."""
+    """Replace the model's parameters and buffers by stand-ins, given by the real tensor's id."""
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
@@ -65,13 +65,13 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
 
 
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
-"""Shape, dtype and device of a tensor; None for no tensor."""
+"""Shape, dtype and device; None for no tensor."""
 
 
 def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
-    """Copy a tensor that the forward pass put in place of a buffer into the buffer that was there.
+    """Copy tensors that the forward pass put in buffers' places into the original buffers.
 
-    Raises CaptureFailed where the kind of a tensor changes, also in place, as by resize_.
+    Raises CaptureFailed if a tensor's kind changes, also in place, as by resize_.
     """
     with torch.no_grad():
         for place, table, original in held:
@@ -103,11 +103,10 @@ def _text(kind: _Kind) -> str:
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # torch leaves its type open
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # untyped in torch
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Update the second list of weights that recurrent layers keep."""
     if isinstance(module, nn.RNNBase):
         names: list[str] = module._flat_weights_names  # pyright: ignore[reportUnknownMemberType]  # a bare list
         module._flat_weights = [getattr(module, name) for name in names]
@@ -115,7 +114,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of the forward and backward graph: the loss, what it returns of the auxiliary result, gradients."""
+    """Outputs of the forward and backward graph: loss, auxiliary tensors, gradients."""
 
     has_aux: bool
     aux_spec: pytree.TreeSpec | None
@@ -123,14 +122,13 @@ class Outputs:
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     is_weighted: bool
-    """The loss is followed by its count."""
+    """True if a count follows the loss."""
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
     prelude: Prelude | None = None
-    """Python's questions about values."""
 
     def results_of(self, body: GraphModule) -> list[Any]:
-        """List what a graph returns, with the constants of the auxiliary result in their places."""
+        """List the graph's results, including auxiliary constants."""
         returned: Any = body.graph.output_node().args[0]
         values = iter(returned)
         before = [next(values) for _ in range(1 + self.is_weighted)]
@@ -138,7 +136,7 @@ class Outputs:
 
 
 def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[GraphModule, Outputs]:
-    """Trace one loss and its gradients; nothing of the user's is changed."""
+    """Trace one loss and its gradients without changing the user's objects."""
     found: list[Outputs] = []
     caches_casts = torch.is_autocast_cache_enabled()
     names = [owner.name for owner in training.owned if owner.parameter.requires_grad]
@@ -153,7 +151,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         follow()
         stand_ins = StandIns(inputs.named_pairs(parameters, buffers))
         for parameter in parameters:
-            parameter.grad = None  # a fake is made with one where the parameter has one
+            parameter.grad = None  # a fake copies the parameter's `.grad`
         with (
             swapped(training.model, stand_ins.by_id),
             stand_ins.taken_for_real(),
@@ -171,7 +169,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
             value = (weighted.mean if weighted else loss.detach()).clone()  # the last operator of the forward pass
             by_name = {name: p for (name, _, _), p in zip(inputs.parameters, parameters, strict=True)}
             _check_no_backward(by_name)
-            # A backward pass is run outside autocast, whatever the forward pass was run in.
+            # Backward runs outside of autocast, as in eager.
             with compat.without_autocast():
                 seed = [factor.to(loss.dtype) for factor in scale] or None
                 wanted = [by_name[name] for name in names]
@@ -206,14 +204,14 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         inputs.asked() as questions,
         explaining(inputs.mode),
         warnings.catch_warnings(),
-        # oneDNN's LSTM keeps what its backward needs only while autograd runs; without oneDNN it is traced as plain
-        # operators. Other operators choose oneDNN when they run.
+        # oneDNN's LSTM saves tensors for backward only while autograd runs; without it, plain operators are traced.
+        # Other operators choose oneDNN at run time.
         compat.onednn(False),
     ):
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
         with torch.enable_grad():
             traced = compat.trace(forward_backward, inputs.fakes)
-        # Autocast and autograd are in the trace by now: a parameter may be written.
+        # Autocast and autograd are traced by now; parameters may be written.
         with compat.without_autocast(), torch.no_grad():
             body = functional(traced, [value for part in inputs.fakes for value in part], inputs.mode, follow)
         outputs = replace(found[0], prelude=questions.prelude())
@@ -225,7 +223,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that have come into `.grad` otherwise than by the loss: eager PyTorch would add the loss's."""
+    """Refuse gradients already in `.grad`; eager PyTorch would add them to the loss's."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)
@@ -262,7 +260,7 @@ FOR_A_CHECKPOINT = (
 
 
 def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
-    """Refuse a loss that has gradients of tensors outside the model: eager PyTorch would put them into `.grad`."""
+    """Refuse a loss with trainable tensors outside the model: eager PyTorch would set their `.grad`."""
     for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(
@@ -279,8 +277,8 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
 def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
     """Run the backward pass of a loss.
 
-    `autograd.grad` runs only the nodes between the loss and the parameters. It misses the gradients of a `backward()`
-    inside the backward pass, as reentrant checkpointing and reversible blocks call it. A `whole` pass does not.
+    `autograd.grad` misses gradients from a nested `backward()`, as in reentrant checkpointing and reversible blocks. A
+    `whole` pass includes them.
     """
     if not whole:
         return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
@@ -292,13 +290,13 @@ def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Ten
 
 
 def _calls_out(loss: Tensor) -> bool:
-    """Return whether a backward pass runs more than torch's own operators: an autograd.Function, or C++ like it."""
+    """Return whether a backward pass calls an autograd.Function or a C++ function like it."""
     kinds = set(map(type, compat.nodes_of(loss)))
     return any(kind.__module__ != "builtins" or kind.__name__ == "CppFunction" for kind in kinds)
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
-    """Return the gradient that arrived, if only one did; `.grad` is a copy of it."""
+    """Return the gradient instead of its copy in `.grad`, if it arrived once."""
     if gradient is None or len(arrived) != 1:
         return gradient
     is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
@@ -306,7 +304,7 @@ def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | Non
 
 
 def _accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Give each element of a gradient memory of its own, as backward() does in `.grad`; of a sum it is expanded."""
+    """Give an expanded gradient its own memory, as backward() does for `.grad`."""
     if gradient is None or gradient.layout is not torch.strided or 0 not in gradient.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
@@ -322,9 +320,9 @@ def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
 
 
 def _constant(leaf: Any) -> Constant | None:
-    """Make a constant of a leaf of the auxiliary result; None for tensors, and for numbers that follow from sizes.
+    """Make a constant from an auxiliary leaf; None for tensors and size-dependent numbers, which the graph returns.
 
-    The graph returns those. Raises Unsupported for other values.
+    Raises Unsupported for other values.
     """
     if isinstance(leaf, Tensor) or compat.is_open(leaf):
         return None
@@ -350,10 +348,10 @@ _RANDOM_IN_PLACE = {
 
 
 def _restore_random_order(body: GraphModule) -> None:
-    """Fill fresh tensors with random numbers in place again, as eager does.
+    """Turn functional random fills of fresh tensors back into in-place fills.
 
-    The functional operator makes a contiguous result; in place, numbers go in the order of memory. In a transposed
-    tensor the same draws land elsewhere.
+    The functional operator makes a contiguous result; an in-place fill follows memory order, which differs if
+    transposed.
     """
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:

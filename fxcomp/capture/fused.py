@@ -1,7 +1,6 @@
-"""Say which operator does a parameter's whole update at once, where torch has one for the optimizer's class.
+"""Choose torch's operator for a parameter's whole update, if there is one.
 
-The traced update stays in the capture: it tells what the update does with the gradient. `passes/fuse_updates.py` puts
-the operator in its place where that pays.
+The traced update stays in the capture. `passes/fuse_updates.py` replaces it if that is faster.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ _aten = torch.ops.aten
 
 
 def fused_update_of(owner: Owned) -> FusedUpdate | None:
-    """Find the operator for Adam, AdamW and SGD as they are; a class of the user's may do something else.
-
-    None also with amsgrad, whose largest moments are a list more.
-    """
+    """Return the operator for exactly Adam, AdamW and SGD; None for user classes and amsgrad."""
     kind, options = type(owner.optimizer), owner.options
     if options.get("amsgrad"):
         return None
@@ -46,7 +42,6 @@ def _update(
     numbers: Mapping[str, str],
     fixed: Mapping[str, float],
 ) -> FusedUpdate:
-    """Take live numbers by their keys, and others, which are zero, as they are."""
     live = live_numbers(owner.options)
     given = {name: key if key in live else 0.0 for name, key in numbers.items()}
     return FusedUpdate(operator, states, counter, (*given.items(), *fixed.items()), owner.group)

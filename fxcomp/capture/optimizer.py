@@ -1,4 +1,4 @@
-"""The optimizers in a capture: whose parameters they update, numbers that stay live, and what is refused."""
+"""Optimizers in a capture: their parameters, their live numbers, and unsupported features."""
 
 from __future__ import annotations
 
@@ -16,52 +16,48 @@ from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph, unless they are zero: zeros are baked in."""
+"""Hyper-parameters that are inputs of the graph unless zero."""
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""One optimizer of a model, or several of different parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A trainable parameter: its first name in the model, and who updates it."""
+    """A trainable parameter: its first name in the model, and its optimizer."""
 
     name: str
     parameter: nn.Parameter
     optimizer: torch.optim.Optimizer
     place: int = 0
-    """Its group among those of its optimizer."""
+    """Group index within its optimizer."""
     group: int = 0
-    """Its group among those of all optimizers."""
+    """Group index over all optimizers."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of its group as they are now."""
         return self.optimizer.param_groups[self.place]
 
     @property
     def state(self) -> dict[str, Any]:
-        """Its optimizer's state for it."""
         return self.optimizer.state.get(self.parameter, {})
 
 
 @dataclass(frozen=True, slots=True)
 class FreshState:
-    """State that was made for a parameter before its first step."""
+    """State made for a parameter before its first step."""
 
     state: Mapping[str, Any]
-    """The optimizer's own."""
     begun: Mapping[str, Any]
-    """The values with which it was made."""
+    """Initial values."""
 
 
 _FRESH: MutableMapping[torch.optim.Optimizer, dict[Tensor, FreshState]] = WeakIdKeyDictionary()
 
 
 def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
-    """Return the record of an optimizer's parameters that no step has updated yet, which all steps share.
+    """Return the record of an optimizer's parameters before their first step, shared by all steps.
 
-    An eager `optimizer.step()` takes out the parameters with a gradient, and `load_state_dict` takes out all.
+    An eager `optimizer.step()` removes parameters with a gradient; `load_state_dict` removes all.
     """
     if optimizer not in _FRESH:
         _FRESH[optimizer] = {}
@@ -70,14 +66,14 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Take what an eager step updates out of the record, or all if a state was loaded; shadows have no record."""
+    """Remove from the record the parameters that an eager step updates, or all after loading a state."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
 
 
 def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """List the optimizers of a model. Raises Unsupported where there are none, or what is none."""
+    """List a model's optimizers. Raises Unsupported for an empty list or another type."""
     found: tuple[Any, ...] = tuple(given) if is_sequence(given) else (given,)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
@@ -91,23 +87,22 @@ def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """List the parameter groups of several optimizers, in order."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Name an optimizer's class as people write it."""
+    """Return an optimizer's class name for messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if is_torchs(optimizer) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell torch's own classes: each of their updates looks at one parameter."""
+    """Return whether the class is torch's own, whose updates read one parameter each."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> errors.Unsupported:
-    """Make the error for an optimizer whose step is not captured."""
+    """Return the error for an optimizer whose step cannot be captured."""
     alternative = "fxcomp.ddp_hook and fxcomp.compile_model(model) leave the optimizer yours."
     return errors.Unsupported(
         f"the step of {class_name(optimizer)} {why}.\n  {remedy}{'. Or: ' if remedy else ''}{alternative}"
@@ -115,9 +110,9 @@ def refused(optimizer: torch.optim.Optimizer, why: str, remedy: str = "") -> err
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Unsupported for hooks, an option or an optimizer inside that a captured step would not follow.
+    """Raise Unsupported for hooks, options or inner optimizers that a captured step would ignore.
 
-    From then on the optimizer is watched for eager steps and for states that are loaded.
+    Also starts watching the optimizer for eager steps and loaded states.
     """
     fresh_states(optimizer)
     if hooks := compat.optimizer_hooks(optimizer, forget_written):
@@ -140,19 +135,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Tell a plain number; True and False are none."""
+    """Return whether a value is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 NOT_OF_THE_UPDATE = ("param_groups", "state", "defaults", "step", "_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes of an optimizer that are read elsewhere, or that PyTorch and schedulers write while it steps."""
+"""Attributes checked elsewhere, or written by PyTorch and schedulers in steps."""
 
 _MANY = 1000
-"""Of collections with more items only the identity counts."""
+"""Maximum size of a collection compared by content."""
 
 
 def baked(value: Any) -> Hashable:
-    """Read what a capture bakes in: plain Python by its values, tensors by their identity; None for other objects."""
+    """Return a comparison key: plain values by value, tensors by identity, None for other objects."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     items: Any = value
@@ -170,7 +165,7 @@ def _read(number: Any) -> Any:
 
 
 def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """Return what reads numbers: of tensors on a device that the host would wait for, it has read all at once."""
+    """Return a function that reads numbers; numbers on a device are read together."""
     given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
     flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
     there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]
@@ -182,15 +177,15 @@ def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
 
 
 def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -> dict[str, float]:
-    """Read the numbers of a parameter group that are inputs of the graph; betas count as two."""
+    """Return a group's numbers that are inputs of the graph; betas are two."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         if key == "dampening" and not group.get("momentum"):
-            continue  # it dampens momentum
+            continue  # unused without momentum
         value = group.get(key)
         values = value if is_sequence(value) else (value,)
         for i, number in enumerate(values):
-            if hasattr(number, "item"):  # a tensor, or a number of NumPy's
+            if hasattr(number, "item"):  # a tensor or NumPy number
                 number = read(number)
             if is_number(number) and (key == "lr" or number != 0):
                 found[f"{key}_{i}" if len(values) > 1 else key] = float(number)
@@ -198,7 +193,7 @@ def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -
 
 
 def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's options with other numbers in place of the live ones."""
+    """Copy a group's options with other live numbers."""
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in options.items():
         if is_sequence(value):
@@ -209,12 +204,11 @@ def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Find the tensors among what an optimizer keeps for a parameter."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def is_kept(state: Mapping[str, Any]) -> bool:
-    """Ask if the optimizer keeps anything for a parameter; SGD without momentum keeps a None."""
+    """Return whether a state is not empty; SGD without momentum keeps a None."""
     for value in state.values():  # noqa: SIM110  # sooner than any() before every step
         if value is not None:
             return True

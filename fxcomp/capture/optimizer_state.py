@@ -1,4 +1,4 @@
-"""Create an optimizer's state where its first step would, with the values that this step begins with."""
+"""Create an optimizer's state before its first step, with the first step's initial values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 
 
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Create the state of parameters that have none, and record that it is fresh.
+    """Create missing state, and record that it is fresh.
 
-    The optimizer's own class takes a first step on a stand-in, for all that are alike.
+    A stand-in takes a first step, once for similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:
@@ -34,7 +34,7 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> N
 
 
 def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Let fresh states begin as they would now: a parameter or an option may have changed since they were created."""
+    """Reinitialise fresh states after parameters or options may have changed."""
     for owner, begun in zip(owned, _beginnings(owned, habits), strict=True):
         for key, value in owner.state.items():
             if isinstance(value, Tensor):
@@ -43,7 +43,7 @@ def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
 
 
 def is_fresh(owner: Owned) -> bool:
-    """Check that no step, eager or compiled, and nothing else has written a parameter's state since it was made."""
+    """Return whether a parameter's state is unwritten since its creation."""
     known = fresh_states(owner.optimizer).get(owner.parameter)
     if known is None or known.state is not owner.state:
         return False
@@ -51,7 +51,7 @@ def is_fresh(owner: Owned) -> bool:
 
 
 def may_change(state: Mapping[str, Any]) -> bool:
-    """Ask if a state might begin in another way when parameters or options change: zeros would not."""
+    """Return whether initial state may depend on parameters or options."""
     return any(bool(value.any()) for value in state.values() if isinstance(value, Tensor))
 
 
@@ -66,7 +66,7 @@ def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[di
             likeness = (owner.group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if likeness not in of_likeness or known.follows_parameter:
                 value = parameter if known.follows_parameter else torch.zeros_like(parameter)
-                # torch has no kernels of all fused updates for tensors without memory; the state begins alike.
+                # torch has no meta kernels for some fused updates; the state is the same.
                 options = plain_options(owner.options) if parameter.is_meta else owner.options
                 step = first_step(shadows[id(owner.optimizer)], options, value, torch.zeros_like(parameter))
                 of_likeness[likeness] = known.beginning(step)

@@ -1,7 +1,7 @@
-"""Find out what an optimizer's step does beside a parameter's update, by steps of stand-ins of small parameters.
+"""Find side effects and state of an optimizer's step, by stepping small stand-in parameters.
 
-Only the class knows how a parameter's state begins. A recorder notes what the first step puts there first; that is the
-beginning, if a step from there ends where the first step did, bit for bit.
+A recorder keeps the first value of each state entry in the first step. These values are the initial state if a step
+from them gives the first step's result bit for bit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from fxcomp.capture.shadow import plain_options, shadow_of, step_alone, step_tog
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """A first step of a stand-in."""
+    """Result of a stand-in's first step."""
 
     value: Tensor
-    """The parameter after the step."""
     begun: Mapping[str, Any]
-    """The values that the state was given first."""
+    """First value of each state entry."""
     state: Mapping[str, Any]
-    """The state after the step."""
     group: Mapping[str, Any]
-    """The options of its group after the step."""
 
 
 def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value: Tensor, gradient: Tensor) -> FirstStep:
-    """Step a shadow for copies of a value and a gradient, without a state, by the implementation that is asked for."""
+    """Step a shadow without state for copies of a value and a gradient, with the implementation in `options`."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     group: dict[str, Any] = {**options, "params": [parameter]}
@@ -50,7 +47,7 @@ def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value:
 
 
 class _StateRecorder(dict[str, Any]):
-    """A parameter's state that remembers what it was given first."""
+    """State that records the first value of each entry."""
 
     def __init__(self, given: Mapping[str, Any] | None = None):
         super().__init__()
@@ -72,8 +69,6 @@ class _StateRecorder(dict[str, Any]):
 
 
 class _Recorders(dict[Tensor, _StateRecorder]):
-    """The states of an optimizer, made of recorders."""
-
     def __missing__(self, key: Tensor) -> _StateRecorder:
         super().__setitem__(key, _StateRecorder())
         return self[key]
@@ -83,30 +78,29 @@ class _Recorders(dict[Tensor, _StateRecorder]):
 
 
 _STEPS = 4
-"""So many steps in a row tell a counter from another number."""
+"""Number of steps that identify a counter."""
 
 _RATE = 1e-3
-"""The learning rate of stand-ins where the present one is zero, as warm-ups begin."""
+"""Learning rate of stand-ins where the current one is zero, as in a warm-up."""
 
 _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes that torch writes while an optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The way in which an optimizer's step uses a parameter's state."""
+    """Use of a parameter's state by an optimizer's step."""
 
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Python numbers in the state that grow by so much in each step."""
+    """Increments per step of Python numbers in the state."""
     zeros: frozenset[str] = frozenset()
-    """State tensors that the first step makes of the gradient: a step from zeros does the same."""
+    """State tensors that the first step sets from the gradient; zeros have the same effect."""
     follows_parameter: bool = False
-    """Some of the state begins as the parameter does."""
+    """True if some initial state depends on the parameter."""
     is_like_others: bool = True
-    """The first step does what the next ones do. If not, nothing tells the state before it."""
+    """True if the first step equals a later step; otherwise the initial state is unknown."""
 
     def beginning(self, step: FirstStep) -> dict[str, Any]:
-        """The state before a first step."""
+        """Return the state before a first step."""
         made: dict[str, Any] = {}
         for key, value in step.begun.items():
             if key in self.counters:
@@ -117,9 +111,9 @@ class Habits:
 
 
 def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
-    """Find the habits of an optimizer in each group of the parameters that it updates.
+    """Return an optimizer's habits in each of its groups.
 
-    Raises Unsupported for a step that does what no graph of one parameter's update can do.
+    Raises Unsupported for side effects that a graph of one update cannot have.
     """
     members: dict[int, list[Owned]] = {}
     for owner in sorted(owned, key=lambda owner: owner.parameter.numel()):
@@ -141,7 +135,7 @@ def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int,
 
 
 def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known: Mapping[int, Habits]) -> None:
-    """Raise StepChanged where options have changed so that a user's class counts otherwise, or begins otherwise."""
+    """Raise StepChanged if changed options change a user class's counters or make its initial state unknown."""
     if is_torchs(optimizer):
         return
     for group, now in probe(optimizer, owned).items():
@@ -154,15 +148,13 @@ def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known
 
 
 class _Probe:
-    """Steps of an optimizer over stand-ins of one parameter."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, owner: Owned):
         self._optimizer, self._shadow = optimizer, shadow_of(optimizer)
         self._options = probe_options(owner)
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Find what the steps do. Raises Unsupported."""
+        """Return the habits. Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -182,14 +174,13 @@ class _Probe:
         return habits if alike else replace(habits, is_like_others=False)
 
     def _is_first(self, state: Mapping[str, Any], first: FirstStep, value: Tensor, gradient: Tensor) -> bool:
-        """Check that a step from a state is the first one."""
-        # SGD's first step takes the gradient as it is: the step's inputs leave dampening out then.
+        # SGD's first step ignores dampening.
         options = self._options | ({"dampening": 0.0} if "dampening" in self._options else {})
         after, states = stepped(self._shadow, options, value, gradient, state)
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
-        """Find Python numbers in the state that grow evenly. Raises Unsupported for others that change."""
+        """Return the increments of Python numbers in the state. Raises Unsupported if one is uneven."""
         seen: dict[str, list[Any]] = {}
         value, state = first.value, first.state
         for _ in range(_STEPS):
@@ -199,7 +190,6 @@ class _Probe:
         return {key: step for key, values in seen.items() if (step := self._growth(key, values)) != 0}
 
     def _growth(self, key: str, values: Sequence[Any]) -> float:
-        """Return by how much a value of the state grows in each step."""
         kinds = sorted({type(value).__name__ for value in values})
         if all(isinstance(value, Tensor) for value in values) or all(value is None for value in values):
             return 0
@@ -229,7 +219,7 @@ class _Probe:
 
 
 def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[Owned]]) -> None:
-    """Refuse an optimizer that looks at other parameters to update one: their gradients may not have arrived."""
+    """Refuse an update that reads other parameters: their gradients may not have arrived."""
     shadow = shadow_of(optimizer)
     owners = [owner for group in members for owner in group]
     values = {owner.name: Draws(owner.parameter)(0.1) for owner in owners}
@@ -260,7 +250,7 @@ def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequenc
 
 
 def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
-    """Refuse an optimizer that updates a parameter otherwise than another one of the same values."""
+    """Refuse an optimizer that updates two parameters with equal values differently."""
     shadow, knowing = shadow_of(optimizer), shadow_of(optimizer, knows_parameters=True)
     for owner in owned:
         draw, options, itself = Draws(owner.parameter), probe_options(owner), owner.parameter
@@ -285,9 +275,9 @@ def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Own
 
 
 class Draws:
-    """Values like a parameter's, from a generator of its own.
+    """Random values with a parameter's layout, from a private generator.
 
-    Of a parameter without memory they are on the CPU, at most 256 in each dimension: it may be too large for this host.
+    Meta parameters get values on the CPU, at most 256 in each dimension, to fit host memory.
     """
 
     def __init__(self, like: Tensor, seed: int = 0):
@@ -298,19 +288,19 @@ class Draws:
 
     def __call__(self, scale: float = 1.0) -> Tensor:
         drawn = torch.randn(self._like.shape, generator=self._generator, dtype=torch.float32, device="cpu") * scale
-        value = torch.empty_like(self._like)  # with its strides
+        value = torch.empty_like(self._like)  # keeps strides
         value.copy_(drawn)
         return value
 
 
 def probe_options(owner: Owned) -> dict[str, Any]:
-    """The group's options for stepping stand-ins, with a learning rate that moves them."""
+    """Return the group's options, with a nonzero learning rate."""
     options = plain_options(owner.options)
     return options if options.get("lr", 1) else options | {"lr": _RATE}
 
 
 def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
-    """Make a parameter of a copy of a value, with a copy of a gradient."""
+    """Return a parameter with copies of a value and a gradient."""
     stand_in = nn.Parameter(value.clone())
     stand_in.grad = gradient.clone()
     return stand_in
@@ -323,7 +313,7 @@ def stepped(
     gradient: Tensor,
     state: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Step a shadow for copies of a value, a gradient and a state; returns the value and the state after it."""
+    """Step a shadow for copies. Return the new value and state."""
     stand_in = stand_in_for(value, gradient)
     after = step_alone(shadow, stand_in, options, copied(state))
     return stand_in.detach(), after
@@ -334,7 +324,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compare two tensors or plain values, bit for bit."""
+    """Return whether two tensors or plain values are equal bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
     return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
@@ -345,13 +335,12 @@ def _differing(state: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[
 
 
 def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the plain values and tensors of a table."""
     return copied({k: v for k, v in table.items() if isinstance(v, bool | int | float | str | Tensor | None)})
 
 
 @contextmanager
 def named(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Say whose step raised."""
+    """Name the optimizer in errors of its step."""
     try:
         yield
     except errors.FxcompError:

@@ -1,13 +1,12 @@
-"""Let Python treat the numbers that tracing has symbols for as its own.
+"""Make symbols of a trace behave as Python numbers in the user's code.
 
-    str(ids[0].item()), {3: ...}.get(n)     the number is asked for: its text and its hash follow from it
+    str(ids[0].item()), {3: ...}.get(n)     reads the number: its text and its hash depend on it
     isinstance(rows.shape[0], int)          true, as in eager PyTorch
-    flag.item() is True                     a truth is asked for when it is read
-    v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 is that number from when it is read
+    flag.item() is True                     a truth value is read at once
+    v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
-A symbol would answer for itself: "u0" is its text, SymInt its type, and SymPy's algebra holds for finite numbers alone.
-A number that must not be asked for (`fxcomp.capture.questions`) is refused where Python would go on with such an
-answer. Only the user's Python is answered so; torch's own sees symbols.
+Otherwise a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. Numbers that must
+not be read (`fxcomp.capture.questions`) are refused. torch's own code still sees symbols.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -31,23 +30,23 @@ from fxcomp.errors import CaptureFailed
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 LONG = 100
-"""The limit of numbers that are read one by one; all values of a longer tensor are asked for as one."""
+"""Maximum number of values read one by one; longer tensors are read as a whole."""
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
 
 
 class NumberReader:
-    """Reads numbers from traced tensors for the user's Python."""
+    """Reader of numbers in traced tensors for the user's code."""
 
     def __init__(self, fakes: StepFakes):
         self._fakes = fakes
         self._tolist: Callable[[Tensor], Any] = vars(compat.Fake)["tolist"]
         self.open: set[str] = set()
-        """Symbols of floats of which it is not known if they are nan, infinite or -0.0."""
+        """Symbols of floats that may be nan, infinite or -0.0."""
 
     def read(self, how: str, tensor: Tensor) -> Any:
-        """Take `item` or `tolist` of a tensor."""
+        """Call `item` or `tolist` of a tensor."""
         traced = compat.traced(tensor)
         if how == "tolist" and compat.is_fake(traced):
             is_long = traced.numel() > LONG
@@ -72,14 +71,14 @@ class NumberReader:
         return found
 
     def number(self, value: Tensor | torch.SymFloat) -> Any:
-        """Ask for a tensor's one number, or for one that a symbol stands for."""
+        """Read a scalar tensor or a symbol as a number."""
         found = self.read("item", value) if isinstance(value, Tensor) else value
         return _plain(found)
 
     def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
-        """Ask for all values, as one, of a tensor that follows from tensors outside the model; None for others.
+        """Return a tensor's values if they depend only on tensors outside the model; else None.
 
-        With `of_batch` it may follow from the batch and buffers, too.
+        With `of_batch` they may also depend on the batch and buffers.
         """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
@@ -89,7 +88,7 @@ class NumberReader:
         return values if values is not None and _is_same(now, values) else None
 
     def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
-        """Ask if one of the values is nan, infinite or -0.0."""
+        """Return whether a value is nan, infinite or -0.0."""
         tensor = tensor.detach()
         try:
             return bool((~tensor.isfinite() | ((tensor == 0) & tensor.signbit())).any())
@@ -104,14 +103,14 @@ def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
     """Trace the user's Python inside."""
     reader = NumberReader(fakes)
     attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
-    # A fake's own method reads one element after the other.
+    # A fake's own method reads elements one by one.
     attributes[compat.Fake] = {"tolist": lambda self: reader.read("tolist", self)}  # pyright: ignore[reportUnknownLambdaType]
     with compat.attributes_instead(attributes):
         yield reader
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Ask if two tensors have the same numbers: nan is nan, and -0.0 is not 0.0."""
+    """Return whether tensors are equal; nan equals nan, -0.0 differs from 0.0."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     same = one == other
@@ -121,7 +120,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _number(symbol: Any) -> Any:
-    """Ask for a number; raises one of DATA_DEPENDENT where it must not be asked for."""
+    """Read a symbol's number. Raises one of DATA_DEPENDENT."""
     return _KINDS[type(symbol)](symbol)
 
 
@@ -133,8 +132,7 @@ def _number_if_known(symbol: Any) -> Any:
 
 
 def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any]]:
-    """Make the methods of a kind of symbols."""
-    plain: Any = kind  # its methods are taken unbound
+    plain: Any = kind
     text, hashed, attribute = plain.__repr__, plain.__hash__, plain.__getattribute__
 
     def __repr__(self: Any) -> str:
@@ -144,7 +142,7 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
         return format(_number(self), form) if compat.is_asked_by_user() else object.__format__(self, form)
 
     def __hash__(self: Any) -> int:
-        # Libraries fall back where a size has no hash.
+        # Libraries handle sizes without a hash.
         if compat.unbacked_symbols(self) and compat.is_asked_by_user():
             return hash(_number(self))
         return hashed(self)
@@ -172,7 +170,7 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
 
 
 def _of_truth(name: str, of_symbol: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make a method of truths, which asks for them."""
+    """Make a method of SymBool that reads the truth value."""
     of_number = getattr(bool, name)
 
     def method(self: Any, *others: Any) -> Any:
@@ -204,7 +202,7 @@ def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Cal
 
 
 def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
-    """Refuse a comparison that algebra has decided of floats that may be nan: as in v != v, or of v * 0, which is 0."""
+    """Refuse a comparison decided by algebra for floats that may be nan, as v != v."""
     floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
     if any(not names or open_.intersection(names) for names in floats):
         line = compat.users_line()

@@ -1,17 +1,16 @@
-"""Answer what Python asks about values while it is traced, where they follow from the batch and buffers alone.
+"""Answer Python's questions about values during tracing, if the answers depend only on the batch and buffers.
 
-Tracing gives a number that only the data will tell a symbol. Where Python decides by it, the part of the trace that
-makes the number is copied, run on the real batch, and kept: as a *prelude* of the step (`fxcomp.graph.prelude`), asked
-again before each one. What is asked is the smallest thing that Python wants to know: `lengths.max().item() <= 16` is
-true or false, whatever the number.
+If Python branches on a data-dependent number, the nodes that compute it are copied, run on the real batch, and kept as
+a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions before each step. A question is as small
+as possible: `lengths.max().item() <= 16` is only true or false.
 
     %sum    = sum(%batch_0)
-    add_(%count, 1)               count is a buffer: what it holds from here on is more than what came in
+    add_(%count, 1)               count is a buffer, and differs from its input value from here on
     %view   = view(%count, [1])
     %ge     = ge(%view, 3)        the question; the prelude copies add_, view, ge
 """
 
-# What is traced is of any type.
+# values of any type
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
 
@@ -35,9 +34,9 @@ from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
 
 
 def ancestry(end: Node) -> list[Node]:
-    """List the nodes that a node's value follows from, itself included, in order.
+    """List the nodes that a node depends on, including itself, in order.
 
-    While tracing: operators write in place, and nodes carry fakes that share memory as the real tensors do.
+    Only during tracing: operators write in place, and fakes share memory as the real tensors do.
     """
     needed: set[Node] = {end}
     memory: set[StorageWeakRef] = set()
@@ -54,12 +53,12 @@ def ancestry(end: Node) -> list[Node]:
 
 
 def storages(node: Node) -> Iterator[StorageWeakRef]:
-    """Name the memory of a node's value."""
+    """Yield the storages of a node's value."""
     return _storages_of(node.meta.get("val"))
 
 
 def written(node: Node) -> Iterator[StorageWeakRef]:
-    """Name the memory that a node writes."""
+    """Yield the storages that a node writes."""
     for argument in written_nodes(node):
         yield from storages(argument)
 
@@ -72,7 +71,7 @@ def _storages_of(value: Any) -> Iterator[StorageWeakRef]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question, and the nodes whose numbers answer it."""
+    """A question, with the nodes whose numbers answer it."""
 
     where: str
     text: str
@@ -80,11 +79,11 @@ class Asked:
     numbers: Mapping[str, Node]
     answer: Any
     nodes: Sequence[Node]
-    """Nodes that make the numbers, in order: keep all of them, because some write."""
+    """Nodes that compute the numbers, in order; some write in place."""
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
-    """Make the prelude of questions that were asked one after the other."""
+    """Build the prelude from questions in order."""
     computed: set[Node] = set(fed)
     parts: list[tuple[list[Node], list[Asked]]] = []
     for question in asked:
@@ -104,7 +103,6 @@ def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) ->
 
 
 def _used(nodes: Sequence[Node], questions: Sequence[Asked]) -> list[Node]:
-    """List what the nodes of a stage are made of, and what is read of it."""
     used = [made_of for node in nodes for made_of in node.all_input_nodes]
     return used + [node for question in questions for node in question.numbers.values()]
 
@@ -136,27 +134,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The stand-in for one argument of the traced function."""
+    """Value of one argument of the traced function."""
 
     value: Any
     feed: Feed | None
-    """None for what training changes: nothing may be decided by it before the step."""
+    """None for a value that training changes."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """The copies of a trace's nodes, which nothing writes: questions share them."""
+    """Copies of nodes that are never written; questions share them."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
     makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
-    """By symbol, the node that made it, and the dimension if it is a size."""
+    """By symbol: the node that made it, and the dimension of a size."""
     seen: Node | None = None
-    """The last node that was searched for symbols."""
 
 
 class Questions:
-    """The questions that tracing one step asked, with their answers."""
+    """Questions and answers from tracing one step."""
 
     def __init__(self, givens: Sequence[Given]):
         self._givens = givens
@@ -164,22 +161,22 @@ class Questions:
         self._graph, self._root = Graph(), nn.Module()
         self._copies = _Copies()
         self._known: dict[str, Node] = {}
-        """Copies by what they compute."""
+        """Copies by target and arguments."""
         self._values: dict[Node, Any] = {}
         self._fed: dict[Node, Feed] = {}
         self._parts: dict[Node, list[Node]] = {}
-        """Whatever a copy follows from where something is written on the way."""
+        """Nodes needed for a copy whose computation writes in place."""
         self._asked: dict[str, Asked] = {}
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def follow(self, tracer: Any) -> None:
-        """Take what is asked from now on to be about another trace."""
+        """Refer later questions to another trace."""
         self._copies = _Copies(tracer)
 
     def answer(self, expression: compat.Expression) -> Any:
-        """Answer a question about symbols of the trace; None if it depends on what only the step itself will tell."""
+        """Answer a question about symbols; None if the answer depends on more than the batch and buffers."""
         evaluator = compat.evaluator(expression)
         made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
         if evaluator is None or None in made.values():
@@ -196,9 +193,9 @@ class Questions:
         return answer
 
     def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
-        """Compute what a traced tensor holds.
+        """Return a tensor's values if they depend only on tensors outside the model; else None.
 
-        None if it follows from more than tensors outside the model and, with `of_batch`, than what may be asked.
+        With `of_batch` they may also depend on the batch and buffers.
         """
         node = compat.node_of(tensor)
         nodes = ancestry(node)
@@ -207,7 +204,6 @@ class Questions:
         return None if copy is None else self._values[copy]
 
     def prelude(self) -> Prelude | None:
-        """Make what asks all of it again."""
         if not self._asked:
             return None
         return staged(self._root, self._fed, list(self._asked.values()))
@@ -215,7 +211,6 @@ class Questions:
     # Numbers
 
     def _number(self, symbol: str) -> Node | None:
-        """Find the copy of what a symbol stands for: a tensor of one element, or a size."""
         self._search()
         maker, dim = self._copies.makers.get(symbol, (None, None))
         if maker is None:
@@ -227,7 +222,6 @@ class Questions:
         return None if made is None else self._shared(aten.sym_size.int, (made, dim), {})
 
     def _search(self) -> None:
-        """Note the makers of symbols among the nodes that have come since."""
         copies = self._copies
         if copies.tracer is None:
             return
@@ -246,13 +240,13 @@ class Questions:
     # Copies
 
     def _copy_of(self, end: Node, nodes: Sequence[Node]) -> Node | None:
-        """Copy a node and what it follows from, and compute it; None if it follows from more than may be asked."""
+        """Copy and compute a node with its dependencies; None if one must not be asked about."""
         if not all(map(self._may_be_asked, nodes)):
             return None
         changed = {place for node in nodes for place in written(node)}
         entries = [node for node in nodes if node.op in ("placeholder", "get_attr") and changed & set(storages(node))]
         if len({place for node in entries for place in storages(node)}) < len(entries):
-            return None  # two of them lie in the same memory
+            return None  # two entries share memory
         copies = {} if changed else self._copies.of
         for node in nodes:
             if node not in copies:
@@ -264,7 +258,6 @@ class Questions:
         return copies[end]
 
     def _made_by(self, ends: Iterable[Node]) -> list[Node]:
-        """List all copies that some follow from, in order."""
         needed = set[Node]()
         left = list(ends)
         while left:
@@ -291,7 +284,6 @@ class Questions:
         return operator.attrgetter(str(node.target))(self._copies.tracer.root)
 
     def _entry(self, node: Node) -> Node:
-        """Copy an input or a constant."""
         if node.op == "placeholder":
             place = self._place(node)
             given, key = self._givens[place], f"input {place}"
@@ -313,7 +305,6 @@ class Questions:
         return (self._computed if changed else self._shared)(node.target, args, kwargs)
 
     def _shared(self, target: Any, args: Any, kwargs: Any) -> Node:
-        """Compute what nothing writes, once."""
         key = f"{target} {args} {kwargs}"
         if key not in self._known:
             self._known[key] = self._computed(target, args, kwargs)

@@ -1,7 +1,7 @@
-"""Keep what Python does with a random generator's state: activation checkpointing draws the forward pass's masks again.
+"""Capture reads and writes of a random generator's state, so that activation checkpointing redraws the forward's masks.
 
-    torch.get_rng_state()       before a checkpointed block, and before it is computed again
-    torch.set_rng_state(state)  to compute the block again, and to go on afterwards
+    torch.get_rng_state()       before a checkpointed block, and before its recomputation
+    torch.set_rng_state(state)  to recompute the block, and to continue afterwards
  -->
     %state  compute  u8[5056]  rng_state(cpu)
     %mask   compute  f32[4,8]  aten.bernoulli_.float(%empty, 0.9)
@@ -10,16 +10,15 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-No draw is paired with another: the graph has eager's draws and eager's states in eager's order. So several draws in a
-block, several blocks, blocks in blocks, and a recomputation that stops early come out as in eager PyTorch, and so does
-the generator's state after the step. A seed becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match eager
+PyTorch. A seed becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
-Methods of default generators are seen where torch's modules have them. `untouched` notices a state that has moved.
+`untouched` detects other changes of a state.
 """
 
-# What is exchanged has half its types.
+# untyped functions of torch
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fxcomp.graph.ops import RNG_STATE, SEED_RNG, SET_RNG_STATE
 
 @contextmanager
 def keeping_random_states() -> Generator[None]:
-    """While open, reading, setting and seeding a default generator become nodes of the trace."""
+    """Turn reads, writes and seeds of a default generator into nodes of the trace."""
     seeds: dict[torch.device, int] = {}
 
     def call(device: torch.device, method: str, args: Sequence[Any]) -> Any:
@@ -54,14 +53,14 @@ def keeping_random_states() -> Generator[None]:
             return seeds[device]
         return _refuse(f"calls .{method}() of the default generator of {device}", compat.users_line())
 
-    # torch's own functions for CUDA copy states, and wait for CUDA to begin.
+    # torch's own functions for CUDA copy states and initialise CUDA.
     of_cuda = {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda}
     with _default_generators(call), compat.attributes_instead({torch.cuda: of_cuda, torch.cuda.random: of_cuda}):
         yield
 
 
 def refusing_generators() -> AbstractContextManager[None]:
-    """While open, nothing of a default generator but draws is traced."""
+    """Refuse all methods of default generators; draws are traced."""
     return _default_generators(
         lambda _, method, __: _refuse(f"calls .{method}() of a torch.Generator in the optimizer's step")
     )
@@ -73,11 +72,11 @@ _METHODS = (
 )
 
 Call = Callable[[torch.device, str, Sequence[Any]], Any]
-"""Takes a default generator's device, a method's name and its arguments."""
+"""Handler of a default generator's method call: device, method name, arguments."""
 
 
 def _default_generators(call: Call) -> AbstractContextManager[None]:
-    """Put generators that pass their methods' calls on in the places of the default ones, where torch looks them up."""
+    """Replace torch's default generators by generators that forward method calls to `call`."""
     cpu = {"default_generator": _stand_in(torch.default_generator, call)}
     cuda = {"default_generators": tuple(_stand_in(each, call) for each in torch.cuda.default_generators)}
     return compat.attributes_instead({torch: cpu, torch.random: cpu, torch.cuda: cuda})
@@ -86,7 +85,7 @@ def _default_generators(call: Call) -> AbstractContextManager[None]:
 def _stand_in(real: torch.Generator, call: Call) -> torch.Generator:
     def passing_on(method: str) -> Callable[..., Any]:
         def called(stand_in: torch.Generator, *args: Any) -> Any:
-            if not compat.is_traced_here():  # another thread, or values that are computed aside
+            if not compat.is_traced_here():  # another thread, or values computed outside the trace
                 return getattr(real, method)(*args)
             answer = call(real.device, method, args)
             return stand_in if answer is None else answer
@@ -108,7 +107,7 @@ def _refuse(what: str, at: str | None = None) -> NoReturn:
 
 
 def check_generators(body: GraphModule, held: Iterable[Any]) -> None:
-    """Refuse draws from a generator that no watched value holds: eager PyTorch would make a new one in each step."""
+    """Refuse draws from a generator that is not watched: eager PyTorch would make a new one in each step."""
     known = [generator for generator in held if isinstance(generator, torch.Generator)]
     for each in compat.generators_in(body):
         if compat.device_of_default(each) is None and not any(compat.is_same_generator(each, one) for one in known):
@@ -132,10 +131,9 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 
 
 def drop_idle_states(body: GraphModule) -> None:
-    """Remove states that no draw needs: a checkpointed block without dropout leaves none.
+    """Remove states that no draw needs, as in a checkpointed block without dropout.
 
-    A state is not read where it is known, nor set where the generator has it already, or where another one is set
-    before anything is drawn.
+    A known state is not read. A state is not set if it is current or overwritten before a draw.
     """
     while _drop_some(body):
         pass
@@ -145,17 +143,16 @@ def drop_idle_states(body: GraphModule) -> None:
 
 
 def _drop_some(body: GraphModule) -> bool:
-    """Go once through the graph; returns whether a line that sets a state was removed."""
     idle: list[Node] = []
     known: dict[Any, Node] = {}
-    """The state that a device's generator has."""
+    """Current state by device."""
     undrawn: dict[Any, Node] = {}
-    """The line that set or seeded it, as long as nothing was drawn since."""
+    """Last set or seed node without a later draw, by device."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]
             if device not in known:
-                undrawn.pop(device, None)  # the seed that it comes from
+                undrawn.pop(device, None)  # the state's seed
             node.replace_all_uses_with(known.setdefault(device, node))
         elif node.target is SET_RNG_STATE:
             state, device = node.args
@@ -180,10 +177,10 @@ def _drop_some(body: GraphModule) -> bool:
 
 
 def check_draws_again(body: GraphModule, loss: Node) -> None:
-    """Refuse a backward pass that draws other numbers than the forward pass did.
+    """Refuse a backward pass whose draws differ from the forward pass's.
 
-    `loss` ends the forward pass. A state belongs to the forward pass if it was read there, or while one that does was
-    replayed: a block inside a block. So does a seed that was set there.
+    `loss` ends the forward pass. A replay starts from a seed or state of the forward pass, or from a state read during
+    a replay (nested blocks).
     """
     of_forward: set[Any] = set()
     seen_loss, replays = False, False

@@ -1,4 +1,4 @@
-"""Step the user's own optimizer over other tensors: its class and attributes, apart from its parameters and state."""
+"""Step a copy of the user's optimizer on other tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
-"""Schedulers put a `step` of their own there, bound to the user's optimizer."""
+"""Schedulers bind `step` to the user's optimizer."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
-    """Make an optimizer of the same class and attributes over no parameters.
+    """Make an optimizer of the same class and attributes without parameters.
 
-    The constructor does not run: it may ask for more than the groups tell. An attribute that holds one of the user's
-    parameters gets an empty tensor in its place, so that no step of the shadow reaches them; with `knows_parameters`
-    it keeps them. Raises Unsupported for an attribute that cannot be copied, such as a lock or an open file.
+    The constructor does not run: it may need more arguments. An attribute that holds a user's parameter gets an empty
+    tensor instead, out of reach for steps; `knows_parameters` keeps the parameter. Raises Unsupported for an attribute
+    that cannot be copied, such as a lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -40,7 +40,7 @@ def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = Fals
 def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception as error:  # whatever a user's class raises
+    except Exception as error:  # user classes may raise anything
         raise refused(
             optimizer,
             f"is tried on a copy, and its attribute {name!r} cannot be copied ({type(error).__name__}: {error})",
@@ -50,13 +50,13 @@ def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: di
 
 @contextmanager
 def unseen() -> Generator[None]:
-    """Step shadows so that nobody can tell: on plain tensors, and without drawing from the user's generator."""
+    """Step shadows on plain tensors, without draws from the user's generator."""
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped
         yield
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's options, asking for one operator after the other, and for one parameter at a time."""
+    """Copy a group's options, with foreach and fused off."""
     plain = {key: False for key in ("foreach", "fused") if key in options}
     return {key: value for key, value in options.items() if key != "params"} | plain
 
@@ -64,7 +64,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def step_alone(
     shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Step a shadow for one parameter that has a gradient, from a state; returns the parameter's new state."""
+    """Step a shadow for one parameter. Return its new state."""
     return step_together(shadow, [(options, [(parameter, state)])])[0]
 
 
@@ -72,7 +72,7 @@ def step_together(
     shadow: torch.optim.Optimizer,
     groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
 ) -> list[dict[str, Any]]:
-    """Step a shadow over groups of parameters with their states; returns the new states, in order."""
+    """Step a shadow for groups of parameters. Return the new states, in order."""
     pairs = [pair for _, members in groups for pair in members]
     shadow.param_groups = [
         {**options, "params": [parameter for parameter, _ in members]} for options, members in groups

@@ -1,10 +1,10 @@
-"""Let Python take a traced stand-in for the parameter or buffer that it stands for.
+"""Make a traced stand-in pass for the parameter or buffer that it replaces.
 
-    p.no_decay          an attribute of the real tensor: carried to the stand-in, and what the step writes carried back
-    fisher[p]           a key made before compiling: a stand-in hashes as its real tensor, and equals it
-    id(p) in chosen     likewise: the user's Python gets the id of the real tensor
+    p.no_decay          attributes are copied to the stand-in, and the step's writes are copied back
+    fisher[p]           a key made before compiling: the stand-in has the real tensor's hash, and equals it
+    id(p) in chosen     the user's code gets the real tensor's id
 
-`p is q` cannot be helped, with a real tensor `q`: docs/contract.md names it.
+`p is q` with a real tensor `q` stays false: see docs/contract.md.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from fxcomp.errors import CaptureFailed
 
 
 class StandIns:
-    """The stand-ins of one trace. `traced` is (real tensor, stand-in) of each, by name."""
+    """Stand-ins of one trace. `traced` has (real tensor, stand-in) by name."""
 
     def __init__(self, traced: Mapping[str, tuple[Tensor, Tensor]]):
         self._traced = traced
         self._names = {id(stand_in): name for name, (_, stand_in) in traced.items()}
         self._real = {id(stand_in): real for real, stand_in in traced.values()}
         self.by_id = {id(real): stand_in for real, stand_in in traced.values()}
-        """By the id of the real tensor."""
+        """By id of the real tensor."""
 
     def name(self, traced: Any) -> str | None:
-        """Give a parameter's or buffer's name; None of other tensors."""
+        """Return a parameter's or buffer's name, or None."""
         return self._names.get(id(traced))
 
     def stand_in_of(self, one: Any, other: Any) -> Tensor | None:
-        """Give the stand-in of two tensors of which one stands for the other; None of others."""
+        """Return the stand-in in a pair of stand-in and real tensor, else None."""
         if self._real.get(id(one), one) is other and one is not other:
             return one
         return other if self._real.get(id(other), other) is one and one is not other else None
 
     @contextmanager
     def taken_for_real(self) -> Generator[None]:
-        """Give stand-ins the attributes of their tensors, and the user's Python and hashes their ids."""
+        """Give stand-ins the real tensors' attributes, hashes, and ids in user code."""
         real = {stand_in: id(tensor) for stand_in, tensor in self._real.items()}
         true_id = id
 
@@ -56,7 +56,7 @@ class StandIns:
             with compat.attributes_instead({builtins: {"id": users_id}}), self._attributes_carried():
                 yield
         finally:
-            real.clear()  # somebody may have kept users_id
+            real.clear()  # users_id may have been kept
 
     @contextmanager
     def _attributes_carried(self) -> Generator[None]:
@@ -74,7 +74,7 @@ class StandIns:
                 self._carry_back(*self._traced[name], before, own[name])
 
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
-        """Write what the step wrote, as it does to a module: tensors are taken out again later, and refused."""
+        """Copy the step's writes back; `untouched` then removes and refuses tensors."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
         for key, value in now.items():
             if key not in before or value is not before[key]:
@@ -86,13 +86,13 @@ class StandIns:
 
 
 class EqualToReal(TorchFunctionMode):
-    """Lets a stand-in equal the tensor that it stands for, where a dict has found their hashes to be the same."""
+    """Function mode in which stand-ins equal real tensors in dict lookups."""
 
     def __init__(self, stand_ins: StandIns):
         super().__init__()
         self._stand_ins = stand_ins
         self._ones: list[Tensor] = []
-        """Results of comparing a stand-in with the tensor that it stands for."""
+        """Results of such comparisons."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,12 +101,12 @@ class EqualToReal(TorchFunctionMode):
             self._ones.append(one == one)
             return self._ones[-1]
         if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
-            return True  # a dict asks so of a key
+            return True  # a dict's check of a key
         return func(*args, **(kwargs or {}))
 
 
 def _check_free(name: str, attributes: Mapping[str, Any], stand_in: Tensor) -> None:
-    """Refuse an attribute whose name a traced tensor has for its own use."""
+    """Refuse an attribute whose name traced tensors use."""
     for key, value in attributes.items():
         is_tracings = key == MAKER or vars(stand_in).get(key, value) is not value
         if is_tracings or (hasattr(type(stand_in), key) and not hasattr(Tensor, key)):

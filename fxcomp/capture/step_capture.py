@@ -1,7 +1,7 @@
-"""Capture a job's step: first to plan it, then again for batches and surroundings that differ.
+"""Capture a job's step for planning, and again for other batches and surroundings.
 
-The first capture also settles what all ranks must agree on: which buffers travel from rank 0 at each step, and which
-parameters the loss does not reach. Those are skipped with a warning, as eager PyTorch skips them.
+At the first capture all ranks agree which buffers rank 0 sends at each step. Parameters without a gradient are skipped
+with a warning, as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Bytes of buffers that travel although no rank was seen to write them: as long as a few latencies (assumed)."""
+"""Maximum bytes of unwritten buffers to send anyway: worth a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """The names of the buffers that travel, and when they leave: agreed once, and every later capture follows it.
+    """Names of the buffers that rank 0 sends, and when: agreed once for all captures.
 
-    DistributedDataParallel sends all buffers before each forward pass. Here only those travel that may have changed,
-    hidden after the backward pass. A rank sees what its own capture writes, and captures again, alone, for batches of
-    another shape. So the set is the same for every rank and every batch:
+    DistributedDataParallel sends all buffers before each forward pass. Here only buffers that may have changed are
+    sent, after the backward pass. A rank sees only the writes of its own captures, so the set is fixed at the first:
 
-        written by the first capture of any rank      travel
-        others, as many as cost next to nothing       travel
-        large constants, such as attention masks      stay; to write one later is an error that names it
+        written by the first capture of any rank      sent
+        others, up to SMALL_BYTES                     sent
+        large constants, such as attention masks      not sent; a later write raises an error that names the buffer
     """
 
     names: frozenset[str]
@@ -49,7 +48,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Agree with all ranks, each with its first capture."""
+        """Agree on the buffers; every rank calls it with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {
@@ -63,7 +62,7 @@ class SharedBuffers:
         return cls(shared, leave_early=early)
 
     def mark(self, graph: GraphModule) -> None:
-        """Label a capture's buffers. Raises StepChanged if it writes one that does not travel."""
+        """Label a capture's buffers. Raises StepChanged if it writes one outside the set."""
         inputs = buffers(graph)
         writes = last_writes(graph)
         for name, node in inputs.items():
@@ -79,9 +78,9 @@ class SharedBuffers:
 
 
 def check_parameters_are_read(graph: GraphModule) -> None:
-    """Raise CaptureFailed if the forward pass writes what follows from a batch into a parameter.
+    """Raise CaptureFailed if the forward pass writes a batch-dependent value into a parameter.
 
-    Ranks would drift apart, each by its own batch. What follows from other parameters may be written (MoCo's encoder).
+    Replicas would diverge. Values that depend only on other parameters may be written (MoCo's encoder).
     """
     if written := parameters_written_apart(graph):
         raise CaptureFailed(
@@ -92,7 +91,6 @@ def check_parameters_are_read(graph: GraphModule) -> None:
 
 
 def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
-    """Choose buffers that nobody was seen to write, in the model's order, up to SMALL_BYTES together."""
     chosen: set[str] = set()
     left = SMALL_BYTES
     for name, node in inputs.items():
@@ -103,7 +101,7 @@ def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Ask if several elements share memory, as in an expanded tensor: nobody can write such a buffer."""
+    """Return whether elements share memory, as in an expanded tensor, which cannot be written."""
     return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
@@ -112,7 +110,7 @@ def _bytes(node: Node) -> int:
 
 
 def warn_unreached(names: Iterable[str]) -> None:
-    """Warn of parameters that stay as they are."""
+    """Warn about parameters that get no gradient."""
     for name in names:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r} in a way that backward() follows: it gets no gradient and is"
@@ -122,14 +120,14 @@ def warn_unreached(names: Iterable[str]) -> None:
 
 
 def capture_first(training: Training, batch: Any) -> Captured:
-    """Capture a step that is about to be compiled."""
+    """Capture a step for compilation."""
     captured = settled(StepGuard(training), lambda: capture(training, batch), attrgetter("graph"))
     warn_unreached(captured.without_gradient)
     return captured
 
 
 def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
-    """Everything of a first capture that must be the same on all ranks; the batch's shape may differ."""
+    """Return the facts of a first capture that must agree on all ranks."""
     named = list(training.model.named_parameters())
     facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
     facts |= {f"the type of {name!r}": str(p.dtype) for name, p in named}
@@ -151,29 +149,28 @@ def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepCapture:
-    """The first capture of a step, and the way to more of them."""
+    """First capture of a step; makes further captures."""
 
     training: Training
     first: Captured
     kind: BatchType
-    """The type of the first batch."""
     guard: StepGuard
     shared_buffers: SharedBuffers
     alone: bool = True
 
     @classmethod
     def agreed(cls, training: Training, first: Captured, batch: Any, ranks: Ranks = ALONE) -> StepCapture:
-        """Agree on the buffers that all ranks take from rank 0; every rank calls it with its first capture."""
+        """Agree on the buffers that rank 0 sends; every rank calls it with its first capture."""
         shared_buffers = SharedBuffers.agree(first.graph, ranks)
         shared_buffers.mark(first.graph)
         kind, _ = batch_type(batch)
         return cls(training, first, kind, StepGuard(training), shared_buffers, ranks.world_size == 1)
 
     def again(self, batch: Any, varying: Varying) -> Captured:
-        """Capture for another batch; `varying` has the dimensions of its tensors, by leaf, that become symbols.
+        """Capture for another batch; `varying` gives the symbolic dimensions of its tensors, by leaf.
 
-        Local: ranks do not communicate in it. Raises CaptureFailed, and StepChanged where other parameters get a
-        gradient: another set of them needs another plan, on all ranks at once.
+        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient: all ranks
+        need another plan.
         """
         captured = capture(self.training, batch, varying)
         if captured.is_weighted != self.first.is_weighted:

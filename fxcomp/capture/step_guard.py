@@ -1,11 +1,10 @@
-"""Notice, before each step, that it is not the one that was captured.
+"""Check before each step that the captured step still applies.
 
-Tracing has no guards of its own, so each call compares what tracing baked in: parameters, modules and hooks, options of
-optimizers, torch's settings and modes. A difference leads to another capture (a key that was not seen yet), or is
-refused by name: where it needs another plan, or no step can be captured.
+Tracing has no guards, so each call compares parameters, modules, hooks, optimizer options, and torch's settings and
+modes. A difference causes another capture (a new key) or an error.
 """
 
-# Tables of a module are private, and have no public way in.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 class StructureGuard:
-    """The parameters, modules and groups of a compiled step. Raises StepChanged where they are others."""
+    """Parameters, modules and groups of a compiled step."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, finds_unused: bool = False):
         self._model, self._optimizers = model, optimizers
@@ -58,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Compare what no table of a module shows: flags, hooks and memory of parameters, and the optimizer."""
+        """Raise StepChanged if flags, hooks or memory of parameters changed, or the optimizers."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -79,14 +78,14 @@ class StructureGuard:
                 )
 
     def frozen(self) -> tuple[int, ...]:
-        """List the parameters that are frozen now and were not, which only `find_unused_parameters` allows."""
+        """Return the indices of newly frozen parameters; only `find_unused_parameters` allows any."""
         if not self._finds_unused:
             return ()
         now = map(_REQUIRES_GRAD, self._parameters)
         return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
-        """Compare the place of every parameter and module; needed only if some table has changed."""
+        """Raise StepChanged if a parameter or module was replaced; needed only after a module's table changed."""
         _check_same(
             "parameter",
             self._named,
@@ -170,11 +169,11 @@ READ: dict[str, Callable[[], Hashable]] = {
     "the number of threads": torch.get_num_threads,
     "how subclasses of tensors are asked": compat.subclass_dispatch,
 }
-"""A change of one of these is captured again."""
+"""Settings that a capture fixes, by name."""
 
 
 def surroundings() -> tuple[Hashable, ...]:
-    """Read the settings that tracing bakes in. Raises Unsupported."""
+    """Read the settings in READ. Raises Unsupported for modes that a compiled step would ignore."""
     if modes := compat.function_modes():
         _refuse(f"the TorchFunctionMode {modes[0]} is", "Enter it inside loss_fn, where it is traced with the rest.")
     if mode := compat.dispatch_mode():
@@ -203,19 +202,19 @@ T = TypeVar("T")
 
 
 class Key(NamedTuple):
-    """Everything that a capture bakes in beside the batch."""
+    """Everything except the batch that a capture depends on."""
 
     watched: int
-    """The number of the watched values' state, which counts on this rank alone."""
+    """Number of the watched values' state, local to this rank."""
     options: tuple[Hashable, ...]
     attributes: tuple[Hashable, ...]
-    """Those of optimizers that are classes of the user's."""
+    """Attributes of optimizers of user classes."""
     surroundings: tuple[Hashable, ...]
     frozen: tuple[int, ...] = ()
 
 
 class StepGuard:
-    """Reads everything that a capture depends on, cheaply, before each step."""
+    """Computation of the current key before each step."""
 
     def __init__(self, training: Training):
         self._training = training
@@ -223,7 +222,7 @@ class StepGuard:
         self._options = [_BakedOptions() for _ in training.groups]
 
     def key(self) -> Key:
-        """Read everything. Raises StepChanged for a change that needs another plan."""
+        """Return the key. Raises StepChanged for a change that needs another plan."""
         self._structure.check()
         watched = self._training.watch.number(before_look=self._structure.check_places)
         groups = self._training.groups
@@ -232,15 +231,14 @@ class StepGuard:
         return Key(watched, options, attributes, surroundings(), self._structure.frozen())
 
     def watched(self) -> Watched:
-        """Return the watched values as they are now."""
         return self._training.watch.watched()
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Take no change that tracing makes for one of the user's."""
+        """Ignore changes that tracing makes."""
         return self._training.watch.capturing()
 
     def change(self, old: Key, new: Key) -> Change | None:
-        """Name the first thing that differs between two keys; None if nothing does."""
+        """Return the first difference between two keys, or None."""
         if change := self._training.watch.difference(old.watched, new.watched):
             return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
@@ -258,9 +256,9 @@ class StepGuard:
 
 
 def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
-    """Trace, and again if the model set itself up at its first call.
+    """Trace; trace again if the first call set the model up.
 
-    Raises StepChanged if every call changes it, or if the first call computes otherwise than the second.
+    Raises StepChanged if every call changes the model, or the first computes differently from the second.
     """
     start = guard.key()
     with put_back_if_refused(guard.watched()), guard.capturing():
@@ -289,7 +287,6 @@ def _settled(guard: StepGuard, start: Key, trace: Callable[[], T], graph: Callab
 
 
 def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
-    """Compare two traces: operators, arguments and constants."""
     if str(one.graph) != str(other.graph):
         return False
     names = [cast("str", node.target) for node in one.graph.nodes if node.op == "get_attr"]
@@ -298,14 +295,14 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 
 class _BakedOptions:
-    """A parameter group's options; of the numbers that are live only their names."""
+    """Options of a parameter group; of live numbers only the names."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
         self._baked: tuple[Hashable, ...] = ()
 
     def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Read them again only if another object is among them, or a collection, which may have changed inside."""
+        """Return the options; reuse them if all objects are the same and none is a collection."""
         values = [*group, *group.values()]
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._baked = _baked_options(group)
@@ -315,7 +312,7 @@ class _BakedOptions:
 
 
 def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
-    # A tensor's rate is live whatever it is, and a device's would be waited for.
+    # A tensor lr is always live; reading it would wait for its device.
     live = live_numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), Tensor) else group)
     own = tuple(
         (key, baked(value))
@@ -326,11 +323,11 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """Read what a user's class may have computed with beside its groups; torch's own classes do not."""
+    """Return the attributes that a user's class may compute with."""
     if is_torchs(optimizer):
         return ()
     return tuple((key, baked(value)) for key, value in vars(optimizer).items() if key not in NOT_OF_THE_UPDATE)
 
 
 _NOT_BAKED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""Entries that no update reads: the group's members, and schedulers' notes."""
+"""Options that no update reads."""

@@ -1,14 +1,14 @@
-"""Flatten batches and auxiliary results: pytrees that may hold dataclasses, and collections that torch does not know.
+"""Flatten batches and auxiliary results: pytrees with dataclasses and collections that torch does not register.
 
     Batch(x=%x, y=%y)                        a dataclass
  -->
     [%x, %y]    Batch by copyreg.__newobj__, its state a dict of x and y
 
-Such an object is taken apart and put together again as copy.copy does it, so its constructor does not run. Of a mapping
-(transformers.BatchEncoding) attributes that hold neither tensors nor plain values are left out: to read one raises.
+Objects are split and rebuilt as by copy.copy, without the constructor. A mapping's attributes
+(transformers.BatchEncoding) without tensors or plain values are omitted.
 """
 
-# Copying has no types: an object is whatever its class says.
+# untyped copy protocol
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""Types of immutable values."""
 
 
 def is_plain(value: object) -> bool:
-    """Ask if tracing may take a value for a constant. Operators do not take numpy's scalars."""
+    """Return whether a value may be a constant. Operators do not accept NumPy scalars."""
     return isinstance(value, _PLAIN) and type(value).__module__ != "numpy"
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten a tree; `pytree.tree_unflatten` makes the same classes again."""
+    """Flatten a tree; `pytree.tree_unflatten` restores the classes."""
     leaves, structure = pytree.tree_flatten(tree)
     return pytree.tree_flatten(_opened(tree)) if any(map(_is_closed, leaves)) else (leaves, structure)
 
@@ -47,16 +46,15 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An object that was taken apart, with everything that flattening takes apart further."""
+    """Object split into parts, themselves flattened."""
 
     how: tuple[Any, ...]
-    """The function that makes it, and the classes and functions among its first arguments."""
+    """Function that makes the object, with its leading callable arguments."""
     parts: list[Any]
-    """The other arguments, the state, the items of a list and those of a mapping."""
+    """Other arguments, state, list items and mapping items."""
 
 
 def _is_closed(leaf: Any) -> bool:
-    """Ask if a leaf is a collection or a dataclass that torch does not take apart."""
     if isinstance(leaf, Tensor | type) or is_plain(leaf):
         return False
     return dataclasses.is_dataclass(leaf) or isinstance(leaf, Mapping | tuple | list)
@@ -70,9 +68,9 @@ def _open(leaf: Any) -> Any:
     if not _is_closed(leaf):
         return leaf
     try:
-        # Such a view of a dict cannot be copied, but its dict can.
+        # A mappingproxy cannot be copied, but its dict can.
         reduced: Any = (type(leaf), (dict(leaf),)) if type(leaf) is MappingProxyType else leaf.__reduce_ex__(4)
-    except TypeError:  # it cannot be copied, and is refused as a leaf
+    except TypeError:  # refused later as a leaf
         return leaf
     make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])
     if isinstance(leaf, Mapping) and isinstance(state, dict):
@@ -104,7 +102,7 @@ def _close(parts: Iterable[Any], how: Any) -> Any:
 
 
 class _Unnamed:
-    """A key that leaves a path as it is: what is under it has a name of its own."""
+    """Key without text in a path."""
 
     def __str__(self) -> str:
         return ""

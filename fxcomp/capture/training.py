@@ -1,12 +1,11 @@
-"""Say what a step trains: model, loss function and optimizers, checked; how its loss is scaled and its mean weighed.
+"""Check the model, loss function and optimizers of a step; scale its loss and weigh its mean.
 
     loss * scale ─backward─► gradients * scale ─pack, times 1 / scale─► gradients
 
-The scale stays the user's GradScaler's. What is packed is in the unit of the gradient, and so is what compression
-leaves out, whatever the scale becomes.
+Packed gradients and residuals are unscaled, so changes of the GradScaler's scale do not affect them.
 """
 
-# Tables of a module's tensors are private, and have no public way in.
+# private tables of nn.Module
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from fxcomp.runtime.arrivals import has_foreign_hooks
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """A GradScaler and the optimizers that it serves here."""
+    """A GradScaler and the optimizers of this step that use it."""
 
     scaler: Any
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -45,7 +44,7 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: Any, optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[Owned]) -> LossScale | None:
-        """Take an enabled GradScaler; None for none. Raises Unsupported, as `scaler.unscale_` refuses them."""
+        """Return the scale, if any. Raises Unsupported for fp16 parameters, as `scaler.unscale_` does."""
         if scaler is None:
             return None
         for each in owned:
@@ -59,16 +58,16 @@ class LossScale:
 
     @property
     def scale(self) -> Tensor:
-        """The factor on the loss: a scalar of fp32, on the device."""
+        """Factor on the loss: an fp32 scalar on the device."""
         return compat.scale_of(self.scaler, self.device)
 
     @property
     def inverse(self) -> Tensor:
-        """The factor on gradients, rounded as `scaler.unscale_` does."""
+        """Factor on gradients, rounded as in `scaler.unscale_`."""
         return self.scale.double().reciprocal().float()
 
     def check_updated(self) -> None:
-        """Raise BadCall unless the scaler was told that the last step is over."""
+        """Raise BadCall unless `scaler.update` was called after the last step."""
         if any(compat.awaits_update(self.scaler, optimizer) for optimizer in self.optimizers):
             raise BadCall(
                 "scaler.update() was not called since the last step, or scaler.unscale_ or scaler.step was.\n"
@@ -77,11 +76,11 @@ class LossScale:
             )
 
     def changes(self) -> int:
-        """Count how often the scale was written, without reading it from the device."""
+        """Return the number of writes to the scale, without a device read."""
         return self.scale._version
 
     def tell(self, *, skipped: bool) -> None:
-        """Let `scaler.update` know whether the step was left out, on all ranks."""
+        """Pass the flag `skipped`, equal on all ranks, to `scaler.update`."""
         found_inf = torch.full((), float(skipped), device=self.device)
         for optimizer in self.optimizers:
             compat.mark_stepped(self.scaler, optimizer, found_inf)
@@ -89,21 +88,20 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A loss whose elements all count the same, in whatever rank or micro-batch they are.
+    """A loss whose elements have equal weight across ranks and micro-batches.
 
-    The gradient is that of the sum of all ranks' sums over the sum of their counts. The number of ranks is no concern
-    of the loss function's; averaging knows it. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over
-    all tokens with a label. A step returns the mean over this rank's own batch.
+    The gradient is that of all ranks' total sum over their total count. A step returns the mean over this rank's own
+    batch. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
     sum: Tensor
-    """The losses of this batch's elements, added up."""
+    """Sum of the losses of this batch's elements."""
     count: Tensor | float
-    """The number of elements, or the sum of their weights: none are negative."""
+    """Number of elements, or sum of their nonnegative weights."""
 
     @property
     def counted(self) -> Tensor:
-        """The count as a tensor of one element in double precision, whole up to 2^53."""
+        """The count as a float64 tensor of shape [1], exact up to 2^53."""
         if isinstance(self.count, Tensor):
             if self.count.numel() != 1:
                 raise Unsupported(
@@ -120,13 +118,13 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Tensor:
-        """The loss of this batch alone; zero elements leave the sum."""
+        """Mean loss of this batch; the sum if the count is zero."""
         count = self.counted[0]
         return torch.where(count > 0, self.sum.detach() / count, self.sum.detach()).to(self.sum.dtype)
 
 
 def split(result: Any) -> tuple[Any, Any, bool]:
-    """Take apart what a loss function returned: the loss, the auxiliary result, and whether there is one."""
+    """Split a loss function's result into loss, auxiliary result, and a flag for its presence."""
     parts: Any = result
     has_aux = isinstance(result, tuple) and len(parts) == 2
     loss, aux = parts if has_aux else (parts, ())
@@ -134,27 +132,26 @@ def split(result: Any) -> tuple[Any, Any, bool]:
 
 
 LossFn = Callable[[nn.Module, Any], Any]
-"""Takes the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""
+"""Function of the model and a batch; returns the scalar loss, or the loss and an auxiliary result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The model, loss function and optimizers of a step, and how its gradients are clipped."""
+    """Model, loss function, optimizers and gradient clipping of a step."""
 
     model: nn.Module
     loss_fn: LossFn
     watch: Watch
-    """The values beside tensors and batch of which a capture is a function."""
+    """Python values that a capture depends on."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     owned: tuple[Owned, ...]
     max_grad_norm: float | None
     max_grad_value: float | None
     habits: Mapping[int, Habits]
-    """The use that updates make of a parameter's state, by the number of its group."""
+    """Use of optimizer state, by group number."""
     finds_unused: bool = False
-    """The loss may leave out parameters for some batches: they get zeros for a gradient."""
+    """True if parameters unused by the loss get zero gradients."""
     loss_scale: LossScale | None = None
-    """The factor on the loss before the backward pass; gradients are divided by it."""
 
     @classmethod
     def of(
@@ -168,7 +165,7 @@ class Training:
         finds_unused: bool = False,
         scaler: Any = None,
     ) -> Training:
-        """Match parameters with the optimizers' groups and create the optimizers' state where they have none."""
+        """Match parameters with the optimizers' groups, and create missing optimizer state."""
         model, loss_fn = compat.uncompiled(model), compat.uncompiled(loss_fn)
         optimizers = all_optimizers(optimizer)
         owned = owned_parameters(model, optimizers)
@@ -178,28 +175,26 @@ class Training:
         materialize_state(owned, habits)
         scale = LossScale.of(scaler, optimizers, owned)
         clipped = max_grad_norm, max_grad_value
-        # Inductor, which compiles the step's regions on an accelerator, takes no float symbols.
+        # Inductor, used on accelerators, does not support float symbols.
         watch = Watch(model, loss_fn, makes_live=owned[0].parameter.device.type == "cpu")
         return cls(model, loss_fn, watch, optimizers, owned, *clipped, habits, finds_unused, scale)
 
     @property
     def owners(self) -> dict[str, Owned]:
-        """The trained parameters by name."""
+        """Trained parameters by name."""
         return {owner.name: owner for owner in self.owned}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, in order."""
         return groups_of(self.optimizers)
 
     @property
     def device(self) -> torch.device:
-        """The one device of the model."""
         return self.owned[0].parameter.device
 
 
 def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Owned, ...]:
-    """Match the optimizers' parameters with the model's. Raises for those that cannot be captured rightly."""
+    """Match the optimizers' parameters with the model's. Raises Unsupported."""
     for optimizer in optimizers:
         check_optimizer(optimizer)
     _check_is_bare(model)
@@ -244,7 +239,7 @@ def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch that communicate in their forward or backward pass."""
+"""torch wrappers that communicate in forward or backward."""
 
 
 _PARAMETRIZED: Mapping[type, str] = {
@@ -252,11 +247,11 @@ _PARAMETRIZED: Mapping[type, str] = {
     SpectralNorm: "parametrizations.spectral_norm",
     BasePruningMethod: "parametrize.register_parametrization, with a module that multiplies by the mask,",
 }
-"""Hooks of torch that store a weight in a module at each forward pass, and what is there instead."""
+"""torch hooks that compute a weight at each forward pass, with replacements."""
 
 
 def _check_is_bare(model: nn.Module) -> None:
-    """Refuse a model that reduces or shards by itself: gradients would be reduced twice, or be parts."""
+    """Refuse a model that reduces or shards itself."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.Unsupported(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
@@ -279,7 +274,7 @@ def _check_is_bare(model: nn.Module) -> None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Refuse weights that a hook of torch's computes: a captured step would keep the first one."""
+    """Refuse weights that a torch hook computes: a captured step would keep the first value."""
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         hooks = cast("Mapping[int, object]", module._forward_pre_hooks)  # pyright: ignore[reportUnknownMemberType]
         for kind, hook in product(_PARAMETRIZED, hooks.values()):

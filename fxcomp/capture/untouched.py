@@ -1,16 +1,16 @@
-"""Undo what the user's Python did to watched values while it was traced, and refuse what a compiled step would not do.
+"""Undo changes to watched values during tracing, and refuse changes that a compiled step would not make.
 
-    self.aux = [hidden]      kept in model.aux: a fake tensor, taken out again and refused by name
-    losses.append(balance)   kept in loss_fn's losses[0], likewise
-    self.last = loss.item()  kept in model.last: a number that only the step knows, likewise
-    @functools.cache         forgets everything if the trace has put a tensor of its own there
-    random.random()          refused; the generator's state is put back
+    self.aux = [hidden]      model.aux holds a fake tensor: removed, and refused by name
+    losses.append(balance)   loss_fn's losses[0] likewise
+    self.last = loss.item()  model.last holds a number known only in the step, likewise
+    @functools.cache         cleared if tracing has put a tensor into it
+    random.random()          refused; the generator's state is restored
 
-Symbols for sizes that were kept are taken out in silence: they stand for numbers of the user's batch. Changes that hold
-nothing of the trace, such as a counter, are found by comparing watched values (`settled` in step_guard.py).
+Stored size symbols are removed without an error. `settled` in step_guard.py finds changes without traced values, such
+as counters.
 """
 
-# A watched value may be anything.
+# values of any type
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fxcomp import compat, errors
 from fxcomp.capture.watch import MISSING, ROWS, Holder, Place, Watched, is_plain_value, read
 
 DEPTH = 6
-"""Maximum number of objects between a new value and one of the trace."""
+"""Maximum number of objects between a new value and a traced one."""
 
 _GLOBAL: Mapping[str, Any] = {
     "random": random,
     "numpy.random": np.random,
-    "torch.default_generator": torch.default_generator,  # draws are nodes, so only seeding moves it
+    "torch.default_generator": torch.default_generator,  # draws are nodes, so only seeding changes it
 }
 
 
 @contextmanager
 def untouched(watched: Watched) -> Generator[None]:
-    """Leave watched values and generators as they were. Raises CaptureFailed, naming what changed.
+    """Restore watched values and generators. Raises CaptureFailed, naming the changes.
 
-    Around the whole trace: inside it, copies of tensors would be part of it.
+    Must surround the whole trace: inside it, tensor copies would be traced.
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
@@ -56,7 +56,7 @@ def untouched(watched: Watched) -> Generator[None]:
     try:
         yield
     finally:
-        is_young = _collections() == collected  # the user's Python may collect garbage, which makes objects old
+        is_young = _collections() == collected  # a garbage collection in user code ages objects
         new = _caches(gc.get_objects(generation=0) if is_young else gc.get_referrers(_CACHED))
         for cache, missed in zip([*caches, *new], [*misses, *[0] * len(new)], strict=True):
             if cache.cache_info().misses != missed and _holds_fake(cache):
@@ -85,7 +85,7 @@ def untouched(watched: Watched) -> Generator[None]:
 
 @contextmanager
 def put_back_if_refused(watched: Watched) -> Generator[None]:
-    """Leave watched values as they were, counters and lists too, if a capture ends in an error of fxcomp's."""
+    """Restore watched values if a capture raises an fxcomp error."""
     held = [(holder, _content(holder)) for holder in watched.holders]
     try:
         yield
@@ -115,7 +115,7 @@ _CACHED = type(lru_cache(lambda: None))
 
 
 def _caches(among: list[Any]) -> list[Any]:
-    """Select the caches of functools, without those of torch and SymPy."""
+    """Select functools caches, without caches of torch and SymPy."""
     found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
 
@@ -139,7 +139,7 @@ def _content(holder: Holder) -> Any:
 
 
 def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
-    """Take every traced value out again; yields tensors and numbers, and where."""
+    """Remove traced values. Yield kind and place of tensors and numbers."""
     name, owner = holder.name, holder.owner
     if holder.key:
         value = read(owner, holder.key)
@@ -149,7 +149,7 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(owner, dict):
         new = {key: value for key, value in dict.items(owner) if before.get(key, MISSING) is not value}
         found = {key: kind for key, value in new.items() if (kind := max(_of_trace(key), _of_trace(value)))}
-        if found:  # a stand-in as a key has another hash outside of the trace: the table is made again
+        if found:  # stand-ins as keys have other hashes outside of the trace
             rest = [(key, value) for key, value in dict.items(owner) if key not in found]
             dict.clear(owner)
             dict.update(owner, rest)
@@ -166,9 +166,9 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
 
 
 def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:
-    """Return `tensor`, `number` or `known` if a value belongs to a trace or holds such a value; empty if not.
+    """Return `tensor`, `number` or `known` if a value is or contains a traced value, else an empty string.
 
-    A number was read of a tensor, and only the step knows it; a size is known before.
+    Only the step knows a number read from a tensor; a size is known before.
     """
     if isinstance(value, Tensor):
         return "tensor" if compat.is_fake(value) else ""
@@ -202,7 +202,7 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.SystemRandom):
-        return None  # it has none
+        return None  # no state
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 

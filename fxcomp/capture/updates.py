@@ -1,6 +1,6 @@
-"""Make the graph pieces after the gradients: clipping, and each parameter's update by the user's own optimizer.
+"""Build the graph pieces after the gradients: clipping, and each parameter's update by the user's own optimizer.
 
-A traced update is compared with the class that it was traced from: a number that may change must not be its constant.
+A traced update is compared with the optimizer's class: live numbers must not be constants of the trace.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.work import is_sequence
 
 KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Classes whose numbers are known to stay live where the graph uses them."""
+"""Classes whose numbers stay live if the graph uses them."""
 
 _CHANGE = 0.75
-"""Numbers are checked at this multiple of what they were traced with."""
+"""Factor on live numbers for the check."""
 
 _LATER = 7
-"""Counters are checked so many steps later than they were traced."""
+"""Increase of counters for the check, in steps."""
 
 _RELATIVE = 1e-5
-"""Of the largest element: traced arithmetic of numbers may round otherwise."""
+"""Tolerance relative to the largest element: traced arithmetic may round differently."""
 
 
 def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None:
-    """Refuse an update that compares a number with another one: the graph has one of the two ways."""
+    """Refuse an update that branches on numbers."""
     for text, is_sign in decisions:
         if not is_sign and not is_torchs(owner.optimizer):
             raise refused(
@@ -48,7 +48,7 @@ def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None
 
 
 def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]) -> None:
-    """Compare a traced update with the class's own where all numbers have changed. Raises Unsupported."""
+    """Compare a traced update with the class's own for other numbers. Raises Unsupported."""
     unused = _without_users(traced, len(numbers) + len(habits.counters))
     if (type(owner.optimizer) in KNOWN and not unused) or owner.parameter.is_meta:
         return
@@ -78,8 +78,6 @@ def _without_users(traced: GraphModule, last: int) -> list[str]:
 
 
 class _Trial:
-    """A traced update and the class's own, from the same state."""
-
     def __init__(self, traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]):
         self._traced, self._owner, self._habits, self._numbers = traced, owner, habits, numbers
         self._shadow = shadow_of(owner.optimizer)
@@ -87,11 +85,11 @@ class _Trial:
         self._gradient = draw()
         self._value = draw(0.1)
         self._state: dict[str, Any] = copied(owner.state)
-        for _ in range(2):  # of fresh states nothing can be told: they are zero
+        for _ in range(2):  # zero states would hide differences
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
-        """Compare the two with other numbers, and so many steps later."""
+        """Compare both updates with other numbers, `later` steps later."""
         counters = self._habits.counters
         state = copied(self._state)
         state |= {key: state[key] + later * growth for key, growth in counters.items()}
@@ -116,16 +114,15 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 
 
 class UpdateTraces:
-    """The traced updates of a step; parameters that are alike share one."""
+    """Traced updates of a step, shared by similar parameters."""
 
     def __init__(self, training: Training, inputs: StepInputs):
         self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """By group, state and type: a parameter and its update, to be resized for others."""
+        """A parameter and its update for resizing, by group, state and dtype."""
 
     def of(self, owner: Owned) -> GraphModule:
-        """The update of a parameter."""
         parameter, keys = owner.parameter, tuple(state_tensors(owner.state))
         kind = owner.group, keys, parameter.dtype
         likeness = (*kind, parameter.shape, parameter.stride())
@@ -141,14 +138,14 @@ ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "Adamax", "Rprop")
 )
-"""Classes that do the same to each element: nothing of a parameter's shape is in their update."""
+"""Classes whose updates do not depend on the parameter's shape."""
 
 
 def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModule:
-    """Trace one parameter's update, in place. Inputs: parameter, gradient, state tensors, live numbers, counters.
+    """Trace one parameter's in-place update. Inputs: parameter, gradient, state tensors, live numbers, counters.
 
-    Never the fused operator, which takes numbers as constants. Its state fits the plain operators: a counter of steps
-    on the device needs those that do not ask the device for its value.
+    Fused operators would make numbers constants. A step counter on the device needs the capturable variant, which does
+    not read it on the host.
     """
     numbers, state = live_numbers(owner.options), owner.state
     counts = {key: state[key] for key in habits.counters}
@@ -169,7 +166,7 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
         with torch.no_grad():
             after = step_alone(shadow, parameter, options, {**state, **before, **counted})
             for key, value in before.items():
-                if after[key] is not value:  # the class has put another tensor there
+                if after[key] is not value:  # the class has replaced the tensor
                     value.copy_(after[key])
         return ()
 
@@ -192,10 +189,7 @@ def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
-    """Reuse one parameter's traced update for another shape; these optimizers are elementwise.
-
-    Returns None where that is not plain to see: a shape among the arguments, a value of another shape, gaps in memory.
-    """
+    """Adapt an elementwise update to another shape; None if uncertain."""
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
     resized = clone(piece)
@@ -213,10 +207,10 @@ def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphMo
 def clip(
     graph: Graph, gradients: Sequence[Node], parameters: Sequence[Tensor], max_norm: float, inputs: StepInputs
 ) -> list[Node]:
-    """Clip by the global norm: the operators that tracing torch.nn.utils.clip_grad_norm_ gives.
+    """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    Tracing it for hundreds of gradients took a fifth of the whole capture. Norms are taken in fp32, or fp64 where a
-    gradient is that: in fp16 the squares of a million values of 100 are infinite.
+    Tracing it for hundreds of gradients took a fifth of the capture. Norms are fp32, or fp64 for fp64 gradients: in
+    fp16 the squares of a million values of 100 are infinite.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device
@@ -248,6 +242,6 @@ def clip(
 
 
 def clip_by_value(graph: Graph, gradient: Node, owner: Owned, limit: float, inputs: StepInputs) -> Node:
-    """Clip each element, as torch.nn.utils.clip_grad_value_ does: a part of the update, which waits for no other."""
+    """Clip each element, as torch.nn.utils.clip_grad_value_ does; part of the update."""
     label, value = NodeInfo(Role.UPDATE, parameter=owner.name), inputs.of_update(owner.parameter)
     return call(graph, torch.ops.aten.clamp.default, (gradient, -limit, limit), label, name="clamp", value=value)

@@ -1,15 +1,14 @@
-"""Keep the collectives of a loss function where they are: a contrastive loss gathers embeddings, another counts tokens.
+"""Capture the loss function's own collectives, such as gathered embeddings or counted tokens.
 
-    dist.all_reduce(count)           the user's code, and torch.distributed.nn and everything else that ends there
+    dist.all_reduce(count)           user code, torch.distributed.nn and similar libraries
  -->
     %e  exchange  (i64[],)  exchange("all_reduce", [%count], [], "0", "sum", [])
     %i  compute   i64[]     %e[0]
     copy_(%count, %i)
 
-Eager collectives fill tensors in place, through operators that tracing does not understand; on fake tensors they would
-even communicate. While a step is traced they become functional, with the group's name. Functional collectives
-(torch.distributed._functional_collectives) are kept as they are. Nothing is sent while tracing, so a rank can capture
-alone; each rank then issues the same collectives in the same order as its eager code does.
+Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
+they become functional; functional ones are kept. Tracing sends nothing, so a rank can capture alone. Each rank later
+issues the same collectives in the same order as in eager mode.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fxcomp.runtime.exchange import IN_PLACE, ExchangeKind
 
 @contextlib.contextmanager
 def keeping_collectives(model: nn.Module) -> Generator[None]:
-    """While open, collectives become nodes of the trace instead of communicating."""
+    """Turn collectives into nodes of the trace instead of communicating."""
     if not (dist.is_available() and dist.is_initialized()):
         with _explaining_no_group():
             yield
@@ -71,7 +70,7 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CollectiveCall:
-    """An in-place collective: the tensors that it sends and those that it fills."""
+    """An in-place collective with the tensors it sends and fills."""
 
     kind: ExchangeKind
     sent: Sequence[Tensor]
@@ -126,15 +125,13 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], _CollectiveCall]] = {
     "barrier": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
     "monitored_barrier_": lambda a: _CollectiveCall(ExchangeKind.BARRIER, [a["tensor"]]),
 }
-"""Readers of torch's in-place operators, by name."""
 
 _FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 _KEPT = ("wait_tensor", *_FUNCTIONAL, *(f"{name}_coalesced" for name in _FUNCTIONAL))
-"""Functional operators that stay as they are."""
 
 
 class _Keeping(compat.DispatchMode):
-    """Sees every operator before the tracer does, in the forward and in the backward pass."""
+    """Dispatch mode that sees every operator before the tracer, in the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -156,7 +153,7 @@ class _Keeping(compat.DispatchMode):
 
 
 def _record(collective: _CollectiveCall, named: Mapping[str, Any]) -> None:
-    """Write a functional collective into the trace, and copy its results into the user's tensors."""
+    """Trace a functional collective, and copy its results into the user's tensors."""
     how = ""
     if "reduce_op" in named:
         how = compat.reduction(named["reduce_op"]) or _refuse("a reduction with a factor (premul_sum)")
@@ -178,6 +175,6 @@ def _refuse(what: str) -> Any:
 
 
 def _where(error: BaseException | None = None) -> str:
-    """Name the user's line that is being traced, or that failed, as the beginning of a sentence."""
+    """Return the traced or failing user line, to start a sentence."""
     line = compat.users_line(error)
     return f"at {line}: " if line else ""

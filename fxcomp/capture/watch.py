@@ -1,19 +1,16 @@
-"""Watch the values of which a captured step is a function, beside the model's tensors and the batch.
+"""Watch the Python values that a captured step depends on, other than the model's tensors and the batch.
 
-    model ──── attributes of every module, hooks, kinds of buffers ────────────────────► watched
+    model ──── attributes of every module, hooks, buffer signatures ───────────────────► watched
     loss_fn ── closure, defaults and globals that its code names ──────────────────────► watched
     below ──── items of collections, attributes of objects that some code names,
                functions of the user's own files, a few objects and calls deep ────────► watched
 
-A plain value counts by its type and value, a collection by its items, any other object by identity. A float that has
-changed twice is live: an input of the captured step, read at its place before each one, so its value counts no more.
-Everything else that Python reads is read once, when the step is captured: docs/contract.md.
-
-`Watched` finds the values and compares them before each step, inside the interpreter's own loops; `Watch` numbers their
-states.
+Plain values compare by type and value, collections by items, other objects by identity. A float that has changed twice
+becomes live: an input of the captured step, read before each step and not compared. Python reads everything else once,
+at capture: see docs/contract.md.
 """
 
-# Tables of a module are private, and have no public way in; a watched value may be anything.
+# private tables of nn.Module, and values of any type
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
 
@@ -45,34 +42,33 @@ from fxcomp import compat
 from fxcomp.capture.batch_type import PLAIN, Change, kind_of, sharing
 
 OBJECTS = 4
-"""Maximum number of plain objects between a value and the module or function that leads to it."""
+"""Maximum number of plain objects between a value and its module or function."""
 
 ITEMS = 3
 """Maximum nesting of collections."""
 
 LARGE = 1000
-"""Maximum number of items of a collection or an array; larger ones count by identity."""
+"""Maximum size of a compared collection or array; larger ones compare by identity."""
 
 CALLS = 6
-"""Maximum number of functions between a value and the loss function, or a forward pass."""
+"""Maximum call depth between a value and the loss function or a forward pass."""
 
 VALUES = 10_000
-"""Maximum number of watched values outside of modules; later ones are not compared, and a warning says so."""
+"""Maximum number of watched values outside of modules; more cause a warning."""
 
 ROUNDS = 4
-"""Maximum number of walks: code that one walk finds names attributes that it has passed by."""
+"""Maximum number of walks: code found late may name attributes skipped before."""
 
 RECENT = 4
-"""Number of latest states that are recognised by identity alone, such as train() and eval() in turns."""
+"""Number of latest states compared by identity, as for alternating train() and eval()."""
 
 KNOWN = 32
-"""Number of states that are recognised when they come again."""
+"""Number of states that keep their number."""
 
 LIVE_AFTER = 2
-"""Number of changes of a float after which it is live."""
+"""Number of changes after which a float becomes live."""
 
 MISSING = object()
-"""The content of a place that is empty."""
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -94,12 +90,12 @@ def is_users(function: object) -> bool:
 
 
 def is_plain_value(value: object) -> bool:
-    """Return whether a value has no parts that could change."""
+    """Return whether a value has no mutable parts."""
     return isinstance(value, _PLAIN)
 
 
 def read(owner: Any, key: str) -> Any:
-    """Read an entry of a dict, an attribute, or a cell of a closure; MISSING if there is none."""
+    """Return a dict entry, attribute or closure cell; MISSING if empty."""
     try:
         return _GET(owner, key, MISSING) if isinstance(owner, dict) else getattr(owner, key, MISSING)
     except ValueError:  # an empty cell
@@ -107,7 +103,7 @@ def read(owner: Any, key: str) -> Any:
 
 
 class Same(NamedTuple):
-    """Compares by identity; keeps the object alive so that its id is not reused."""
+    """Identity key; keeps the object alive so that its id is not reused."""
 
     kind: str
     value: int
@@ -115,7 +111,6 @@ class Same(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Same:
-        """Describe an object."""
         return cls(type(value).__name__, id(value), value)
 
     def __eq__(self, other: object) -> bool:
@@ -129,14 +124,13 @@ class Same(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A plain value. 1, 1.0 and True differ, and nan equals nan."""
+    """Key of a plain value. 1, 1.0 and True differ; nan equals nan."""
 
     kind: type
     text: str
 
     @classmethod
     def of(cls, value: Any, text: str | None = None) -> Plain:
-        """Describe a value by its text."""
         return cls(type(value), repr(value) if text is None else text)
 
     def __str__(self) -> str:
@@ -145,7 +139,7 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Everything but the values of a tensor: a capture bakes it in."""
+    """Metadata of a tensor that a capture fixes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -153,11 +147,10 @@ class Signature:
     device: torch.device
     requires_grad: bool
     kind: str = ""
-    """A class, a layout or a lazy view that is not the usual one."""
+    """Unusual class, layout or lazy view."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
-        """Read a tensor's signature."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         kind = kind_of(tensor)
         about = (tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
@@ -170,7 +163,7 @@ class Signature:
 
 
 class Place(NamedTuple):
-    """The entry of a dict, the attribute of an object or the cell of a closure that holds a float."""
+    """Location of a float: a dict entry, an object's attribute or a closure cell."""
 
     owner: Any
     key: str
@@ -180,7 +173,7 @@ class Place(NamedTuple):
         return read(self.owner, self.key)
 
     def write(self, value: Any) -> None:
-        """Put another value there; MISSING for none."""
+        """Store a value; MISSING deletes the entry."""
         if isinstance(self.owner, dict):
             self.owner[self.key] = value
         elif value is MISSING:
@@ -190,12 +183,12 @@ class Place(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """An object into which traced Python may write, and the beginning of the names of its entries."""
+    """Object that traced Python may write to; `name` prefixes its entries' labels."""
 
     name: str
     owner: Any
     key: str = ""
-    """The one entry that counts; all if it is empty."""
+    """Single entry to check; empty for all."""
 
 
 class _Depth(NamedTuple):
@@ -205,7 +198,7 @@ class _Depth(NamedTuple):
 
 
 class Watched:
-    """The watched values of a step: their descriptions by name, and a cheap test that they are still the same."""
+    """Descriptions of a step's watched values by name, and a fast check for changes."""
 
     def __init__(
         self,
@@ -214,9 +207,9 @@ class Watched:
         names: frozenset[str] = frozenset(),
         live: Collection[str] = (),
     ):
-        """Walk once. `names` are the attributes of plain objects that code is known to read, `live` the live floats."""
+        """Walk once. `names` are attributes of plain objects that code may read; `live` are the live floats."""
         self.floats: dict[str, Place] = {}
-        """The places of floats, by name: live ones, and others that may become live."""
+        """Places of floats that are live or may become live."""
         self._may_be_live = live
         self.live: list[str] = []
         self.facts: dict[str, Hashable] = {}
@@ -227,9 +220,9 @@ class Watched:
         self._known: dict[int, Hashable] = {}
         self._others = 0
         self._views: list[Collection[Any]] = []
-        """Live views, the items and number of which are compared."""
+        """Live views whose length and items are compared."""
         self._sized: list[Collection[Any]] = []
-        """Live tables of which the number of entries is compared."""
+        """Live tables whose length is compared."""
         self._empty: list[Collection[Any]] = []
         self._slots: dict[tuple[int, str], tuple[Any, str]] = {}
         self._tensors: list[Tensor] = []
@@ -252,7 +245,7 @@ class Watched:
         self._slots[id(owner), key] = owner, key
 
     def _note_place(self, owner: Any, key: str, value: Any, name: str, depth: _Depth) -> None:
-        """Watch what a place holds; of a live float only that it is one."""
+        """Watch the value at a place; for a live float, only that it stays a float."""
         if type(value) is float:
             self.floats[name] = Place(owner, key)
             if name in self._may_be_live:
@@ -263,7 +256,6 @@ class Watched:
         self._note(name, value, depth)
 
     def _meet(self, value: Any, name: str, depth: _Depth) -> Hashable:
-        """Describe a value, and follow it if it was not met before."""
         if is_plain_value(value):
             return Plain.of(value)
         if (known := self._known.get(id(value))) is not None:
@@ -283,7 +275,7 @@ class Watched:
         return same
 
     def _follow(self, value: Any, name: str, depth: _Depth) -> Hashable | None:
-        """Watch what an object holds. Returns a description of collections, which count by their items."""
+        """Watch an object's contents. Return a description for collections."""
         if isinstance(value, nn.Module):
             if id(value) not in self._own:
                 self._follow_modules(value, name, depth.calls + 1)
@@ -344,22 +336,21 @@ class Watched:
             if key in self._names and hasattr(value, key):
                 self._note_place(value, key, getattr(value, key), f"{name}.{key}", depth)
         if kind.__dictoffset__:
-            self._sized.append(vars(value))  # code may name an attribute that is added later
+            self._sized.append(vars(value))  # the attribute may be added later
             self.holders.append(Holder(f"{name}.", vars(value)))
             self._follow_attributes(vars(value), name, depth)
         self._follow_class(kind, depth)
 
     def _may_call(self, method: str) -> bool:
-        """Return whether some code names a method, or Python calls it without a name, as `__mul__`.
+        """Return whether code names a method, or Python calls it implicitly, as `__mul__`.
 
-        Constructors and the generated methods of a dataclass name every field, also unread ones.
+        Constructors and a dataclass's generated methods name every field, including unread ones.
         """
         if method.startswith("__"):
             return method not in ("__init__", "__new__", "__repr__", "__eq__", "__hash__")
         return method in self._names
 
     def _follow_class(self, kind: type, depth: _Depth) -> None:
-        """Watch the plain attributes and collections of a class of the user's that code names."""
         for base in filter(_is_users_class, kind.__mro__):
             for key, value in list(vars(base).items()):
                 if key in self._names and isinstance(value, (*_PLAIN, list, dict, tuple)):
@@ -371,19 +362,18 @@ class Watched:
                 self._note_place(table, key, value, f"{name}.{key}", depth)
 
     def _follow_tensor(self, tensor: Tensor, name: str) -> None:
-        """Watch the attributes that the user gave a tensor."""
         self._known[id(tensor)] = Same.of(tensor)
         self.holders.append(Holder(f"{name}.", vars(tensor)))
         self._follow_attributes(vars(tensor), name, _Depth())
         (self._views if vars(tensor) else self._empty).append(vars(tensor))
 
     def _compare_memory(self, tensor: Tensor) -> None:
-        with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped one lies in no one place
+        with suppress(RuntimeError, ValueError, TypeError):  # a sparse or wrapped tensor has no address
             tensor.data_ptr()
             self._tensors.append(tensor)
 
     def _follow_function(self, function: FunctionType, name: str, calls: int) -> None:
-        """Watch the closure, defaults and named globals of a function; of a library's only what it was made with."""
+        """Watch a function's closure, defaults and named globals; no globals of library functions."""
         if calls > CALLS or (id(function), "__code__") in self._slots:
             return
         self._slot(function, "__code__")
@@ -412,9 +402,8 @@ class Watched:
                 self._note_place(table, key, table[key], where, depth)
 
     def _follow_modules(self, root: nn.Module, name: str, calls: int) -> None:
-        """Watch all attributes of a module and of its submodules."""
         named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules(prefix=name))
-        modules = [each for each in named if not isinstance(each[1], torch.jit.ScriptModule)]  # these are in C++
+        modules = [each for each in named if not isinstance(each[1], torch.jit.ScriptModule)]  # no C++ modules
         for _, module in modules:
             self._known[id(module)] = Same.of(module)
         functions: list[tuple[FunctionType, str]] = []
@@ -453,7 +442,7 @@ class Watched:
             self.facts[name] = None if value is None else Same.of(value)
         elif not is_own:
             self._note(name, value, _Depth())
-        else:  # an input of the graph: its kind counts, and of a parameter `StructureGuard` compares it
+        else:  # an input of the graph: its signature counts; `StructureGuard` compares parameters
             if id(value) not in self._known:
                 self._follow_tensor(value, name)
             if kind == "_buffers":
@@ -484,7 +473,7 @@ class Watched:
         return list(map(Tensor.data_ptr, tensors)), list(map(_FLAG, tensors)), contents, list(map(type, self._modules))
 
     def is_still(self) -> bool:
-        """Return whether every watched value is the same object, or an equal plain one."""
+        """Return whether every watched value is the same object, or an equal plain value."""
         return (
             not any(self._empty)
             and list(map(len, self._counted)) == self._sizes
@@ -517,7 +506,7 @@ def _globals_named(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _attributes_named(code: CodeType) -> frozenset[str]:
-    """Collect the names of attributes that code may read, texts for `getattr` among them."""
+    """Return the attribute names that code may read, including strings for `getattr`."""
     texts = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     return frozenset({*code.co_names, *texts}).union(*map(_attributes_named, _inner(code)))
 
@@ -528,7 +517,6 @@ def _inner(code: CodeType) -> list[CodeType]:
 
 @lru_cache(maxsize=1024)
 def _functions_of(kind: type) -> tuple[FunctionType, ...]:
-    """List the functions of a class and its bases, without torch's own."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     values = [getattr(v, "fget", None) or getattr(v, "__func__", v) for base in bases for v in vars(base).values()]
     return tuple(value for value in values if isinstance(value, FunctionType))
@@ -546,10 +534,10 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbers the states of watched values: a state that comes again has the number that it had."""
+    """Numbering of the watched values' states; repeated states keep their number."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
-        """Nothing is looked at before the first question. `makes_live` lets floats become inputs."""
+        """Read nothing yet. `makes_live` allows floats to become inputs."""
         self._model, self._loss_fn, self._makes_live = model, loss_fn, makes_live
         self._recent: OrderedDict[int, Watched] = OrderedDict()
         self._number_of: dict[Hashable, int] = {}
@@ -557,27 +545,26 @@ class Watch:
         self._next = 0
         self._is_capturing = False
         self._changes = Counter[str]()
-        """Changes of floats, by name."""
         self._live = set[str]()
         self._constants = set[str]()
-        """Floats on which Python decides, or which it writes as text: they are never live."""
+        """Floats that decide a branch or are formatted as text; never live."""
 
     @cached_property
     def _roots(self) -> dict[str, Any]:
         return {"loss_fn": self._loss_fn, **compat.global_module_hooks()}
 
     def watched(self) -> Watched:
-        """Return the watched values as they are now."""
+        """Return the current watched values."""
         return self._recent[self.number()]
 
     @property
     def live(self) -> dict[str, Place]:
-        """Live floats by name, inputs of the captured step, where they lie in the state that was numbered last."""
+        """Places of the live floats in the latest state, by name."""
         latest = next(reversed(self._recent.values()), None)
         return {} if latest is None else {name: latest.floats[name] for name in latest.live}
 
     def number(self, before_look: Callable[[], None] = lambda: None) -> int:
-        """Number the present state. `before_look` is called where more may have changed than was seen before."""
+        """Return the current state's number. `before_look` is called before a full walk."""
         for number, known in reversed(self._recent.items()):
             if known.is_still():
                 self._recent.move_to_end(number)
@@ -589,7 +576,7 @@ class Watch:
 
     @contextmanager
     def capturing(self) -> Generator[None]:
-        """Count no changes meanwhile: they are tracing's."""
+        """Ignore float changes that tracing causes."""
         self._is_capturing = True
         try:
             yield
@@ -597,13 +584,13 @@ class Watch:
             self._is_capturing = False
 
     def keep_constant(self, names: Iterable[str]) -> None:
-        """Let live floats be constants of each capture again."""
+        """Make live floats constants again."""
         self._constants.update(names)
         self._live -= self._constants
-        self._recent.clear()  # where they count as live
+        self._recent.clear()  # recent states list them as live
 
     def _make_live(self, found: Watched) -> bool:
-        """Make the floats live that have changed often enough. Returns whether there are any."""
+        """Make frequently changed floats live. Return whether there are any."""
         before = next(reversed(self._recent.values())).facts if self._recent else found.facts
         changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
         self._changes.update(changed)
@@ -613,7 +600,7 @@ class Watch:
         return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
-        """Name the first value that differs between two states; None if they are one."""
+        """Return the first difference between two states, or None."""
         if old == new:
             return None
         was, now = self._facts.get(old, {}), self._facts.get(new, {})

@@ -1,11 +1,11 @@
 """Capture the whole training step: forward, backward and the user's own optimizer, as one flat FX graph.
 
     loss_fn(model, batch) ─make_fx─► forward and backward, functionalized ─┐
-    optimizer.step()      ─make_fx─► one small in-place graph a parameter  ├─► one graph; inputs and gradients labelled
+    optimizer.step()      ─make_fx─► a small in-place graph per parameter  ├─► one graph; inputs and gradients labelled
     clip_grad_norm_       ─────────► norm, coefficient, scaled gradients  ─┘
 
-The optimizer stays in place, right after its gradient: no copies of parameters. Numbers that schedulers change (the
-learning rate, momenta, betas, weight decay) are inputs of the graph, so that they stay live without another capture.
+Each in-place update follows its gradient, so parameters are not copied. Numbers that schedulers change (learning rate,
+momenta, betas, weight decay) are inputs of the graph.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: StepInputs) -> Captured:
-    """Join forward, backward, clipping and updates; each update writes in place, after its gradient."""
+    """Join forward, backward, clipping and updates; each in-place update follows its gradient."""
     builder = GraphBuilder(body)
     owners = training.owners
     unused = tuple(n for n in owners if n not in outputs.gradient_names) if training.finds_unused else ()
-    names = tuple(n for n in owners if n in outputs.gradient_names or n in unused)  # in one order on all ranks
+    names = tuple(n for n in owners if n in outputs.gradient_names or n in unused)  # the same order on all ranks
 
     parameters = {
         name: builder.input(name, fake, Source(InputKind.PARAMETER, name)) for name, _, fake in inputs.parameters
@@ -123,21 +123,19 @@ def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: St
 
 
 def _role(node: Node, others: Role) -> Role:
-    """The role of a traced node; most have the role of their piece."""
     if node.target in (RNG_STATE, SET_RNG_STATE, SEED_RNG):
         return Role.RANDOM_STATE
     return Role.EXCHANGE if compat.communicates(node.target) else others
 
 
 class GraphBuilder:
-    """Appends inputs and traced pieces to one graph."""
+    """Builder that appends inputs and traced pieces to one graph."""
 
     def __init__(self, body: GraphModule):
         self.root = body
         self.graph = Graph()
 
     def input(self, name: str, value: Any, source: Source) -> Node:
-        """Append an input of the graph."""
         clean = free_name(re.sub(r"\W", "_", name))
         node = self.graph.placeholder(f"_{clean}" if clean[0].isdigit() else clean)
         node.meta["val"] = value
@@ -146,7 +144,7 @@ class GraphBuilder:
     def splice(
         self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None
     ) -> list[Node]:
-        """Append a piece's nodes; returns the copies of its results."""
+        """Append a piece's nodes. Return the copies of its results."""
         supplied = iter(inputs)
         copies: dict[Node, Node] = {}
         for node in piece.graph.nodes:
@@ -164,15 +162,14 @@ class GraphBuilder:
         raise AssertionError("a traced piece has no output")
 
     def _adopt(self, constant: Tensor) -> str:
-        """Keep a constant of a piece under a free name."""
         name = next(free for i in count() if not hasattr(self.root, free := f"constant_{i}"))
         setattr(self.root, name, constant)
         return name
 
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
-        """Label the node that makes a gradient, or an alias of it where it has other users or is an input.
+        """Label a gradient's node, or an alias if the node is an input or has other users.
 
-        `is_shared` is for a node that is several results, as the gradient of two parameters that are added.
+        `is_shared` marks a node that is several results, as the gradient of two added parameters.
         """
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users or is_shared:
@@ -183,7 +180,7 @@ class GraphBuilder:
         return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
 
     def add_count(self, count: Node) -> None:
-        """Add a batch's count to the count of its group so far."""
+        """Add a batch's count to its group's count so far."""
         with self.graph.inserting_after(self._last_input()):
             so_far = self.input("count", count.meta["val"], Source(InputKind.COUNT))
         with self.graph.inserting_after(count if count.op != "placeholder" else so_far):
@@ -191,7 +188,7 @@ class GraphBuilder:
             call(self.graph, *what, name="counted", value=count.meta["val"])
 
     def no_gradient(self, of: Node, loss: Node, parameter: str) -> Node:
-        """Make zeros for the gradient of a parameter that the loss leaves out; they are there when backward begins."""
+        """Append zeros as the gradient of an unused parameter; they are ready before backward."""
         with self.graph.inserting_after(loss if loss.op != "placeholder" else self._last_input()):
             what = torch.ops.aten.zeros_like.default, (of,), NodeInfo(Role.GRADIENT, parameter)
             return call(self.graph, *what, value=torch.empty_like(of.meta["val"]))
@@ -204,7 +201,6 @@ class GraphBuilder:
         set_info(self.graph.output((values[0], tuple(values[1:]))), NodeInfo(Role.OUTPUT))
 
     def finish(self) -> GraphModule:
-        """Make the module of the whole graph."""
         self.graph.eliminate_dead_code(must_stay)
         module = compat.graph_module(self.root, self.graph, "TrainingStep")
         module.graph.lint()
@@ -214,14 +210,13 @@ class GraphBuilder:
 def same_with_numbers(
     symbolic: GraphModule, results: Sequence[Any], plain: GraphModule, expected: Sequence[Any]
 ) -> bool:
-    """Compare a graph and its results with those that were traced with a number for each symbol.
+    """Compare a graph and its results with those traced with numbers instead of symbols.
 
         isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
         cache.get(str(rows.shape[0]))      "s0" is no key
 
-    Most questions about a symbol are noted, and its guard asks them of other batches. These are not, and Python answers
-    them in one way for numbers and in another for symbols. A step whose graphs differ in more than how sizes are
-    written gets no symbols.
+    Most queries of a symbol become guards, but not these. If the graphs differ in more than the form of sizes, the step
+    gets no symbols.
     """
     nodes, others = ([node for node in gm.graph.nodes if not _is_size(node)] for gm in (symbolic, plain))
     if len(nodes) != len(others) or len(results) != len(expected):
@@ -229,7 +224,7 @@ def same_with_numbers(
     places = {node: place for each in (nodes, others) for place, node in enumerate(each)}
 
     def written(value: Any) -> Any:
-        """An argument as it is with numbers; a node that stays is its place."""
+        """Return an argument with numbers for symbols and places for nodes."""
         if isinstance(value, Node):
             return ("node", places[value]) if value in places else compat.hint(value.meta["val"])
         return compat.hint(value) if isinstance(value, compat.SYMBOLS) else value
@@ -251,7 +246,7 @@ def same_with_numbers(
 
 
 def _is_size(node: Node) -> bool:
-    """Tell nodes that read sizes or live floats or compute with them, which are there for symbols alone."""
+    """Return whether a node computes sizes or live floats, and exists only with symbols."""
     value = node.meta.get("val")
     is_value = node.op in ("placeholder", "call_function")
     return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
@@ -277,32 +272,32 @@ def _same_number(mine: Any, other: Any) -> bool:
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held while a step is captured: tracing exchanges names and methods of the whole process."""
+"""Held while capturing: tracing replaces names and methods process-wide."""
 
 
 @gc_paused()
 def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> Captured:
-    """Trace one training step on fake tensors; nothing of the user's is changed.
+    """Trace one training step on fake tensors without changing the user's objects.
 
-    Outputs of the graph: the loss, then the auxiliary results; buffers and parameters change in place. Raises
-    CaptureFailed where sizes cannot vary.
+    Outputs: the loss, then auxiliary results; buffers and parameters change in place. Raises CaptureFailed if sizes
+    cannot vary.
     """
     with _ONE_AT_A_TIME:
         live = training.watch.live
         try:
             return _capture(training, batch, varying, live)
-        except Exception:  # Python may raise for a symbol what it does not for a number
+        except Exception:  # raised for a symbol, perhaps not for a number
             if not live:
                 raise
-            captured = _capture(training, batch, varying, {})  # raises where floats are not the cause
+            captured = _capture(training, batch, varying, {})  # raises if live floats are not the cause
             training.watch.keep_constant(live)
             return captured
 
 
 def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str, Place]) -> Captured:
     for optimizer in training.optimizers:
-        check_optimizer(optimizer)  # its options may have changed since the first capture
-    check_model(training.model)  # buffers may be others than at first
+        check_optimizer(optimizer)  # options may have changed
+    check_model(training.model)  # buffers may have been replaced
     inputs = StepInputs(training, batch, varying, live)
     body, outputs = trace_forward_backward(training, inputs)
     if varying or live:
@@ -318,7 +313,7 @@ def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str
 
 
 def _check_symbols(body: GraphModule, outputs: Outputs, plain: GraphModule, told: Outputs) -> None:
-    """Refuse symbols where the step is another one with them. Raises CaptureFailed: numbers do."""
+    """Raise CaptureFailed if symbols change the step."""
     if not same_with_numbers(body, outputs.results_of(body), plain, told.results_of(plain)):
         raise CaptureFailed(
             "the step treats sizes that are symbols in another way than numbers, by their type or as text.\n"

@@ -1,12 +1,11 @@
-"""Compile a region with Inductor once for all plans: programs of one captured step share what is alike in them.
+"""Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
-Plans that race cut one captured graph, and most of their regions hold the same operators. A region is known by its
-operators and their arguments, by the types, sizes and strides of its inputs and which of these share memory, and by the
-tensors that it reads as constants; the names of nodes do not count, so the backward passes of a model's like layers are
-alike. Symbols of sizes mean the same in all regions of one capture.
+Plans that race cut the same captured graph. A region's key has its operators and arguments, its inputs' types, sizes,
+strides and shared memory, and its constant tensors, but no node names, so equal layers share code. Size symbols mean
+the same in all regions of a capture.
 
-Processes of one machine compile a region of one device one after the other: the first one compiles, and the others load
-its result from Inductor's cache.
+Processes of one machine compile a region of one device in turn: the first one compiles, and the others load its result
+from Inductor's cache.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """The regions of one captured step that Inductor has compiled."""
+    """Regions of one captured step compiled by Inductor."""
 
     def __init__(self, *, locks: bool = False) -> None:
         """`locks`: take a file lock for each region. Inside of Dynamo none is taken, since Dynamo holds its own."""
         self._locks = locks
         self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
-        """Each with the constants that its key names by their addresses."""
+        """Code and constants by key; the key has the constants' addresses."""
 
     def of(self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Compiled:
-        """Find what was compiled for such a graph and such inputs, else compile it."""
+        """Return a region's code, compiling on first use."""
         key = _key(module, keeps_order=keeps_order)
         if key is None:
             return compat.standalone_compile(module, fakes, keeps_order=keeps_order)
@@ -56,7 +55,7 @@ _OF_CAPTURE: WeakKeyDictionary[GraphModule, CompiledRegions] = WeakKeyDictionary
 
 
 def regions_of_capture(graph: GraphModule) -> CompiledRegions:
-    """Find what the programs of a captured graph share; it goes with the graph."""
+    """Return the regions shared by a captured graph's programs."""
     return _OF_CAPTURE.setdefault(graph, CompiledRegions(locks=True))
 
 
@@ -71,7 +70,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Write down all that Inductor is told of a region; None if part of it cannot be compared."""
+    """Return a key of Inductor's inputs; None if a part cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []
@@ -88,7 +87,7 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
 
 
 def _settings() -> Hashable:
-    """List the settings of a process by which Inductor chooses kernels."""
+    """Return the settings that affect Inductor's choice of kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 
@@ -117,7 +116,7 @@ _PLAIN = (
 
 
 def _compared(value: Any, place: dict[Node, int]) -> Hashable:
-    """Make a value that equals another one only if both mean the same: 1, 1.0 and True are three."""
+    """Return a comparison key; 1, 1.0 and True differ."""
     if isinstance(value, Node):
         return Node, place[value]
     if is_sequence(value):

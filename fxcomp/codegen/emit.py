@@ -1,6 +1,6 @@
-"""Write the final graph as Python source that a person can read and run.
+"""Emit the final graph as readable, runnable Python source.
 
-Compute regions become functions; the lines between them, one for each node, pack, compress, launch and wait:
+Compute regions become functions. Between them, each node is one line that packs, compresses, launches or waits:
 
     def step(rt, parameters, buffers, states, numbers, sums, ..., residuals, compressor_states, batch):
         ...
@@ -8,9 +8,8 @@ Compute regions become functions; the lines between them, one for each node, pac
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
         all_gather_0 = rt.launch("all_gather_0", "all_gather", payload_0, 2, "world")
 
-The graph is the truth: nothing is added here that is not a node, but the line `rt.before_update`, which stands where
-parameters begin to change. A step that waits for a backward pass outside of it is a generator: it yields the number of
-the bucket that it needs next, and is sent that bucket. `graph/lines.py` says which node has which line.
+Only `rt.before_update`, at the first change of parameters, has no node. A step that waits for an external backward pass
+is a generator: it yields the number of the next bucket and receives the bucket. `graph/lines.py` maps nodes to lines.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _Names = Mapping[Compressor, str]
 
 
 def emit(gm: GraphModule, *, title: str = "One training step") -> str:
-    """Write a module with a function `step`; it needs torch, the compressors' modules and a runtime."""
+    """Return a module's source with a function `step`."""
     pieces = cut(gm)
     compressors = _compressors(gm)
     steps = OptimizerSteps(listed_elements(gm))
@@ -51,7 +50,7 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
 
 
 def listed_elements(gm: GraphModule) -> float:
-    """Return up to which size parameters of a bucket are updated at once: on an accelerator all, as torch does it."""
+    """Return the maximum size of parameters updated together; unlimited on accelerators, as in torch."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
         if source is not None and source.kind is InputKind.PARAMETER:
@@ -70,7 +69,6 @@ def _header(title: str, compressors: _Names) -> str:
 
 
 def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
-    """Write a line for each module that compressors are imported from: ours, or a plug-in's."""
     by_module: dict[str, set[str]] = {}
     for kind in kinds:
         module = "fxcomp.compressors" if getattr(fxcomp.compressors, kind.__name__, None) is kind else kind.__module__
@@ -84,7 +82,7 @@ def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
 
 
 def _compressors(gm: GraphModule) -> _Names:
-    """Name every compressor that lines use as no node is named: int8, topk_2."""
+    """Name each compressor, avoiding node names: int8, topk_2."""
     taken = {node.name for node in gm.graph.nodes}
     found: dict[Compressor, str] = {}
     lines = [(node, line) for node in gm.graph.nodes if (line := line_of(node)) is not None]
@@ -103,7 +101,7 @@ def _compressors(gm: GraphModule) -> _Names:
 def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors: _Names) -> str:
     outputs: Any = gm.graph.output_node().args[0]
     loss: Any = outputs[0]
-    announced = loss is None  # a backward pass alone: it changes no parameters
+    announced = loss is None  # a backward pass alone changes no parameters
     saved = _saved_inputs(gm) if announced else []
     lines = _unpacked_inputs(gm)
     if saved:
@@ -138,7 +136,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
 
 
 def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
-    """Write the line in front of a piece that another stream runs than what `is_aside` or not, or that waits for it."""
+    """Return the line before a piece that switches or joins streams."""
     values = ", ".join(node.name for node in crossing.values)
     if crossing.is_aside:
         return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
@@ -150,7 +148,7 @@ def _indented(lines: str) -> str:
 
 
 def _unpacked_inputs(gm: GraphModule) -> list[str]:
-    """Write a line for each kind of input: `(fc_weight, fc_bias) = parameters`."""
+    """Return a line for each kind of input: `(fc_weight, fc_bias) = parameters`."""
     by_kind: dict[InputKind, list[str]] = {kind: [] for kind in ARGUMENTS}
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
@@ -162,13 +160,13 @@ def _unpacked_inputs(gm: GraphModule) -> list[str]:
 
 
 def _saved_inputs(gm: GraphModule) -> list[Node]:
-    """List what a forward pass outside has saved: it comes in a list, and goes as soon as it is used."""
+    """List the tensors saved by an external forward pass, to be freed after use."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return [n for n in inputs if (source := info(n).source) is not None and source.kind is InputKind.BATCH]
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """Write the line where parameters begin to change. Gradients that no bucket carries are completed before it."""
+    """Return the lines before parameters change; they first complete gradients outside of buckets."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]
@@ -179,12 +177,12 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Return whether parameters change here, or it is decided here that they may."""
+    """Return whether a piece changes parameters, or decides that they may change."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 
 def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _Names) -> list[str]:
-    """Write a branch for values that are not finite: it puts back what has changed, and returns."""
+    """Return the branch for non-finite values: it undoes changes and returns."""
     values: Any = node.args[0]
     lines = [wrapped("    if not rt.all_finite((", [value.name for value in values], ",)):", indent="    ")]
     for each in undoing:
@@ -193,7 +191,7 @@ def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _
 
 
 def _line(node: Node, compressors: _Names) -> list[str]:
-    """Write the line of a node between regions; none for parts of another line's result."""
+    """Return a node's line; none for parts of another line's result."""
     line = line_of(node)
     if line is None:
         return []
@@ -205,7 +203,7 @@ def _line(node: Node, compressors: _Names) -> list[str]:
     if line.has_buffer and result is not None:
         arguments.insert(0, f'"{result.name}"')
     arguments += [f"{key}={text(value, compressors)}" for key, value in line.keywords(node).items()]
-    if node.target is PACK or is_exchange(node):  # they may name hundreds of values
+    if node.target is PACK or is_exchange(node):  # possibly hundreds of values
         return [wrapped(head, arguments, ")", indent="    ")]
     return [f"{head}{', '.join(arguments)})"]
 
@@ -221,7 +219,7 @@ def _region_call(region: Region) -> str:
 def _dead_after(
     gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node], saved: Sequence[Node]
 ) -> dict[int, list[str]]:
-    """List the regions' results, and what was saved for them, that nobody needs after a piece, by the piece's id."""
+    """List the values last used by a piece, by the piece's id."""
     inputs = set(gm.graph.find_nodes(op="placeholder")) - set(saved)
     kept = {*inputs, *gm.graph.output_node().all_input_nodes, *undoing}
     last_user: dict[Node, Region | Node] = {}

@@ -19,7 +19,7 @@ from fxcomp.graph.work import is_sequence
 WIDTH = 120
 
 Names = Mapping[Any, str]
-"""Names of compressors, and of nodes that are not called by their own name."""
+"""Names of compressors and renamed nodes."""
 
 OWN_NAMES: Names = {}
 
@@ -35,7 +35,6 @@ _INFIX: dict[Any, str] = {
 
 
 def call_text(node: Node, names: Names) -> str:
-    """Write a node as an expression."""
     target, arguments = node.target, [text(arg, names) for arg in node.args]
     if target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"
@@ -48,7 +47,6 @@ def call_text(node: Node, names: Names) -> str:
 
 
 def function_text(target: Any) -> str:
-    """Write an operator's name as emitted code reaches it."""
     if compat.is_operator(target):
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
@@ -59,7 +57,6 @@ def function_text(target: Any) -> str:
 
 
 def text(value: Any, names: Names = OWN_NAMES) -> str:
-    """Write an argument."""
     if isinstance(value, Node):
         return names.get(value, value.name)
     if isinstance(value, Compressor):
@@ -91,7 +88,7 @@ def text(value: Any, names: Names = OWN_NAMES) -> str:
 
 
 def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
-    """Write `head`, items and `tail` on one line if they fit, else the items on lines of their own."""
+    """Join `head`, items and `tail` on one line, or wrap the items."""
     joined = ", ".join(items)
     if len(head.splitlines()[-1]) + len(joined) + len(tail) <= WIDTH:
         return f"{head}{joined}{tail}"
@@ -101,11 +98,10 @@ def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
 
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^ "])+')
-"""No line breaks inside a word: a parameter's name may hold spaces, and stands in quotes."""
+"""No break inside quotes: parameter names may contain spaces."""
 
 
 def _filled(joined: str, width: int) -> list[str]:
-    """Break text into as few lines as it takes; a word longer than a line has one of its own."""
     lines = [""]
     for word in _WORD.findall(joined):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:

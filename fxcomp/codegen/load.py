@@ -1,6 +1,6 @@
-"""Load emitted source as a module, saved where tracebacks and people find it, and let Inductor compile its regions.
+"""Load emitted source as a module, save it for tracebacks, and compile its regions with Inductor.
 
-A compiled region does what the region's function does, and draws the random numbers that it draws.
+A compiled region computes and draws the same as the region's function.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fxcomp.graph.regions import Region, regions
 
 
 def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]:
-    """Find the tensors that a region reads and writes where they are: neither the step's inputs nor the model's."""
+    """Return tensors that a region uses in place: neither the step's inputs nor the model's."""
     attributes = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
     found = {node: getattr(gm, str(node.target)) for node in attributes}
     return {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def region_module(gm: GraphModule, region: Region) -> GraphModule:
-    """Copy a region into a graph of its own, which takes tensors from outside as inputs after the region's own.
+    """Copy a region into its own graph; outside tensors become its last inputs.
 
-    As attributes Inductor would take small ones for numbers, and leave out what is written into them.
+    As attributes, Inductor would treat small ones as numbers and drop writes to them.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -51,17 +51,15 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 def compile_with_inductor(
     gm: GraphModule, region: Region, plain: Callable[..., Any], known: CompiledRegions | None = None
 ) -> Callable[..., Any]:
-    """Compile a whole region; `plain` computes the same, and stays for one without work, or whose draws would change.
+    """Compile a region, or return its function `plain`.
 
-    It stays for one with a check whose result nobody uses, too: Inductor would leave the check out.
+    `plain` stays for regions without work, with unused checks (Inductor drops them), or with draws that would change.
+    Random fills of fresh memory, which Inductor would do in another order, and reads of list inputs run before the
+    region.
 
-    A random fill of fresh memory runs before the region, unchanged: Inductor would replace it by an operator that fills
-    memory in another order. Other random operators keep their order inside. What a region takes from a line's list of
-    tensors is taken before it, too.
-
-    Compiled code takes its inputs' types from the capture, and does not look at what is given. Where an operator that
-    is left as it is returns another type than its fake one (`native_layer_norm` of 16 bits with a weight of 32 does, on
-    the CPU), it would read those bits as something else: `plain` stays there, too. The first call tells.
+    Compiled code assumes the captured input types, but some operators return another type than their fake
+    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call checks, and keeps `plain` if they
+    differ.
     """
     if any(map(compat.draws_by_seed, region.nodes)):
         plain = _refuse_to_draw
@@ -121,7 +119,7 @@ def _is_taken_from_a_list(node: Node, region: Region) -> bool:
 
 
 def _fills_fresh_memory(node: Node) -> bool:
-    """Return whether a draw depends on numbers in the graph and the generator alone."""
+    """Return whether a draw depends only on graph numbers and the generator."""
     place, value = node.args[0], node.meta["val"]
     is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
@@ -130,7 +128,7 @@ def _fills_fresh_memory(node: Node) -> bool:
 
 
 def _fills_out_of_order(node: Node) -> bool:
-    """Tell a draw into memory of varying size that does not lie row by row: Inductor would make it do so."""
+    """Return whether a draw fills non-contiguous memory of varying size, which Inductor would make contiguous."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not compat.has_symbols(value):
         return False
@@ -148,7 +146,6 @@ def _filled(node: Node) -> Any:
 
 
 def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Region:
-    """Leave the fills, and what is taken from lists, out of a region; their results become inputs."""
     gone = {*fills, *taken, *(place for node in fills for place in node.all_input_nodes)}
     nodes = tuple(node for node in region.nodes if node not in gone)
     used = {node for each in nodes for node in each.all_input_nodes}
@@ -160,8 +157,8 @@ def _without(region: Region, fills: Sequence[Node], taken: Sequence[Node]) -> Re
 def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     """Save the source in `directory` and run it as a module; `gm` supplies the graph's constants.
 
-    The file's name is the source's own digest, so that ranks of one host may write it at the same time. A directory
-    that cannot be written to is no reason to fail: the source is then kept in memory alone.
+    The file name is a digest of the source, so ranks of one host may write it concurrently. If the directory is not
+    writable, the source stays in memory.
     """
     name = f"step_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = directory / f"{name}.py"
@@ -174,12 +171,12 @@ def load(source: str, gm: GraphModule, directory: Path) -> ModuleType:
     module.__file__ = str(path)
     module.__dict__.update({n.name: getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"})
     exec(compile(source, str(path), "exec"), module.__dict__)
-    module.__dict__["aten"] = compat.direct_aten  # the same operators, a microsecond sooner each
+    module.__dict__["aten"] = compat.direct_aten  # the same operators, 1 µs faster each
     return module
 
 
 def compile_regions(module: ModuleType, gm: GraphModule, known: CompiledRegions) -> None:
-    """Let Inductor compile the forward and backward regions; updates, which write in place, stay as they are."""
+    """Compile forward and backward regions with Inductor; in-place updates stay eager."""
     by_name = {region.name: region for region in regions(gm)}
 
     def compiled(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,27 +188,26 @@ def compile_regions(module: ModuleType, gm: GraphModule, known: CompiledRegions)
 
 
 Replacement = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Makes a function that stands in for the one of that name: a compiled one, or one that measures."""
+"""Function of a region's name and its function; returns a replacement."""
 
 
 def replace_regions(module: ModuleType, replacement: Replacement) -> None:
-    """Put something in place of each region's function."""
     for name, value in list(module.__dict__.items()):
         if callable(value) and name.startswith(("region_", "update_")):
             module.__dict__[name] = replacement(name, value)
 
 
 def rebound(module: ModuleType, replacement: Replacement) -> Any:
-    """Return the module's step over other functions in place of its regions; the module stays as it is."""
+    """Return the step with replaced regions; the module is unchanged."""
     other = _copy(module)
     replace_regions(other, replacement)
     return _step_of(module, other)
 
 
 def observed(module: ModuleType, *, rule: Replacement, update: Replacement) -> Any:
-    """Return the module's step with the optimizer's rules and the regions that call them wrapped.
+    """Return the step with wrapped optimizer rules and update regions.
 
-    Updates are plain functions: Inductor compiles the other regions alone.
+    Updates are plain functions: Inductor compiles only other regions.
     """
     other = _copy(module)
     for name, value in module.__dict__.items():

@@ -28,10 +28,10 @@ from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
 def carriers_of(gm: GraphModule) -> frozenset[str]:
-    """Name the lines that take a few bits along for ranks to compare; none in a step that sends nothing.
+    """Return the collectives that carry a small digest for ranks to compare.
 
-    One that joins all ranks serves alone; else one at each level, which together join them. An all_reduce takes bits
-    along without a copy, so the first one is chosen, and its bits arrive before most updates; else the smallest gather.
+    One collective over all ranks is enough, else one per level. The first all_reduce is preferred: it carries bits
+    without a copy, before most updates. Otherwise the smallest gather is used.
     """
     found: dict[str, tuple[int, str]] = {}
     for node in gm.graph.nodes:
@@ -47,9 +47,9 @@ def carriers_of(gm: GraphModule) -> frozenset[str]:
 
 
 def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
-    """Count the bytes that are copied if this collective carries the digest; None if it cannot."""
+    """Return the bytes copied to carry the digest; None if impossible."""
     if kind == "all_reduce":
-        # A count of elements arrives before anything changes.
+        # an all_reduce of counts precedes all changes
         return -1 if info(node).role is Role.COUNT else 0
     if cut == 1 or pattern_of(kind) is not Pattern.ALL_GATHER:
         return None
@@ -57,41 +57,38 @@ def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
 
 
 Replay = Callable[[], Mapping[str, GraphModule]]
-"""The graph after each pass, by the pass's name."""
+"""Function that returns the graph after each pass, by name."""
 
 INDUCTOR_DEVICES = ("cuda",)
 """Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
-took minutes to compile (measured, 2026-11); on an H200 it takes a third of eager regions' time (2026-11)."""
+took minutes to compile (measured, 2026-11); on an H200 it takes a third of eager regions' time (2026-11).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One captured step that follows one plan. Immutable: another plan, or another capture, is another program."""
+    """A captured step that follows one plan. Immutable."""
 
     captured: Captured
     graph: GraphModule
-    """The final graph, which the source is written from."""
     replay: Replay
-    """Runs the passes again for whoever asks; keeping every graph would take ten times the memory."""
+    """Repeats the passes; storing every graph would take ten times the memory."""
     module: ModuleType
     emitted: str
-    """The source that was loaded."""
     timeline: Timeline
-    """The predicted step."""
     inputs: tuple[Source, ...]
-    """The sources of the graph's inputs, in their order."""
     numbers: Numbers = AS_WRITTEN
-    """Numbers that lines take in the place of those in the emitted source."""
+    """Numbers that replace those in the emitted source."""
     carriers: frozenset[str] = frozenset()
-    """The collectives that carry the digest."""
+    """Collectives with the digest."""
 
     @property
     def source(self) -> str:
-        """The step as Python source, with the numbers that it runs with."""
+        """Python source of the step, with its current numbers."""
         return self.emitted if self.numbers is AS_WRITTEN else emit(self.graph)
 
     def graph_after(self, name: str | None) -> GraphModule:
-        """Return the graph after a pass, by default the last. Raises BadOption naming the passes."""
+        """Return the graph after a pass, by default the last. Raises BadOption for an unknown pass."""
         if name is None:
             return self.graph
         history = self.replay()
@@ -100,12 +97,12 @@ class Program:
         return history[name]
 
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-        """Follow a graph of the same lines with other numbers; nothing is emitted."""
+        """Return the program for a graph with the same lines and other numbers."""
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
 
 def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-    """Emit and load a final graph, whoever made it: the graph alone decides what runs."""
+    """Emit and load a final graph."""
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:

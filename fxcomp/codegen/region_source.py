@@ -1,11 +1,11 @@
-"""Write each region as a function; what most parameters are updated by is written once, as `optimizer_step_0`.
+"""Write each region as a function; update rules shared by parameters are written once, as `optimizer_step_0`.
 
-Parameters with one rule are updated together: each operator runs over lists, as torch's `foreach` optimizers do.
+Parameters with the same rule are updated together by list operators, as in torch's `foreach` optimizers.
 
     mul_1 = aten.mul_.Tensor(exp_avg_sq, betas_1)      for one parameter
     aten._foreach_mul_.Scalar(exp_avg_sqs, betas_1)    for all of them
 
-An operator without a list form runs for one after the other. What is the same for all parameters is computed once.
+An operator without a list form runs once per parameter. Common values are computed once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxcomp.graph.work import is_sequence
 
 @dataclass(slots=True)
 class Statement:
-    """A line, the variable that it makes, and those that it uses."""
+    """A line, with the variables it assigns and uses."""
 
     line: str
     made: str | None
@@ -37,7 +37,7 @@ class Statement:
 
 
 def foreach_lines(group: Sequence[Node], names: Mapping[Node, str], lists: Sequence[Node]) -> list[str]:
-    """Write one parameter's update for lists. `lists` are the inputs of which every parameter has its own."""
+    """Write one parameter's update for lists. `lists` are the inputs that differ by parameter."""
     writer = _ListWriter(dict(names), set(lists), names[lists[0]])
     for node in group:
         writer.add(node)
@@ -50,7 +50,6 @@ class _ListWriter:
         self._statements: list[Statement] = []
 
     def add(self, node: Node) -> None:
-        """Append the line that does for all parameters the work of one node."""
         is_operator = compat.is_operator(node.target)
         used = {self._names[each] for each in node.all_input_nodes}
         if not is_operator and not self._lists.intersection(node.all_input_nodes):
@@ -70,7 +69,6 @@ class _ListWriter:
             self._append(node, found, used)
 
     def _over_lists(self, node: Node) -> str:
-        """Write the call of an operator that takes lists: those of one parameter become those of all."""
 
         def given(value: Any) -> str:
             alone = value[0] if is_sequence(value) and len(value) == 1 else None
@@ -94,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Write the call of an operator's list form; None if it has none for these arguments."""
+        """Write the call of a list form; None if there is none."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -122,7 +120,7 @@ class _ListWriter:
         return self._call(name, self._scalar(other), arguments, {})
 
     def _scalar(self, value: Any) -> str:
-        """Name the operator's form: for one number, or for one number a parameter."""
+        """Return the overload: one number for all, or one per parameter."""
         return "ScalarList" if isinstance(value, Node) and value in self._lists else "Scalar"
 
     def _is_listed_tensor(self, value: Any) -> bool:
@@ -137,7 +135,7 @@ class _ListWriter:
         return f"aten._foreach_{name}.{form}({', '.join(given)})"
 
     def lines(self) -> list[str]:
-        """Write the statements; what they make is deleted after its last use."""
+        """Return the statements; values are deleted after their last use."""
         last = {name: k for k, statement in enumerate(self._statements) for name in statement.used}
         made = {statement.made for statement in self._statements if statement.made is not None}
         lines: list[str] = []
@@ -151,19 +149,19 @@ _UNARY = ("sqrt", "neg", "abs", "reciprocal", "exp", "sign", "rsqrt")
 _BINARY = ("add", "sub", "mul", "div")
 _PRODUCTS = ("addcmul", "addcdiv")
 _TENSORS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 3, "addcdiv": 3, "lerp": 2}
-"""The number of first arguments that must be tensors, one for each parameter, for an operator to join a list."""
+"""Number of leading arguments of a list form that must be tensors, one per parameter."""
 
 
 class OptimizerSteps:
-    """The optimizer's rules, each written once: parameters are updated by the same lines, with other tensors."""
+    """The optimizer's rules, each written once."""
 
     def __init__(self, listed_elements: float = 0) -> None:
         self._listed_elements = listed_elements
-        """Parameters of so many elements at most are updated at once where they share a rule."""
+        """Maximum size of parameters that are updated together."""
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ in their tensors alone, where the last of them stands. A result stays by itself."""
+        """Join updates that differ only in their tensors, at the last one's place. Updates with results stay alone."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -174,7 +172,7 @@ class OptimizerSteps:
         return list(found.values())
 
     def call(self, group: Sequence[Node]) -> str:
-        """Write a call that does what the nodes of one or more parameters' updates do."""
+        """Write a call for the updates of one or more parameters."""
         members = _by_parameter(group)
         if len(members) > 1:
             return self._call_for_all(members)
@@ -184,7 +182,6 @@ class OptimizerSteps:
         return self._rule([names[n] for n in inputs], lines, [node.name for node in inputs])
 
     def _call_for_all(self, members: Sequence[Sequence[Node]]) -> str:
-        """Write a call that does it for lists of what each parameter has of its own."""
         rows = list(zip(*map(_inputs, members), strict=True))
         lists = [row[0] for row in rows if not _is_shared(row[0])]
         names = _names_in_rule(members[0], [row[0] for row in rows], lists)
@@ -202,15 +199,14 @@ class OptimizerSteps:
 
 
 def _is_shared(node: Node) -> bool:
-    """Ask if an input is one number for all parameters of a group."""
     source = info(node).source
     return source is not None and source.kind is InputKind.HYPER
 
 
 def _elements(group: Sequence[Node]) -> float:
-    """Count the elements of the largest tensor of an update; endless where lists would round otherwise.
+    """Return the size of the largest tensor; infinite if lists would round differently.
 
-    On the CPU list operators round numbers to 16 bits before they multiply tensors of such a type by them.
+    CPU list operators round numbers to 16 bits before multiplying 16-bit tensors by them.
     """
     tensors = [v for node in _inputs(group) if isinstance(v := node.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
@@ -218,7 +214,7 @@ def _elements(group: Sequence[Node]) -> float:
 
 
 def _likeness(group: Sequence[Node]) -> Hashable:
-    """Return the key of updates that may run at once: operators, live numbers, and types."""
+    """Return a key of updates that may be joined."""
     inputs = _inputs(group)
     names = _names_in_rule(group, inputs)
     types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))
@@ -239,7 +235,7 @@ def _by_parameter(group: Sequence[Node]) -> list[list[Node]]:
 
 
 def _names_in_rule(group: Sequence[Node], inputs: Sequence[Node], lists: Sequence[Node] = ()) -> dict[Node, str]:
-    """Name an update's values by their roles; a list of them by their plural."""
+    """Name an update's values by role; lists get the plural."""
     names: dict[Node, str] = {}
     taken = {"parameter", "gradient", "parameters", "gradients"}
     for node in inputs:
@@ -254,12 +250,11 @@ def _names_in_rule(group: Sequence[Node], inputs: Sequence[Node], lists: Sequenc
 
 
 def _free(stem: str, taken: Collection[str]) -> str:
-    """Number a name that is taken."""
     return next(name for name in (stem, *(f"{stem}_{k}" for k in range(len(taken) + 1))) if name not in taken)
 
 
 def _role_name(node: Node) -> str:
-    """Name an input by its role in the rule: a parameter, a gradient, a state by its key, a live number."""
+    """Name an input by its role: parameter, gradient, state key or live number."""
     source = info(node).source
     if node.op == "get_attr":
         return "constant"
@@ -270,7 +265,6 @@ def _role_name(node: Node) -> str:
 
 
 def _is_tensor_of_rule(node: Node) -> bool:
-    """Ask if an input is the parameter or its gradient, by whose names a rule is known."""
     source = info(node).source
     return node.op != "get_attr" and (source is None or source.kind is InputKind.PARAMETER)
 
@@ -287,7 +281,6 @@ def region_function(region: Region, steps: OptimizerSteps) -> str:
 def _statements(
     groups: Sequence[Sequence[Node]], keep: Sequence[Node], names: Names, steps: OptimizerSteps | None
 ) -> list[str]:
-    """Write a statement for each group; values are deleted after their last use."""
     place = {node: k for k, group in enumerate(groups) for node in group}
     kept = set(keep)
     last_use: dict[Node, int] = {}
@@ -311,7 +304,7 @@ def _statements(
 
 
 def _update_groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Group consecutive nodes that update the same parameter; every other node is alone."""
+    """Group consecutive updates of the same parameter; other nodes stay alone."""
     groups: list[list[Node]] = []
     for node in nodes:
         last = info(groups[-1][-1]) if groups else None

@@ -1,4 +1,4 @@
-"""Show a program in torch's structured trace: TORCH_TRACE=folder, then `tlparse folder`."""
+"""Add a program to torch's structured trace: TORCH_TRACE=folder, then `tlparse folder`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp.plan.plan import Plan
 def trace_program(
     plan: Plan, source: str, timeline: Timeline | None, graphs: Callable[[], Mapping[str, GraphModule]]
 ) -> None:
-    """Write the graph after each pass, the plan, the predicted timeline and the source. Costs nothing untraced."""
+    """Write the graph after each pass, the plan, the predicted timeline and the source, if tracing."""
     if not compat.is_traced():
         return
     for number, (name, graph) in enumerate(graphs().items(), 1):
