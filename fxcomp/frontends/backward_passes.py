@@ -93,7 +93,6 @@ class BackwardPasses(ABC):
         self.executor = Executor(self.site.ranks, closed)
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
-        """Passes in this process."""
         self._passes_before = 0
         """Passes of the job before this process."""
         self.follower: Follower | None = None
@@ -101,7 +100,7 @@ class BackwardPasses(ABC):
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
-        """Times from the end of one planned pass to the end of the next."""
+        """Between the ends of planned passes."""
         self.schedule = Schedule(Calendar(), self.times, self.site, self._take_turn, self._settle)
         self._ended: Any = None
 
@@ -126,7 +125,6 @@ class BackwardPasses(ABC):
 
     @property
     def is_timed(self) -> bool:
-        """True if the current pass measures ready times."""
         return self.passes < DENSE_PASSES
 
     @property
@@ -162,7 +160,6 @@ class BackwardPasses(ABC):
         """Switch to the program of the plan in force."""
 
     def metrics(self, *, residuals: bool) -> dict[str, Any]:
-        """Return metrics of the last pass."""
         plan = None if self.decision is None else self.decision.plan
         counts = self._passes_of_job, self._skipped, self._payload_bytes
         found = metrics_of(*counts, self.times, plan, self.timeline)
@@ -194,7 +191,6 @@ class BackwardPasses(ABC):
         self._ended = end
 
     def count(self) -> Counters:
-        """Take the counters of the current pass."""
         counted = self.runtime.take_counters()
         self._payload_bytes = counted.payload_bytes
         self._skipped += counted.skipped
@@ -224,7 +220,7 @@ class BackwardPasses(ABC):
     # Deciding
 
     def decide(self, layout: Layout) -> None:
-        """Agree on a plan with all ranks, and restore a loaded state."""
+        """Agree on a plan with all ranks. Restore a loaded state."""
         with self.site.ranks.together(self._what):
             self._decide(layout, self._given)
         self._given = None

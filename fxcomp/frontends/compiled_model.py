@@ -1,4 +1,4 @@
-"""State of a model under torch.compile: one plan for all its graphs, and the backward pass of each graph."""
+"""State of a model under torch.compile: one plan for all its graphs."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class CompiledModel:
     compiler: Compiler
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
-    """Source line of Dynamo's graph break."""
+    """Location of Dynamo's graph break."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Given options without the model. Without a model, their identity distinguishes calls of torch.compile."""
+    """Without the model. If none was given, their identity distinguishes calls of torch.compile."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
@@ -75,7 +75,6 @@ class CompiledModel:
     runtime: Runtime = field(init=False)
     executor: Executor = field(init=False)
     source: str = ""
-    """Last emitted backward pass."""
     passes: int = 0
     _left_out: frozenset[str] = frozenset()
     """Frozen parameters whose residuals another plan keeps."""
@@ -85,7 +84,6 @@ class CompiledModel:
 
     @property
     def members(self) -> Members:
-        """Ranks that average their gradients."""
         assert self.site.ranks.members is not None, "a rank that is alone has no compiled model"
         return self.site.ranks.members
 
@@ -105,7 +103,6 @@ class CompiledModel:
 
     @property
     def is_alive(self) -> bool:
-        """True if any parameter still exists."""
         return any(parameter() is not None for parameter in self.parameters.values())
 
     def fail(self, error: BaseException) -> None:
@@ -119,7 +116,6 @@ class CompiledModel:
 
     @property
     def trained_ids(self) -> set[int]:
-        """Ids of the averaged parameters."""
         return {id(parameter) for reference in self.parameters.values() if (parameter := reference()) is not None}
 
     def take_over(self, other: CompiledModel) -> None:
@@ -274,7 +270,7 @@ _SAMPLED_PASSES = VerifiedSteps.parse(SAMPLED)
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
-    """Return the output index of each parameter's averaged gradient."""
+    """Return the output index of each averaged gradient."""
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
     given = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]

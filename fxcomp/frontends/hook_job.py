@@ -3,9 +3,8 @@
     pass 0 ... 5     no plan: each bucket is averaged when it arrives, and timed
     from then on     the plan's emitted step, which receives each bucket when it arrives
 
-After one pass, or two with `static_graph=True`, DDP rebuilds its buckets in the order in which gradients become ready.
-A plan's state is keyed by parameter name, not by bucket. A pass whose buckets are not known in advance is gathered, and
-runs after its last bucket.
+DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. A pass whose buckets are
+not known in advance is gathered, and runs after its last bucket.
 
 The emitted step runs inside the hook, in the backward thread, and ends with the last bucket. Therefore exceptions
 propagate unchanged from `backward()`.
@@ -37,7 +36,7 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes in which DDP may rebuild its buckets; the last of them with static_graph=True (measured, torch 2.13)."""
+"""Passes until DDP's buckets are final: rebuilt after one, or two with static_graph=True (measured, torch 2.13)."""
 
 
 def delivered(buffer: Tensor) -> Future:
@@ -53,7 +52,7 @@ def _pending(buffer: Tensor) -> Future:
 
 @dataclass(slots=True)
 class Arrived:
-    """Arrived buckets of the current backward pass."""
+    """Arrived buckets of the current pass."""
 
     parameters: set[int] = field(default_factory=set[int])
     """By id."""
@@ -64,7 +63,7 @@ class Arrived:
     """Pending means by bucket number."""
 
     def deliver(self) -> None:
-        """Complete DDP's futures with the averaged buffers."""
+        """Return the averaged buffers to DDP."""
         for number, mean in self.sparse.items():
             self.buffers[number] = mean.finish()
         for future, buffer in zip(self.futures, self.buffers, strict=True):
@@ -78,7 +77,7 @@ CLOSED = (
 
 
 class HookJob(BackwardPasses):
-    """Plan, error-feedback state and current backward pass of one model."""
+    """Plan, error-feedback state and current pass of one model."""
 
     def __init__(self, start: Start, wrapped: Wrapped, given: Given = None):
         super().__init__("ddp_hook", start, CLOSED, given)
@@ -90,7 +89,6 @@ class HookJob(BackwardPasses):
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
         """By the ids of their parameters."""
         self._layout: Layout = ()
-        """Buckets of the last pass."""
         self._arrived = Arrived()
         self._gathers = False
         """True if the pass runs after its last bucket."""
@@ -115,7 +113,7 @@ class HookJob(BackwardPasses):
         """Take the next bucket of a backward pass: a flat buffer with the gradients of these parameters.
 
         The pass also ends when all parameters have arrived: in a static graph's first pass with several buckets, torch
-        marks none as the last, and all have index 0.
+        marks none as the last.
         """
         with self.stops_on_errors():
             if self.is_timed:

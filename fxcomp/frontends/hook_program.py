@@ -60,7 +60,7 @@ class DdpBucket:
 
     @property
     def starts(self) -> dict[str, int]:
-        """Offset of each parameter in the buffer, in elements."""
+        """Offset of each parameter, in elements."""
         return dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
 
     def with_views(self, flat: Tensor) -> list[Tensor]:
@@ -69,7 +69,6 @@ class DdpBucket:
         return [flat, *(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))]
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return a view of each gradient."""
         return dict(zip(self.names, self.with_views(flat)[1:], strict=True))
 
 
@@ -196,19 +195,17 @@ class HookProgram:
         return cls(layout, module, source, timeline, tuple(runs), lent, residuals, states)
 
     def arguments(self, state: GradientState) -> Sequence[Any]:
-        """Return the inputs of the step."""
         residuals = [state.residuals.of(self.first + k, slot) for k, slot in self.residuals]
         states = [state.compressor_states.of(self.first + k, slot) for k, slot in self.states]
         return arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
 
     def lend(self, number: int, buffer: Tensor, runtime: Runtime) -> None:
-        """Let lines write into an arrived DDP buffer."""
+        """Let lines write into an arrived buffer."""
         for name, run in self.lent:
             if run.ddp_bucket == number:
                 runtime.buffers.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])
 
     def hand_back(self, means: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy means into DDP's buffers, unless they are already there."""
         for run in self.runs:
             there = buffers[run.ddp_bucket][run.ddp_start : run.ddp_start + run.length]
             mean = means[run.bucket][run.start : run.start + run.length]
@@ -231,8 +228,8 @@ def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
 def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
     """Make the graph return the flat mean of each bucket, also in a skipped step.
 
-    Send a bucket directly from the DDP buffer that contains it. Return the lines that may write the mean there, because
-    nothing else reads the bucket.
+    A bucket inside one DDP buffer is sent from there. Return the lines that may write the mean there, because nothing
+    else reads the bucket.
     """
     means: dict[int, Node] = {}
     for node in gm.graph.nodes:

@@ -49,8 +49,6 @@ CLOSED = (
 
 @dataclass(slots=True)
 class _ScatterPass:
-    """Arrived gradients of the current backward pass."""
-
     order: list[int] = field(default_factory=list[int])
     """Module numbers."""
     before: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -64,20 +62,20 @@ class _ScatterPass:
 
 
 class ScatterJob(BackwardPasses):
-    """Plan, error-feedback state and current backward pass of one model."""
+    """Plan, error-feedback state and current pass of one model."""
 
     def __init__(self, start: Start, modules: Sequence[ScatteredModule]) -> None:
         super().__init__("compress_reduce_scatter", start, CLOSED)
         self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
         self._programs: dict[int, dict[int, HookProgram]] = {}
-        """Programs of the compressed modules, by plan number."""
+        """By plan number and module."""
         self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
         self._priced: tuple[Decision, tuple[tuple[ModuleTime, ...], Timeline]] | None = None
 
     def install(self) -> None:
-        """Replace fully_shard's own collective."""
+        """Replace fully_shard's collective."""
         for number, module in enumerate(self.modules):
             module.module.scatter_by(_ModuleScatter(self, number, self._dense[number]))
 
@@ -89,7 +87,7 @@ class ScatterJob(BackwardPasses):
     # A pass
 
     def arrive(self, number: int) -> None:
-        """Record that backward has computed a module's gradients."""
+        """Record that a module's gradients exist."""
         if not self._pass.order:
             self.enter()
             compat.at_end_of_backward(self._end)
@@ -240,7 +238,6 @@ class ScatterJob(BackwardPasses):
 
     @property
     def source(self) -> str:
-        """Emitted steps of the compressed modules."""
         return "\n\n".join(each.source for each in self._now.values())
 
     @property

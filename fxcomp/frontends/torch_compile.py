@@ -3,8 +3,8 @@
     forward graph   ─────────────────────────────────────────────────────────► eager or Inductor
     backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward with averaged gradients
 
-The plan overlaps collectives with the backward pass alone. Compute is priced by the machine's roofline, because a
-backward graph cannot be timed before activations exist.
+Collectives overlap with the backward pass alone. Compute is priced by the machine's roofline, because a backward graph
+cannot be timed before activations exist.
 
 - All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. A
   parameter that is reached outside the graph raises when its gradient arrives.
@@ -13,9 +13,8 @@ backward graph cannot be timed before activations exist.
 - Each set of trained parameters has its own plan. All ranks freeze or thaw parameters at the same call. Residuals are
   carried over.
 - Each backward pass averages its gradients, unless its forward pass ran under `fxcomp.no_sync(model)`.
-- Collectives of the model are kept. A gradient that one of them reduces is not reduced again.
+- A gradient that one of the model's own collectives reduces is not reduced again.
 - Buffers are shared at the start only, unlike in DDP.
-- `compiled_model(model).state_dict()` and `.load_state_dict(state)` save and restore residuals and compressor states.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ def compile_model(
 ) -> nn.Module:
     """Compile a model with torch.compile for data-parallel training, and check that every gradient is averaged.
 
-    Call the returned module in place of `model`; the loop and the optimizer do not change. All ranks start from rank
-    0's parameters and buffers. `compress` is the argument of compile_step, without its settings for the optimizer.
-    `options` are those of the backend: `cluster`, `costs`, `process_group`, `ignore` and `inductor`. `fullgraph` and
-    `dynamic` are passed to torch.compile.
+    Call the returned module in place of `model`. All ranks start from rank 0's parameters and buffers. `compress` is as
+    in compile_step, without its settings for the optimizer. `options` of the backend are `cluster`, `costs`,
+    `process_group`, `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
 
     If torch runs the model eagerly, a gradient raises CaptureFailed (or the backend's error that torch suppressed)
     before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model and parameters that are

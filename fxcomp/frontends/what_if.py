@@ -75,7 +75,6 @@ class WhatIf:
     """Assumptions and options of a prediction."""
 
     compress: Compress = BALANCED
-    """A plan in it replaces the chosen one."""
     errors: ErrorTable = ASSUMED
     step_ms: float | None = None
     """Step time without communication."""
@@ -100,12 +99,10 @@ class WhatIf:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """Compressors that need a price."""
         return (*self.compress.offered, *_compressors_of(self.compress.plan))
 
     @property
     def terms(self) -> Terms:
-        """Limits of plans, independent of the optimizer."""
         return Terms.of(self.compress, table=self.errors)
 
 
@@ -115,11 +112,11 @@ ANYTHING = WhatIf()
 def what_if(
     job: Job, cluster: Cluster, question: WhatIf = ANYTHING, tell: Callable[[str], None] = lambda _: None
 ) -> Explanation:
-    """Predict the step of a job; `tell` receives progress messages.
+    """Predict the step of a job, with progress messages to `tell`.
 
     Compute is measured on this machine. If a device is named or the costs come from another machine, it follows from
-    operation counts and a roofline instead. The job's model and optimizer are unchanged, except for fresh optimizer
-    state. Raises BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
+    operation counts and a roofline. The job's model and optimizer are unchanged, except for fresh optimizer state.
+    Raises BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
     """
     question.check()
     with imagining(question.device):
@@ -208,7 +205,6 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
 
 
 def options_of(job: Job, compress: Compress) -> StepOptions:
-    """Return the compile options that a job specifies. Raises BadOption."""
     return StepOptions(
         compress=compress, max_grad_norm=job.max_grad_norm, max_grad_value=job.max_grad_value, scaler=job.scaler
     )
@@ -271,7 +267,7 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
 
 
 def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
-    """Capture a job's step for this machine, or retarget it to an accelerator."""
+    """Capture a job's step here, or retarget it to an accelerator."""
     clipped, scaler = (job.max_grad_norm, job.max_grad_value), options_of(job, BALANCED).scaler
     training = Training.of(job.model, job.loss_fn, job.optimizer, *clipped, scaler=scaler)
     with imagining(device):
