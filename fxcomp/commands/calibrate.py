@@ -165,7 +165,6 @@ def _finish(arguments: argparse.Namespace, table: CostTable, notes: Sequence[str
 
 
 def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[int]]:
-    """Return the compressors to time, and the thread counts. Raises BadOption."""
     threads = arguments.threads or ()
     if any(not 1 <= count <= MOST_THREADS for count in threads):
         raise BadOption(f"--threads are numbers of threads, 1 to {MOST_THREADS:,}")

@@ -71,7 +71,6 @@ def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
 
 
 def job_files(arguments: argparse.Namespace) -> list[str]:
-    """Return the input files of these options."""
     job, _ = file_and_function(arguments.job)
     cluster, compress = arguments.cluster or "", arguments.compress or ""
     return [job, *([cluster] if cluster.endswith(".toml") else []), *([compress] if is_path(compress) else [])]

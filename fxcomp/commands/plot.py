@@ -72,7 +72,6 @@ def _metrics(named: str | None) -> Sequence[str]:
 
 
 def _read(path: str, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read a run, and add a note for each missing metric."""
     run = read_run(path, name, metrics or list(METRICS))
     absent = [f"{path}: no line has {metric!r}" for metric in metrics if metric not in run.series]
     return replace(run, notes=[*run.notes, *absent])

@@ -100,7 +100,7 @@ class BackwardPasses(ABC):
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
-        """Between the ends of planned passes."""
+        """Times between the ends of planned passes."""
         self.schedule = Schedule(Calendar(), self.times, self.site, self._take_turn, self._settle)
         self._ended: Any = None
 
@@ -205,7 +205,7 @@ class BackwardPasses(ABC):
 
     @contextmanager
     def stops_on_errors(self) -> Generator[None]:
-        """Disable autograd and autocast. An exception stops the pass."""
+        """Run a part of a pass without autograd and autocast. An exception stops the pass."""
         with torch.no_grad(), compat.without_autocast():
             try:
                 yield
@@ -286,7 +286,7 @@ class BackwardPasses(ABC):
         if follower is None:
             return {}
         under = follower.lasting
-        plan = under.decision.plan  # not a racing candidate: loading follows this plan
+        plan = under.decision.plan  # plan from before the race: it is followed after loading
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:

@@ -54,9 +54,10 @@ def compile_step(
 
     `model` is not wrapped; of a `torch.compile` wrapper, the inner module is used. `optimizer` is one optimizer or a
     list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`. A batch is any tree of tensors;
-    `example_batch` is used for capture. With a `WeightedLoss(sum, count)`, the mean is taken over the counts of all
-    ranks. The returned step takes a batch, updates model and optimizer in place, and returns the result of `loss_fn`.
-    Gradients are averaged as in DistributedDataParallel. Parameters, buffers and optimizer state start from rank 0's.
+    `example_batch` is used for capture. A `WeightedLoss(sum, count)` is averaged as the sum over all ranks divided by
+    the count over all ranks. The returned step takes a batch, updates model and optimizer in place, and returns the
+    result of `loss_fn`. Gradients are averaged as in DistributedDataParallel. Parameters, buffers and optimizer state
+    start from rank 0's.
 
     `compress` selects the compression: a mode that bounds the error (`lossless`, `balanced`, `aggressive`, `lossy`); a
     plan (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a strategy's text, the path of a saved
@@ -70,16 +71,16 @@ def compile_step(
 
     `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` clips each element. `accumulate`
     is the number of micro-batches of a step, one per call. Their gradients are summed in fp32, and only the last call
-    communicates and updates; `step(batch, last=True)` ends a shorter group. The loss remains the mean over its
-    micro-batch. `scaler` is the GradScaler of an fp16 loop. The step scales the loss, unscales gradients while it packs
-    them, and is skipped on all ranks if any gradient is not finite, with residuals unchanged. The loop calls
-    `scaler.update()`, but not `scale`, `unscale_` and `step`.
+    communicates and updates; `step(batch, last=True)` ends a shorter group. The loss is the mean over its micro-batch.
+    `scaler` is the GradScaler of an fp16 loop. The step scales the loss and unscales gradients; on a non-finite
+    gradient, all ranks skip it and keep their residuals. The loop calls `scaler.update()`, but not `scale`, `unscale_`
+    and `step`.
 
     `skip_nonfinite` skips a step on all ranks if any gradient is not finite: parameters and optimizer state do not
     change, residuals change by at most one rounding, and updates wait for the last bucket. With
     `find_unused_parameters`, the loss may leave out parameters, different ones on each rank. A parameter that no rank
-    uses keeps its value, optimizer state and residual. `checks` selects checks of results against eager PyTorch, of
-    plans against each other, and of costs against their prediction.
+    uses keeps its value, optimizer state and residual. `checks` selects checks of results, plans and costs in the
+    running step.
 
     Raises subclasses of FxcompError. A failure on one rank raises on all ranks.
     """

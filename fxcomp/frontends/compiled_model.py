@@ -66,7 +66,7 @@ class CompiledModel:
     """Location of Dynamo's graph break."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Without the model. If none was given, their identity distinguishes calls of torch.compile."""
+    """Given options without the model. Without a model, their identity distinguishes calls of torch.compile."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
@@ -111,7 +111,6 @@ class CompiledModel:
 
     @property
     def next_meeting(self) -> str:
-        """Name of the next meeting, which plans for another set of trained parameters."""
         return f"planning for parameters frozen or thawed since {self.site.ranks.name}"
 
     @property

@@ -5,7 +5,7 @@
     fully_shard(model)
     scatter = fxcomp.compress_reduce_scatter(model, compress="balanced")
 
-Parameters are gathered dense.
+fully_shard still gathers parameters, dense.
 """
 
 from __future__ import annotations

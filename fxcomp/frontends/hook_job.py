@@ -55,7 +55,7 @@ class Arrived:
     """Arrived buckets of the current pass."""
 
     parameters: set[int] = field(default_factory=set[int])
-    """By id."""
+    """Ids of arrived parameters."""
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])
     futures: list[Future] = field(default_factory=list[Future])
@@ -83,11 +83,11 @@ class HookJob(BackwardPasses):
         super().__init__("ddp_hook", start, CLOSED, given)
         self._wrapped = wrapped
         self._programs: dict[tuple[int, Layout], HookProgram] = {}
-        """By plan number and layout."""
+        """Programs by plan number and layout."""
         self._program: HookProgram | None = None
         """Program of the current or next pass."""
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
-        """By the ids of their parameters."""
+        """Known buckets, by parameter ids."""
         self._layout: Layout = ()
         self._arrived = Arrived()
         self._gathers = False

@@ -106,7 +106,7 @@ class Wrapped:
 
 
 def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) -> GraphModule:
-    """Build the graph of a backward pass with `compute_us` before each bucket."""
+    """Build the graph of a backward pass with `compute_us` µs of compute before each bucket."""
     mode, _ = compat.fake_mode()
     graph = Graph()
     made: list[Node] = []
@@ -123,7 +123,6 @@ def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) 
 
 
 def _handed_out(graph: Graph, gradient: Node) -> Node:
-    """Add a placeholder for the user's update."""
     label = NodeInfo(Role.UPDATE, info(gradient).parameter)
     return call(graph, torch.ops.aten.clone.default, (gradient,), label, value=gradient.meta["val"])
 
@@ -200,7 +199,6 @@ class HookProgram:
         return arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
 
     def lend(self, number: int, buffer: Tensor, runtime: Runtime) -> None:
-        """Let lines write into an arrived buffer."""
         for name, run in self.lent:
             if run.ddp_bucket == number:
                 runtime.buffers.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])

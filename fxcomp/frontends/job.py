@@ -40,7 +40,7 @@ class Job:
 
     @property
     def bare(self) -> Job:
-        """Job without data-parallel wrappers and torch.compile around the model; the loss receives the wrapped model."""
+        """Job with an unwrapped model. Its loss still gets the wrapped model."""
 
         def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
             return self.loss_fn(self.model, batch)

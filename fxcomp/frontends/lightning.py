@@ -2,7 +2,7 @@
 
     trainer = Trainer(strategy=FxcompStrategy(compress="balanced"))
 
-Not imported by `import fxcomp`, because Lightning is optional.
+Lightning is optional, so `import fxcomp` does not import this module.
 """
 
 # Lightning is not installed where types are checked
@@ -65,7 +65,7 @@ class FxcompStrategy(_DDPStrategy):
     hook: DdpHook | None = None
     """Hook of the current or last training."""
     _trained: Any = None
-    """Its module."""
+    """Module of that training."""
     _begins_at: tuple[str, int | None] | None = None
     """Path and step of the checkpoint that training resumes from."""
 

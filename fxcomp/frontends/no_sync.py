@@ -46,14 +46,14 @@ def no_sync(model: nn.Module) -> Generator[None]:
 
 @dataclass(slots=True)
 class Averaging:
-    """Decides which backward passes of one model average, for all its graphs."""
+    """State that decides which backward passes of one model average, shared by its graphs."""
 
     _is_open: bool = False
     """True if a forward pass has run outside `no_sync` since the last averaging."""
     _outside: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
-    """Nodes of outside forward passes that may still run backward."""
+    """Autograd nodes of outside forward passes that may still run backward."""
     _local_in: int | None = None
-    """Current backward() call that runs an inside node."""
+    """Current backward() call that runs a node of an inside forward pass."""
     _decided: tuple[int | None, bool] = (None, True)
     """Latest backward() call, and its decision."""
 

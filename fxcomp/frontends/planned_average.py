@@ -22,7 +22,7 @@ class PlannedAverage:
         self._job = job
         """None before a hook's first backward pass."""
         self._given: Given = None
-        """Loaded before that pass."""
+        """State that was loaded before that pass."""
 
     # Looking
 

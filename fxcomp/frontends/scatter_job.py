@@ -69,7 +69,7 @@ class ScatterJob(BackwardPasses):
         self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
         self._programs: dict[int, dict[int, HookProgram]] = {}
-        """By plan number and module."""
+        """Programs by plan number, then by module number."""
         self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
         self._priced: tuple[Decision, tuple[tuple[ModuleTime, ...], Timeline]] | None = None
@@ -172,7 +172,7 @@ class ScatterJob(BackwardPasses):
         flag, state = now.not_finite, self.planned.state
         assert flag is not None, "a part has come"
         self.site.transport.all_reduce(flag, "world", "main", "max").wait()
-        if not now.delivered and flag.device.type != "cpu":  # without synchronizing the host
+        if not now.delivered and flag.device.type != "cpu":  # selected on the device, without synchronizing the host
             for number, before in now.before.items():
                 kept = state.residuals.of(number)
                 torch.where(flag.bool(), before, kept, out=kept)

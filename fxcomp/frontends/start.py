@@ -40,15 +40,15 @@ def ends_whole(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelHere:
-    """Model on this rank, as found by a frontend."""
+    """Model on this rank."""
 
     shapes: Shapes
     """Shapes of the parameters, or of this rank's shards."""
     device: torch.device
     facts: Mapping[str, Any]
-    """Equal on all ranks, like the options."""
+    """Facts that must be equal on all ranks, like the options."""
     shared: Iterable[Tensor] = ()
-    """Taken from rank 0."""
+    """Tensors that all ranks take from rank 0."""
     trained: Collection[str] | None = None
     """Parameters that get a gradient; None for all."""
     beside: Any = None

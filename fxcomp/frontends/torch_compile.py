@@ -366,7 +366,6 @@ def _graph_parameters(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[
 
 
 def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParameters, chosen: Options) -> GraphModule:
-    """Label the first graph, and check the model against it."""
     labelled = label_backward(graph, names, Members.of(chosen.step.process_group))
     reduced = {id(found.parameters[name]) for name in gradients(labelled)}
     devices = {str(found.parameters[name].device): name for name in gradients(labelled)}

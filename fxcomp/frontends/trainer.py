@@ -2,8 +2,8 @@
 
     trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
 
-Training logs include the hook's metrics, as `fxcomp/sent_mb`. Not imported by `import fxcomp`, because transformers is
-optional.
+Training logs include the hook's metrics, as `fxcomp/sent_mb`. transformers is optional, so `import fxcomp` does not
+import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILE = "fxcomp-rank{rank}.safetensors"
 
 
 class FxcompCallback(transformers.TrainerCallback):
-    """Register a hook with the model that the trainer wraps. One process has no wrapped model.
+    """Callback that registers a hook with the model in the trainer's wrapper. One process has no wrapper.
 
     `trainer` is the owner of the callback; its `train` is patched to record the resumed checkpoint. `compress`,
     `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is the trainer's.
@@ -122,13 +122,12 @@ class FxcompCallback(transformers.TrainerCallback):
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Write this rank's tensors into the new checkpoint."""
         folder, saved = _folder(args, state), self.hook.checkpoint() if self.hook is not None else {}
         if saved:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(saved, folder / FILE.format(rank=dist.get_rank()))
         ranks = dist.get_world_size() if saved else 0
-        if not saved or dist.get_rank() == 0:  # with more ranks, under the same name
+        if not saved or dist.get_rank() == 0:  # remove files of an earlier job with more ranks
             for stale in (each for each in _files(folder) if _rank(each) >= ranks):
                 stale.unlink(missing_ok=True)
 

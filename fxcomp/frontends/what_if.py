@@ -67,7 +67,7 @@ MEASURING_US, MOST_REPEATS = 200_000.0, 5
 
 
 SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
-"""Bounds of a given step time (assumed)."""
+"""Bounds of a user-specified step time (assumed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
-    """Return the break-even bandwidth. Reuse the choice only if its links were the same."""
+    """Return the break-even bandwidth. Reuse the choice if no measured collectives priced it."""
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, terms, choice=None if costs.collectives else choice)

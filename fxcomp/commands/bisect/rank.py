@@ -43,7 +43,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.document import count
 
 _MARK = "@bisect "
-"""Marks lines for the parent."""
+"""Prefix of lines for the parent process."""
 
 _FOUND = "found"
 """File of rank 0's result, next to the request."""
@@ -152,7 +152,6 @@ def search_on_ranks(trainings: Trainings) -> SearchFindings:
 
 
 def _tell_length(trainings: Trainings, training_s: float) -> None:
-    """Print the maximum duration of the search, after the first training."""
     one, more = most_trainings(len(trainings.names), trainings.seeds)
     minutes = count(max(1, round(one * training_s / 60)), "minute")
     status_line.clear()

@@ -162,7 +162,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Setting that keeps them dense; empty if none is needed or can express it."""
+        """Setting that keeps them dense. Empty if none is needed, or if no setting can express it."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None
@@ -183,7 +183,6 @@ def headline(result: Result) -> str:
 
 
 def _verdict(result: Result) -> tuple[str, str]:
-    """Return the verdict as a word and as a sentence."""
     found, trials = result.found, f"{count(result.seeds, 'seed')} of {count(result.steps, 'step')}"
     if not found.trainings:
         return "dense", "The plan compresses nothing, so there is nothing to search."

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fxcomp.errors import BadOption
 
 Train = Callable[[Collection[str], int], float]
-"""Trains from a seed with only these tensors compressed, and returns the final loss."""
+"""Function that trains from a seed with only these tensors compressed, and returns the final loss."""
 
 LEAST = 1e-4
 """Smallest cost: summation order causes as much."""

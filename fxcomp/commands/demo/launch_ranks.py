@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fxcomp.commands.demo.shaped_hosts import INTERFACE, ShapedHosts
 from fxcomp.errors import PeerFailed
 
-_PORT = 29511  # always free in an own namespace
+_PORT = 29511  # free, because the namespace is new
 _TAIL = 40  # lines of a failed rank's error output
 _END_S = 2.0
 

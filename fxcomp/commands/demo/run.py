@@ -39,7 +39,7 @@ LOOPBACK = "loopback"
 STEPS = 30
 BUDGET_S = 110  # no round begins later, unless steps are given
 MOST_STEPS = 1_000_000  # some days (assumed)
-MARK = "@demo "  # marks lines for this process
+MARK = "@demo "  # prefix of lines for this process
 _TIMEOUT_S = 3600.0  # unless steps are given
 _LINES_EVERY_S, _OVERWRITTEN_EVERY_S = 4.0, 0.5
 
@@ -150,7 +150,6 @@ LABELS = {
     FXCOMP: "fxcomp",
     FREE: "no network",
 }
-"""Contestants in display order."""
 
 BLOCK_STEPS = 2  # of one contestant per turn
 _RESAMPLES = 1000
@@ -196,7 +195,7 @@ def speedup(mine: Contestant, theirs: Contestant) -> tuple[float, float, float]:
 WIDTH = 110  # columns of the widest chart
 _BAR = 36  # characters, for the longest step
 _LEAST_BAR = 8
-_FEW_STEPS = 8  # for a comparison
+_FEW_STEPS = 8  # minimum for a comparison
 _GAP = "  "
 _LEAST_COST = 0.03  # of DDP's step; below it, there is nothing to recover
 
