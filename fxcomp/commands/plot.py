@@ -78,6 +78,6 @@ def _read(path: str, name: str, metrics: Sequence[str]) -> LoggedRun:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return labels: file names, or paths where names repeat."""
+    """Return file names, or paths where names repeat."""
     stems = [Path(path).stem for path in paths]
     return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]

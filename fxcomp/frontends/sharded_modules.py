@@ -80,7 +80,7 @@ class ScatteredModule:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all parts, including padding."""
+        """Elements of all parts, including padding."""
         return self.ranks * self.module.elements
 
     @property
