@@ -1,1 +1,1 @@
-"""Run the command line: one file a command."""
+"""Commands of `fxcomp`, one per file."""

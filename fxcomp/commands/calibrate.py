@@ -1,6 +1,6 @@
-"""`fxcomp calibrate`: make a table of costs by measuring; show or merge tables.
+"""`fxcomp calibrate`: measure costs into a table; show or merge tables.
 
-Under a launcher such as torchrun all ranks take part, joined as the environment's variables say.
+Under a launcher such as torchrun, all ranks take part.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ _CURE = (
 
 @contextmanager
 def launched_ranks() -> Generator[None]:
-    """Form the process group of the launcher's ranks; without a launcher do nothing.
-
-    Raises BadOption for an environment that no launcher makes, and if the ranks do not meet.
-    """
+    """Form the process group of the launcher's ranks, if there is a launcher. Raises BadOption."""
     local_rank = _local_rank()
     if local_rank is None:
         yield
@@ -59,7 +56,7 @@ def launched_ranks() -> Generator[None]:
 
 
 def _local_rank() -> int | None:
-    """Read this rank's number on its host; None without a launcher. Raises BadOption naming the variables at fault."""
+    """Return the local rank; None without a launcher. Raises BadOption."""
     values = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     said = " and ".join(f"{name}={values[name]}" for name in ("RANK", "WORLD_SIZE") if name in values)
     if not said:
@@ -100,7 +97,7 @@ EXAMPLES = """\
 """
 
 MOST_THREADS = 1024
-"""No process computes with more (assumed): torch would start as many as it is told, until the system refuses."""
+"""Limit (assumed): torch starts any number until the system refuses."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +110,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure or read a table, save it and print it."""
     if not arguments.show:
         return _measure(arguments)
     if arguments.compressors or arguments.threads:
@@ -123,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    """Measure on all of the launcher's ranks. Rank 0 alone reads, writes and prints; all end with its status."""
+    """Measure on all ranks. Rank 0 alone reads, writes and prints."""
     with launched_ranks():
         ranks = Ranks.join(None, "calibrate")
         known: list[CostTable | None] = []
@@ -132,7 +128,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             try:
                 _wanted(arguments)
                 known.append(_checked_files(arguments))
-                if known[0] is not None:  # refuse another machine's table before anything is measured
+                if known[0] is not None:  # refuse another machine's table before measuring
                     merge(known[0], CostTable(hardware=hardware(device_here())))
             except BadOption as error:
                 return str(error)
@@ -142,18 +138,17 @@ def _measure(arguments: argparse.Namespace) -> int:
         is_first = ranks.rank == 0
         if told is not None:
             if ranks.world_size > 1:
-                # The store may be rank 0's, which must not end before the others have read it.
+                # The store may belong to rank 0, which must outlive all reads.
                 dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
             if is_first:
                 raise BadOption(told)
-            return 2  # told once, by rank 0
+            return 2  # rank 0 prints the error
         compressors, threads = ranks.attempt("reading options", lambda: _wanted(arguments))
         found = survey(compressors, threads=threads, tell=_tell if is_first else lambda _: None)
     return _finish(arguments, found.table, found.notes, known[0]) if is_first else 0
 
 
 def _finish(arguments: argparse.Namespace, table: CostTable, notes: Sequence[str], known: CostTable | None) -> int:
-    """Add what the known table says, save and print."""
     if known is not None:
         merged = merge(known, table)
         table, notes = merged.table, (*notes, *(f"Contradiction: {conflict}" for conflict in merged.conflicts))
@@ -170,7 +165,6 @@ def _finish(arguments: argparse.Namespace, table: CostTable, notes: Sequence[str
 
 
 def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[int]]:
-    """Read which compressors to time, and with how many threads. Raises BadOption."""
     threads = arguments.threads or ()
     if any(not 1 <= count <= MOST_THREADS for count in threads):
         raise BadOption(f"--threads are numbers of threads, 1 to {MOST_THREADS:,}")
@@ -186,7 +180,7 @@ def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[i
 
 
 def _checked_files(arguments: argparse.Namespace) -> CostTable | None:
-    """Read the table to merge with, if any. Raises BadOption if it cannot be read, or the output cannot be written."""
+    """Read the table to merge with. Raises BadOption, also for an unwritable output."""
     known, path = CostTable.read(arguments.merge) if arguments.merge else None, arguments.output
     folder = os.path.dirname(os.path.abspath(path)) if path else None
     if folder and not os.path.isdir(folder):

@@ -1,4 +1,4 @@
-"""`fxcomp diff a.json b.json`: say in words and numbers what two plans do differently."""
+"""`fxcomp diff a.json b.json`: print the differences between two plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the differences; 0 if there is none, 1 if there are some, as diff does it."""
+    """Print the differences. Return 0 if there are none, else 1."""
     diff = diff_plans(_read(arguments.before), _read(arguments.after))
     if arguments.json:
         print(json.dumps(diff.to_json(), indent=1))

@@ -1,4 +1,4 @@
-"""`fxcomp dump`: print a job's graph after any pass, or the code that would run."""
+"""`fxcomp dump`: print a job's graph after any pass, or the emitted step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @gc_paused()
 def run(arguments: argparse.Namespace) -> int:
-    """Print the graph or the emitted step."""
     cluster, _ = chosen_cluster(arguments)
     with imagining(arguments.device):
         job = load_job(arguments.job)

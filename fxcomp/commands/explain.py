@@ -1,4 +1,4 @@
-"""`fxcomp explain`: predict a job's step on a cluster, and say whether to compress."""
+"""`fxcomp explain`: predict a job's step on a cluster, and recommend compression or dense."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @gc_paused()
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report, and save what is asked for."""
     written = {"--save-plan": arguments.save_plan, "--html": arguments.html, "--trace": arguments.trace}
     check_outputs(written, (*job_files(arguments), arguments.costs, arguments.errors))
     if arguments.html:
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
-    """Count by what was measured, if it was."""
+    """Use measured errors, if there are any."""
     if not errors.is_measured:
         return compress
     if compress.plan is not None:

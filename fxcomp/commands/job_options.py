@@ -1,4 +1,4 @@
-"""Options of the commands that ask about a job on a cluster."""
+"""Options of the commands that take a job and a cluster."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxcomp.plan.compress import Compress
 from fxcomp.plan.given import is_path
 from fxcomp.plan.pins import parse_pins
 
-CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"  # defaults
+CLUSTER, INTER, INTRA = "2x1", "10gbit", "100gbit"
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the job, the cluster, the plan, and the job's length."""
+    """Add options for job, cluster, plan and job length."""
     add_plan_options(parser)
     parser.add_argument(
         "--steps",
@@ -32,7 +32,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add the job, the cluster and the plan."""
+    """Add options for job, cluster and plan."""
     parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
     parser.add_argument(
         "--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 or 4+4+2, or a .toml (default: {CLUSTER})"
@@ -63,7 +63,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
-    """Read how gradients are to travel: as the job says where the command line does not."""
+    """Return the compression options, by default the job's."""
     compress = Compress.of(job.compress) if arguments.compress is None else Compress.parse(arguments.compress)
     changes: dict[str, Any] = {"pins": parse_pins(arguments.pin), "at": arguments.at, "steps": arguments.job_steps}
     given = {name: value for name, value in changes.items() if value not in (None, {})}
@@ -71,20 +71,19 @@ def asked_compress(arguments: argparse.Namespace, job: Job) -> Compress:
 
 
 def job_files(arguments: argparse.Namespace) -> list[str]:
-    """List the files that these options name: the job, a cluster, a plan."""
     job, _ = file_and_function(arguments.job)
     cluster, compress = arguments.cluster or "", arguments.compress or ""
     return [job, *([cluster] if cluster.endswith(".toml") else []), *([compress] if is_path(compress) else [])]
 
 
 def names_links(arguments: argparse.Namespace) -> bool:
-    """The user named links, by option, in the cluster's text or in a file."""
+    """Return True if the user specified links."""
     cluster = arguments.cluster or ""
     return bool(arguments.inter or arguments.intra or cluster.endswith(".toml") or "," in cluster)
 
 
 def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None) -> tuple[Cluster, tuple[str, ...]]:
-    """Make the cluster, and a note that names the assumptions. Measured links replace default ones."""
+    """Return the cluster, and a note on assumptions. Measured links replace defaults."""
     text = arguments.cluster or CLUSTER
     inter = Link.parse(arguments.inter) if arguments.inter else None
     intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None

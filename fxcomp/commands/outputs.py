@@ -1,4 +1,4 @@
-"""Files that commands write: none that they read, none twice, and a page only in the place of a page."""
+"""Checks of output files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxcomp.plan.plan import Plan
 
 
 def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None]) -> None:
-    """Raise BadOption where a file to write, by its option, is one to read, or another one to write."""
+    """Raise BadOption if an output file is also read, or written twice."""
     known = {path: "which is read" for path in map(_file, read) if path is not None}
     for option, text in written.items():
         path = _file(text)
@@ -23,7 +23,7 @@ def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None])
 
 
 def check_page(option: str, text: str) -> None:
-    """Raise BadOption where a page would take the place of another kind of file."""
+    """Raise BadOption if a page would overwrite a file of another kind."""
     path = Path(text)
     if not path.is_file():
         return
@@ -48,7 +48,7 @@ _PAGE = b"<!doctype html>"
 
 
 def _file(text: str | None) -> Path | None:
-    """Resolve links, so that a file has one path; None for what is not named, or no file, like a terminal."""
+    """Resolve a path; None if it is not a file, like a terminal."""
     if not text:
         return None
     path = Path(text).expanduser().resolve()

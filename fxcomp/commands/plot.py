@@ -1,4 +1,4 @@
-"""`fxcomp plot`: draw what runs have logged, over steps and over time."""
+"""`fxcomp plot`: plot logged runs over steps and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = """\
 """
 
 MOST_RUNS = 12
-"""More cannot be told apart: six colors, drawn and dashed."""
+"""Maximum of distinguishable runs: six colors, solid and dashed."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the logs and write the page."""
     paths: Sequence[str] = arguments.logs
     if len(paths) > MOST_RUNS:
         raise BadOption(f"at most {MOST_RUNS} runs can be told apart in a plot; these are {len(paths)}")
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _metrics(named: str | None) -> Sequence[str]:
-    """List the numbers that were named, each once; empty if none were."""
+    """Return the named metrics without duplicates."""
     if named is None:
         return ()
     metrics = [name for name in dict.fromkeys(map(str.strip, named.split(","))) if name]
@@ -73,13 +72,12 @@ def _metrics(named: str | None) -> Sequence[str]:
 
 
 def _read(path: str, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read a run, with a note on each named number that it lacks."""
     run = read_run(path, name, metrics or list(METRICS))
     absent = [f"{path}: no line has {metric!r}" for metric in metrics if metric not in run.series]
     return replace(run, notes=[*run.notes, *absent])
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Name runs by their files; those of one name by their paths."""
+    """Return file names, or paths where names repeat."""
     stems = [Path(path).stem for path in paths]
     return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]

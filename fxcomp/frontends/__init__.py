@@ -1,1 +1,1 @@
-"""Enter here: `compile_step`, the `torch.compile` backend, predictions without a cluster."""
+"""Entry points: `compile_step`, the `torch.compile` backend, and others."""

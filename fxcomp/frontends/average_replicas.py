@@ -1,4 +1,4 @@
-"""Average the replicas of a sharded model by a plan: HSDP whose slow link is compressed.
+"""Average the replicas of a sharded model by a plan: HSDP with a compressed slow link.
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
@@ -6,9 +6,7 @@
     fully_shard(model, mesh=mesh["shard"])
     outer = fxcomp.average_replicas(model, mesh["replicate"], compress="balanced")
 
-fully_shard gathers parameters and reduces gradients within a replica, dense. What it has reduced, a shard of each
-module's gradients, is averaged over the replicas by the hook's plans (`hook_job.py`), shard by shard. The loop, the
-optimizer and clipping stay the user's own.
+fully_shard reduces gradients within a replica, dense. Plans (`hook_job.py`) average each shard over the replicas.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import Given
 
 SHARD = "shard"
-"""The key of a saved state that says which shard it is of, and of how many."""
+"""Key of the shard's number and the number of shards in a saved state."""
 
 
 def average_replicas(
@@ -49,15 +47,15 @@ def average_replicas(
     costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> ReplicaAverage:
-    """Average the gradients of a model that is sharded over one dimension of a mesh over the other one.
+    """Average the gradients of a model over the replicas of its shards.
 
-    `model` went through `fully_shard(..., mesh=mesh["shard"])`, and `replicas` is `mesh["replicate"]` or its process
-    group: the ranks that hold the same shard. Every rank of the job calls this, with the same options, before the first
-    backward pass and when parameters have their values: all replicas then start from those of the first one. The other
-    options, `compress`, `cluster`, `costs` and `scaler`, are `ddp_hook`'s; sizes are those of shards.
+    `model` went through `fully_shard(..., mesh=mesh["shard"])`. `replicas` is `mesh["replicate"]` or its process group:
+    the ranks with the same shard. Every rank calls this with the same options, after parameters have their values and
+    before the first backward pass. All replicas start from the first one. `compress`, `cluster`, `costs` and `scaler`
+    are as in `ddp_hook`; sizes are per shard.
 
-    Raises Unsupported, also for a mesh of two dimensions, for which fully_shard has averaged, dense, before anybody
-    else can; BadOption, BadPlan, and ReplicasDiffer where replicas are not the same.
+    Raises BadOption, BadPlan, ReplicasDiffer, and Unsupported, also for a mesh of two dimensions, over which
+    fully_shard itself averages.
     """
     options = StepOptions.of_gradients(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler, process_group=replicas
@@ -66,14 +64,14 @@ def average_replicas(
         modules = ranks.attempt("looking at the model", lambda: _averaged_modules(model, options, ranks))
         beside = modules[0].shard_group
         place = beside.rank(), beside.size()
-        # For each parameter of each module, a tensor of the shape of this rank's part, without memory.
+        # A stand-in is a meta tensor with the shape of this rank's part of a parameter.
         stand_ins = [[torch.empty(shape, device="meta") for shape in module.shapes] for module in modules]
         named = list(zip(chain(*stand_ins), chain(*(module.names for module in modules)), strict=True))
         shapes = {name: tuple(stand_in.shape) for stand_in, name in named}
         facts = {"the number of this rank's shard": list(place)}
         facts |= {f"the shard of {name!r}": list(shape) for name, shape in shapes.items()}
         parts = map(compat.local_part, (*model.parameters(), *model.buffers()))
-        values = [part for part in parts if part.numel()]  # replicas start from the first one's
+        values = [part for part in parts if part.numel()]
         device = compat.local_part(modules[0].parameters[0]).device
         here = ModelHere(shapes, device, facts, values, beside=beside)
         start = Start.of("average_replicas", ranks, options, here)
@@ -86,7 +84,7 @@ def average_replicas(
 
 
 def _averaged_modules(model: nn.Module, options: StepOptions, ranks: Ranks) -> list[compat.ShardedModule]:
-    """Find the sharded modules, and check that their shards can be averaged over the replicas."""
+    """Return the sharded modules. Raises if their shards cannot be averaged."""
     modules = checked_modules(model, "average_replicas")
     for module in modules:
         _check_module(module)
@@ -127,7 +125,7 @@ def _check_all_are_sharded(model: nn.Module, modules: Sequence[compat.ShardedMod
 
 
 class ReplicaAverage(PlannedAverage):
-    """The averaging that `average_replicas` returns: the plan in force, and what it owes."""
+    """Result of `average_replicas`: the plan in force and its state."""
 
     def __init__(self, job: HookJob, feed: ShardFeed, place: tuple[int, int]):
         super().__init__(job)
@@ -135,9 +133,9 @@ class ReplicaAverage(PlannedAverage):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Keep gradients within the replica in the backward passes inside; the next one outside averages their sum.
+        """Keep gradients local to the replica inside the context. The next pass outside averages their sum.
 
-        Unlike `model.set_requires_gradient_sync(False)` it needs no memory: what is summed up is a shard.
+        Unlike with `model.set_requires_gradient_sync(False)`, the sums are shards, which need no extra memory.
         """
         before, self._feed.is_off = self._feed.is_off, True
         try:
@@ -146,13 +144,13 @@ class ReplicaAverage(PlannedAverage):
             self._feed.is_off = before
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state, with the plan and which shard it is of; before there is one it says so."""
+        """Return this rank's state, with the plan and the shard's number."""
         return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, with a state of its own shard.
+        """Restore a `state` of the same shard. Every rank calls it.
 
-        Before the first backward pass the state waits for it, and its plan is followed from there on.
+        Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """
         with self._ranks.together("comparing shards", after_a_stop=True):
             states = self._ranks.attempt("comparing shards", lambda: self._of_this_shard(state))

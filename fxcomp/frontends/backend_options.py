@@ -1,4 +1,4 @@
-"""The options of the `torch.compile` backend, checked; `torch_compile.py` says what each of them is for."""
+"""Options of the `torch.compile` backend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fxcomp.options import StepOptions
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one call of torch.compile."""
+    """Options of one call of torch.compile, documented at `torch_compile.fxcomp_backend`."""
 
     step: StepOptions
     model: nn.Module | None = None
     ignore: tuple[str, ...] = ()
     inductor: bool | None = None
-    """Inductor compiles; None where it depends on the device."""
+    """None: depends on the device."""
 
     def uses_inductor(self, inputs: Sequence[Any]) -> bool:
-        """Ask if Inductor compiles a graph with these inputs: as asked, else on devices whose regions it compiles."""
+        """Return True if Inductor compiles a graph with these inputs."""
         if self.inductor is not None:
             return self.inductor
         return any(isinstance(value, Tensor) and value.device.type in program.INDUCTOR_DEVICES for value in inputs)
@@ -42,11 +42,11 @@ OF_WHOLE_STEPS = (
     "find_unused_parameters",
     "checks",
 )
-"""Options that compile_step has beyond these."""
+"""Options that only compile_step has."""
 
 
 def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
-    """Check `options={...}`, and what else torch.compile hands on: its own `mode=`. Raises BadOption."""
+    """Check `options={...}` and other arguments of torch.compile, such as `mode=`. Raises BadOption."""
     if "mode" in unknown:
         raise BadOption(
             f"mode={unknown['mode']!r} is torch.compile's own, for other backends.\n"
@@ -101,7 +101,7 @@ def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
 
 
 def check_pins(chosen: Options, found: FoundParameters) -> None:
-    """Raise BadOption for patterns that decide nothing in the model, or in the graph where the model is not known."""
+    """Raise BadOption for patterns that match nothing in the model, or in the graph if the model is unknown."""
     if chosen.model is not None:
         chosen.step.compress.pinned.check_model(chosen.model)
     else:

@@ -1,10 +1,9 @@
-"""Follow a plan in backward passes that are somebody else's: dense at first, then by a plan that all ranks share.
+"""Average the gradients of eager backward passes: dense at first, then by a plan that all ranks share.
 
-    pass 0 ... 5     dense, while it is timed when each bucket of gradients is ready
-    then             a plan; those that may be faster take turns with it, and the fastest stays
+    pass 0 ... 5     dense; bucket ready times are measured
+    then             a plan; candidates race against it by turns, and the fastest stays
 
-A plan that was given is followed from the first pass on. What runs a pass is a class of its own: the hook
-(`hook_job.py`), and what scatters gradients (`scatter_job.py`).
+A given plan is followed from the first pass. Subclasses run a pass: `hook_job.py` and `scatter_job.py`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Passes before there is a plan: after DDP's buckets have settled, three are timed."""
+"""Passes before planning: DDP's buckets settle first, then `TIMED` passes are measured."""
 
 TIMED = 3
-"""The number of passes whose buckets are timed: the plan is chosen by when they were ready."""
+"""Number of passes whose ready times the plan uses."""
 
 _NO_SCALER = (
     "fxcomp: a GradScaler scales losses in this process, and was not handed over: when its scale changes, what"
@@ -55,7 +54,7 @@ _NO_SCALER = (
 
 
 class ReadyTimes:
-    """Times the compute before each bucket of the last passes, without what the hook itself takes."""
+    """Compute time before each bucket, without the hook's own time."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -64,21 +63,18 @@ class ReadyTimes:
         self._passes: deque[tuple[Layout, list[tuple[Any, Any]]]] = deque(maxlen=TIMED)
 
     def enter(self) -> None:
-        """A bucket has come."""
         now = self._clock.look()
         self._pass.append((now if self._last is None else self._last, now))
 
     def leave(self) -> None:
-        """Compute goes on."""
         self._last = self._clock.look()
 
     def end_pass(self, layout: Layout) -> None:
-        """Every bucket has come, and these were they."""
         self._passes.append((layout, self._pass))
         self._pass = []
 
     def medians_us(self, layout: Layout, device: torch.device) -> list[float]:
-        """The compute before each bucket; zeros where no pass had these buckets. Waits for the device."""
+        """Return the median time before each bucket, in us; zeros for an unknown layout. Synchronizes the device."""
         compat.synchronize(device)
         passes = [looks for known, looks in self._passes if known == layout]
         if not passes:
@@ -89,7 +85,7 @@ class ReadyTimes:
 
 
 class BackwardPasses(ABC):
-    """The backward passes of one model, what they follow, and what is kept of their gradients."""
+    """Plan and error-feedback state of one model."""
 
     def __init__(self, what: str, start: Start, closed: str, given: Given = None):
         self.start, self.site = start, start.site
@@ -97,60 +93,55 @@ class BackwardPasses(ABC):
         self.executor = Executor(self.site.ranks, closed)
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
-        """Those of this process."""
         self._passes_before = 0
-        """Those of the job before, where a state was loaded."""
+        """Passes of the job before this process."""
         self.follower: Follower | None = None
-        """The owner of the plan that passes follow, once there is one."""
         self._skipped = 0
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
-        """From the end of one planned pass to the end of the next."""
+        """Times between the ends of planned passes."""
         self.schedule = Schedule(Calendar(), self.times, self.site, self._take_turn, self._settle)
         self._ended: Any = None
 
     @property
     def decision(self) -> Decision | None:
-        """Return the decision that passes follow now; None before there is a plan."""
         return None if self.follower is None else self.follower.decision
 
     @property
     def planned(self) -> Follower:
-        """Return the owner of the plan that passes follow."""
         assert self.follower is not None, "there is a plan by now"
         return self.follower
 
     @property
     def is_planned(self) -> bool:
-        """There is a plan, or the next pass makes one."""
+        """True if there is a plan, or if the next pass makes one."""
         return self.follower is not None or self.start.is_planned
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or will after passes that are not counted."""
+        """True during a race and before a scheduled one."""
         return self.schedule.is_racing
 
     @property
     def is_timed(self) -> bool:
-        """The pass under way tells when buckets are ready."""
         return self.passes < DENSE_PASSES
 
     @property
     def _passes_of_job(self) -> int:
         return self._passes_before + self.passes
 
-    # What runs a pass
+    # Implemented by subclasses
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """The emitted step as Python source; empty before there is a plan."""
+        """Emitted step as Python source; empty before there is a plan."""
 
     @property
     @abstractmethod
     def timeline(self) -> Timeline | None:
-        """The predicted step; None before there is a plan."""
+        """Predicted step; None before there is a plan."""
 
     @abstractmethod
     def report(self) -> str:
@@ -158,18 +149,17 @@ class BackwardPasses(ABC):
 
     @abstractmethod
     def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
-        """Decide for buckets that arrive as a graph says; every rank calls it."""
+        """Choose a plan. Every rank calls it."""
 
     @abstractmethod
     def _prepare(self, followed: Followed, layout: Layout) -> None:
-        """Make what running a plan needs. Local."""
+        """Build the programs of a plan. Local."""
 
     @abstractmethod
     def _go_on(self) -> None:
-        """Go on with the plan that is followed now."""
+        """Switch to the program of the plan in force."""
 
     def metrics(self, *, residuals: bool) -> dict[str, Any]:
-        """Sum the last pass up in numbers."""
         plan = None if self.decision is None else self.decision.plan
         counts = self._passes_of_job, self._skipped, self._payload_bytes
         found = metrics_of(*counts, self.times, plan, self.timeline)
@@ -180,36 +170,34 @@ class BackwardPasses(ABC):
     # A pass
 
     def enter(self) -> None:
-        """Begin a pass. Raises RanksApart where ranks have stopped at different places."""
+        """Begin a pass. Raises RanksApart if ranks have stopped at different places."""
         self.executor.enter(self.passes)
         self.executor.has_begun = True
 
     def follow_scale(self) -> None:
-        """Let what is kept be in the unit of the loss's factor."""
+        """Rescale residuals to the current loss scale."""
         scaler, device = self.start.options.scaler, self.site.device
         if scaler is None or not scaler.is_enabled():
             self.planned.now.follow_scale(1.0)
-        elif compat.works_later(device):  # to read it, the host would wait for all that it has given the device
+        elif compat.works_later(device):  # reading the scale would synchronize the host
             self.planned.now.follow_scale(compat.scale_of(scaler, device).clone())
         else:
             self.planned.now.follow_scale(float(scaler.get_scale()))
 
     def time_pass(self, waits: Waits, *, counts: bool) -> None:
-        """Note the end of a planned pass."""
         end = self.times.look()
         if self._ended is not None and counts:
             self.times.add(self.passes, [(self._ended, end)], waits)
         self._ended = end
 
     def count(self) -> Counters:
-        """Take what the pass under way has counted."""
         counted = self.runtime.take_counters()
         self._payload_bytes = counted.payload_bytes
         self._skipped += counted.skipped
         return counted
 
     def end_pass(self, layout: Layout) -> None:
-        """Count a pass that brought these buckets; at its end another plan may be followed. Every rank calls it."""
+        """Count a pass, and advance the race or choose a plan. Every rank calls it."""
         self.passes += 1
         self.schedule.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
@@ -217,7 +205,7 @@ class BackwardPasses(ABC):
 
     @contextmanager
     def stops_on_errors(self) -> Generator[None]:
-        """Do a part of a pass inside, without autograd and autocast; what is raised there ends the pass."""
+        """Run a part of a pass without autograd and autocast. An exception stops the pass."""
         with torch.no_grad(), compat.without_autocast():
             try:
                 yield
@@ -226,13 +214,13 @@ class BackwardPasses(ABC):
                 raise
 
     def stop(self, error: BaseException) -> None:
-        """End the pass under way, in which something was raised; the other ranks learn of it."""
+        """Stop the current pass, and report the error to the other ranks."""
         self.executor.leave(error, self.runtime)
 
     # Deciding
 
     def decide(self, layout: Layout) -> None:
-        """Agree on a plan with all ranks, and take back a state that was loaded before."""
+        """Agree on a plan with all ranks. Restore a loaded state."""
         with self.site.ranks.together(self._what):
             self._decide(layout, self._given)
         self._given = None
@@ -249,7 +237,7 @@ class BackwardPasses(ABC):
         log.info("%s\n%s", self.site.cluster, self.follower.decision.plan)
 
     def _decision(self, layout: Layout) -> Decision:
-        """Decide by when buckets are ready. Groups beside each other that have the same to send decide together."""
+        """Choose a plan from the ready times. Groups that share links choose together if their buckets are equal."""
         start, ranks, beside = self.start, self.site.ranks, self.site.beside
         buckets = {f"bucket {k}": bucket.facts for k, bucket in enumerate(layout)}
         ranks.check_same("comparing buckets", buckets)
@@ -265,7 +253,7 @@ class BackwardPasses(ABC):
             return self._choose(start, arriving(layout, agreed, self.site.device), layout)
 
     def _line_up(self, layout: Layout) -> None:
-        """Let the plan and the others that may be faster take turns after the next passes; every rank does it here."""
+        """Start a race if other plans may be faster. Every rank calls it."""
         follower = self.planned
         choice = follower.decision.choice
         runners = lined_up(choice.runners, follower.decision.plan) if choice is not None else ()
@@ -285,7 +273,7 @@ class BackwardPasses(ABC):
         self._turn_to_plan()
 
     def _turn_to_plan(self) -> None:
-        """Let the next pass follow what is followed now; the time until it does not count."""
+        """Let the next pass follow the current plan, and do not count the time of the switch."""
         self.runtime.forget_buffers()
         self._go_on()
         self._ended = self.times.look()
@@ -293,16 +281,16 @@ class BackwardPasses(ABC):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state; empty before there is a plan."""
+        """Return this rank's state; empty before there is a plan."""
         follower = self.follower
         if follower is None:
             return {}
         under = follower.lasting
-        plan = under.decision.plan  # followed where it is loaded, so it is not one whose turn it just is
+        plan = under.decision.plan  # plan from before the race: it is followed after loading
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:
-        """Take back a state, or keep it until there is a plan; every rank calls it."""
+        """Restore a state, or keep it until there is a plan. Every rank calls it."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             if self.follower is None:
@@ -317,10 +305,10 @@ class BackwardPasses(ABC):
             return
         self._passes_before = steps - self.passes
         self.schedule.wait(self.passes)
-        if self.is_racing:  # it begins again
+        if self.is_racing:  # the race starts again
             self.runtime.forget_buffers()
             self._go_on()
 
     def close(self) -> None:
-        """End the pool's thread and give back the process groups; other ranks need not be there."""
+        """Stop the worker thread and release process groups, without communication."""
         self.executor.close(self.runtime)

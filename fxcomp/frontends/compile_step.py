@@ -1,4 +1,4 @@
-"""compile_step: from the user's model, loss and optimizer to a compiled step.
+"""compile_step: compile a model, loss and optimizer into a training step.
 
 capture ─► Start: agree, decide (`start.py`) ─► put the plan in force ─► CompiledStep
 """
@@ -31,7 +31,7 @@ from fxcomp.step.compiled_step import CompiledStep
 from fxcomp.step.plan_in_force import PlanInForce
 
 
-@torch.inference_mode(False)  # what is made inside it, residuals too, could not be trained any more
+@torch.inference_mode(False)  # tensors made in inference mode could not be trained
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,
@@ -50,42 +50,39 @@ def compile_step(
     find_unused_parameters: bool = False,
     checks: Checks = CHECKED,
 ) -> CompiledStep:
-    """Compile a data-parallel training step; every rank of the process group calls this with the same arguments.
+    """Compile a data-parallel training step. Every rank of the process group calls it with the same arguments.
 
-    `model` is not wrapped; of what `torch.compile` has made, the inside is taken. `optimizer` is one, or several in a
-    list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`; a batch is any tree of tensors, of mappings
-    and dataclasses too, and `example_batch` one by which the step is captured. A
-    loss may be a `WeightedLoss(sum, count)`: gradients are then those of all ranks' sum over all ranks' count. The
-    returned step is called with a batch, updates the model and the optimizer in place, and returns what `loss_fn` does.
-    Gradients are averaged over all ranks as DistributedDataParallel does it; parameters, buffers and the optimizer's
-    state start as rank 0's.
+    `model` is not wrapped; of a `torch.compile` wrapper, the inner module is used. `optimizer` is one optimizer or a
+    list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`. A batch is any tree of tensors;
+    `example_batch` is used for capture. A `WeightedLoss(sum, count)` is averaged as the sum over all ranks divided by
+    the count over all ranks. The returned step takes a batch, updates model and optimizer in place, and returns the
+    result of `loss_fn`. Gradients are averaged as in DistributedDataParallel. Parameters, buffers and optimizer state
+    start from rank 0's.
 
-    `compress` says how gradients travel: a mode, which bounds what may be lost (`lossless`, `balanced`, `aggressive`,
-    `lossy`), a plan in place of a choice (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a
-    strategy's text, the path of a saved plan, a Plan), or a Compress, which has the rest: error budgets, pins by name,
-    the job's length, warm-up and error feedback.
+    `compress` selects the compression: a mode that bounds the error (`lossless`, `balanced`, `aggressive`, `lossy`); a
+    plan (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a strategy's text, the path of a saved
+    plan, or a Plan); or a Compress, which adds error budgets, pins by name, the job's length, warm-up and error
+    feedback.
 
-    `cluster` says which rank sits where and what links cost; without it, hosts are told by name and links are measured.
-    `costs` replaces all measuring: a CostTable, or the path of a saved one, which rank 0 reads for all. `process_group`
-    has the ranks that average with each other, as a group or a `DeviceMesh` of one dimension, where a job has other
-    parallel dimensions; those are left alone, and ranks outside of it need not call this.
+    `cluster` gives the host of each rank and the link costs; by default, hosts are distinguished by name and links are
+    measured. `costs` replaces all measurements: a CostTable, or the path of a saved one, which rank 0 reads for all.
+    `process_group` is the group, or the `DeviceMesh` of one dimension, whose ranks average with each other; other ranks
+    need not call this.
 
-    `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` each element of them.
-    `accumulate` makes a step of so many micro-batches, one a call: their gradients are summed up in fp32, and the last
-    call of the group alone sends and updates; `step(batch, last=True)` ends a shorter group. Leave the loss the mean of
-    its own micro-batch. `scaler` is the GradScaler of a loop in fp16: the step multiplies the loss by its scale and
-    gradients by the inverse while they are packed, and leaves the step out on all ranks where one's gradient is not
-    finite, residuals unchanged to the bit. `scaler.update()` stays the loop's; `scale`, `unscale_` and `step` go.
+    `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` clips each element. `accumulate`
+    is the number of micro-batches of a step, one per call. Their gradients are summed in fp32, and only the last call
+    communicates and updates; `step(batch, last=True)` ends a shorter group. The loss is the mean over its micro-batch.
+    `scaler` is the GradScaler of an fp16 loop. The step scales the loss and unscales gradients; on a non-finite
+    gradient, all ranks skip it and keep their residuals. The loop calls `scaler.update()`, but not `scale`, `unscale_`
+    and `step`.
 
-    `skip_nonfinite` leaves a step out, on all ranks, where any rank's gradient is not finite: parameters and the
-    optimizer's state stay as they were, and residuals up to one rounding; all updates wait for the last bucket.
-    `find_unused_parameters` lets the loss leave out parameters for some batches, on each rank others, as
-    DistributedDataParallel does; what no rank uses in a step stays as it is, with its optimizer state and residuals.
-    `checks` says what the running step checks of itself: results against eager PyTorch, plans against each other, and
-    costs against their prediction.
+    `skip_nonfinite` skips a step on all ranks if any gradient is not finite: parameters and optimizer state do not
+    change, residuals change by at most one rounding, and updates wait for the last bucket. With
+    `find_unused_parameters`, the loss may leave out parameters, different ones on each rank. A parameter that no rank
+    uses keeps its value, optimizer state and residual. `checks` selects checks of results, plans and costs in the
+    running step.
 
-    Raises FxcompError's subclasses, each naming what is wrong and what to do. Where it fails on one rank, it
-    fails on all.
+    Raises subclasses of FxcompError. A failure on one rank raises on all ranks.
     """
 
     def checked() -> StepOptions:
@@ -134,13 +131,11 @@ def compile_step(
 def _captured(
     model: nn.Module, loss_fn: LossFn, optimizer: GivenOptimizers, batch: Any, options: StepOptions, ranks: Ranks
 ) -> tuple[Training, Captured]:
-    """Capture the step on every rank."""
-
     def captured() -> tuple[Training, Captured]:
         if not callable(loss_fn):  # pyright: ignore[reportUnnecessaryComparison]
             raise BadOption(f"loss_fn is called with the model and a batch; it is a {type(loss_fn).__name__}")
-        batch_type(batch)  # refuses what no batch may hold
-        surroundings()  # refuses modes under which no step is captured
+        batch_type(batch)  # raises for unsupported batches
+        surroundings()  # raises in modes that prevent capture
         training = Training.of(
             model,
             loss_fn,

@@ -1,4 +1,4 @@
-"""A model under torch.compile: the plan and the state that all its graphs share, and each graph's backward pass."""
+"""State of a model under torch.compile: one plan for all its graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fxcomp.step.follower import Follower
 log = logging.getLogger(__name__)
 
 COMPARED_PASSES = 3
-"""Number of first backward passes whose gradients are compared between ranks; later ones are sampled."""
+"""First backward passes whose gradients are compared between ranks; later ones are sampled."""
 
 CLOSED = (
     "this model's compiled backward pass has been closed.\n"
@@ -50,43 +50,40 @@ GivenOptions = Mapping[str, Any] | None
 
 
 def without_model(given: GivenOptions) -> GivenOptions:
-    """Return options without the model, which nothing here keeps alive."""
+    """Return the options without the model, so that they do not keep it alive."""
     return {name: value for name, value in (given or {}).items() if name != "model"}
 
 
 @dataclass(slots=True, eq=False)
 class CompiledModel:
-    """The plan of one model and the state of its error feedback, for all graphs that torch makes of it."""
+    """Plan and error-feedback state of one model, shared by all its graphs."""
 
     follower: Follower
     site: Site
     compiler: Compiler
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
-    """The line at which Dynamo broke off, if it did."""
+    """Location of Dynamo's graph break."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """The options as they were given, without the model. If none was given, they tell calls of torch.compile apart."""
+    """Given options without the model. Without a model, their identity distinguishes calls of torch.compile."""
     watch: GradientWatch
     frozen: frozenset[str]
-    """The parameters of a known model that required no gradients when this was compiled."""
+    """Parameters that required no gradient at compilation."""
     averaging: Averaging
-    """Shared by all that one model is compiled to."""
+    """Shared by all entries of one model."""
     runtime: Runtime = field(init=False)
     executor: Executor = field(init=False)
     source: str = ""
-    """The backward pass that was emitted last."""
     passes: int = 0
-    """The number of backward passes so far."""
     _left_out: frozenset[str] = frozenset()
-    """Frozen parameters for which another plan of this model keeps what compression left out."""
+    """Frozen parameters whose residuals another plan keeps."""
     _is_owed: bool = False
-    """Gradients of passes that sent nothing may lie in `.grad`, and have not been sent."""
+    """True if `.grad` may hold gradients that have not been averaged."""
     _arrivals: dict[str, Arrivals] = field(init=False)
 
     @property
     def members(self) -> Members:
-        """The ranks that average their gradients."""
         assert self.site.ranks.members is not None, "a rank that is alone has no compiled model"
         return self.site.ranks.members
 
@@ -98,7 +95,6 @@ class CompiledModel:
 
     @property
     def state(self) -> GradientState:
-        """Return the state of gradients."""
         return self.follower.state
 
     @property
@@ -107,25 +103,22 @@ class CompiledModel:
 
     @property
     def is_alive(self) -> bool:
-        """Some parameter still exists."""
         return any(parameter() is not None for parameter in self.parameters.values())
 
     def fail(self, error: BaseException) -> None:
-        """Stop outside of a backward pass, and give the other ranks the error."""
+        """Stop outside a backward pass, and report the error to the other ranks."""
         self.executor.fail(self.passes, error, self.runtime)
 
     @property
     def next_meeting(self) -> str:
-        """Name of the meetings in which ranks plan for another set of trained parameters of this model."""
         return f"planning for parameters frozen or thawed since {self.site.ranks.name}"
 
     @property
     def trained_ids(self) -> set[int]:
-        """The identities of the parameters that it averages gradients of."""
         return {id(parameter) for reference in self.parameters.values() if (parameter := reference()) is not None}
 
     def take_over(self, other: CompiledModel) -> None:
-        """Let the next gradients bring what another plan of this model left out, of the parameters that both train."""
+        """Move residuals of common parameters from another plan of this model."""
         owed = other.state.owed_here(other.follower.trained.sizes, self.site.ranks.world_size)
         both = {name: value for name, value in owed.items() if name in self.parameters}
         stays = {name for name, value in owed.items() if name not in self.parameters and bool(value.any())}
@@ -138,7 +131,7 @@ class CompiledModel:
         self._is_owed, other._is_owed = self._is_owed or other._is_owed, False
 
     def close(self) -> None:
-        """End the pool's thread and give back the process groups; other ranks need not be there."""
+        """Stop the worker thread and release process groups, without communication."""
         self.executor.close(self.runtime)
         if self.watch.is_of_graph:
             self.watch.lift()
@@ -146,7 +139,7 @@ class CompiledModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors. Warns of what frozen parameters are owed."""
+        """Return residuals and compressor states. Warns about missing residuals of frozen parameters."""
         if self._left_out:
             some = ", ".join(sorted(self._left_out)[:3]) + (", ..." if len(self._left_out) > 3 else "")
             warnings.warn(
@@ -157,7 +150,7 @@ class CompiledModel:
         return self.follower.state_dict(self.follower.now, self.plan, self.passes)
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back what `state_dict` returned, as CompiledStep.load_state_dict does; every rank calls it."""
+        """Restore a result of `state_dict`. Every rank calls it."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             self.follower.load(state)
@@ -166,7 +159,7 @@ class CompiledModel:
     # Running
 
     def emit(self, labelled: GraphModule, inductor: bool) -> compat.Backward:
-        """Rewrite a backward graph for the plan and make it a function. Local: no communication."""
+        """Rewrite a backward graph for the plan, and return a function. Local: no communication."""
         final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
@@ -202,14 +195,14 @@ class CompiledModel:
         return together
 
     def keeping(self, own: compat.Backward) -> compat.Backward:
-        """Choose a backward pass whose gradients stay on this rank until one that sends them."""
+        """Return the local backward function, and mark its gradients as not averaged."""
         for arrivals in self._arrivals.values():
             arrivals.note_local(compat.backward_call())
         self._is_owed = True
         return own
 
     def _take_up_own(self) -> None:
-        """Let what has come together in `.grad` on this rank alone go out with this pass's gradients, in its place."""
+        """Add local gradients from `.grad` to the values that this pass averages."""
         if not self._is_owed:
             return
         self._is_owed = False
@@ -217,7 +210,7 @@ class CompiledModel:
             parameter = reference()
             if parameter is None or parameter.grad is None:
                 continue
-            if not compat.will_accumulate(parameter):  # nothing would bring it back: it goes out with a later pass
+            if not compat.will_accumulate(parameter):  # this pass would not restore it: a later pass averages it
                 self._is_owed = True
                 continue
             gradient = parameter.grad.detach().reshape(-1)
@@ -225,7 +218,7 @@ class CompiledModel:
             parameter.grad = None
 
     def _note_averaged(self) -> None:
-        """Let the gradients of this pass arrive; those of a sampled pass are compared when backward() has ended."""
+        """Mark the pass's gradients as averaged; schedule their comparison in sampled passes."""
         is_sampled = self.passes < COMPARED_PASSES or self.passes in _SAMPLED_PASSES
         call = compat.backward_call()
         for arrivals in self._arrivals.values():
@@ -234,10 +227,10 @@ class CompiledModel:
             compat.at_end_of_backward(self._compare)
 
     def _compare(self) -> None:
-        """Raise on every rank if the gradients that arrived, or the parameters that they are for, differ between ranks.
+        """Raise on every rank if arrived gradients or their parameters differ between ranks.
 
-        A use of a parameter outside the compiled call adds to its averaged gradient. A penalty on weights adds the same
-        on all ranks, and is accepted.
+        A use of a parameter outside the compiled call adds to its averaged gradient. It is accepted if it adds the same
+        on all ranks, like a weight penalty.
         """
         try:
             self._check_equal(*self._digests())
@@ -246,7 +239,7 @@ class CompiledModel:
             raise
 
     def _digests(self) -> tuple[list[str], Tensor]:
-        """Return names, and a digest of each: of the gradients that arrived, 0 for none, and of parameters."""
+        """Return names and int64 digests of arrived gradients (0 for none) and of parameters."""
         nothing = torch.zeros((), dtype=torch.int64, device=self.site.device)
         arrived = [nothing if each.digest is None else each.digest for each in self._arrivals.values()]
         names = [f"gradient of {name!r}" for name in self._arrivals]
@@ -276,7 +269,7 @@ _SAMPLED_PASSES = VerifiedSteps.parse(SAMPLED)
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
-    """Find each parameter's averaged gradient among the results."""
+    """Return the output index of each averaged gradient."""
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
     given = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]

@@ -5,8 +5,7 @@
     fully_shard(model)
     scatter = fxcomp.compress_reduce_scatter(model, compress="balanced")
 
-fully_shard gathers parameters, dense, and calls here with the gradients of each module, of which every rank gets a
-part. The loop, the optimizer and clipping stay the user's own.
+fully_shard still gathers parameters, dense.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def compress_reduce_scatter(
     costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> ShardScatter:
-    """Compress the gradients of a sharded model on their way to the ranks that hold the parameters.
+    """Compress the reduce-scatter of a sharded model's gradients.
 
-    `model` went through `fully_shard` on a mesh of one dimension. Every rank of that mesh calls this, with the same
-    options, before the first backward pass. These, `compress`, `cluster`, `costs` and `scaler`, are `ddp_hook`'s; a
-    module's gradients travel together, so a pin decides for all that is scattered with the parameter. Compressors work
-    on parts of gradients: low rank, which needs whole matrices, is not offered.
+    `model` went through `fully_shard` on a mesh of one dimension. Every rank of the mesh calls this, with the same
+    options, before the first backward pass. `compress`, `cluster`, `costs` and `scaler` are as in `ddp_hook`. The
+    gradients of a module form one bucket, so a pin applies to all of them. Low rank is not offered, because it needs
+    whole matrices.
 
-    Raises Unsupported, BadOption, BadPlan, and ReplicasDiffer where ranks have other models.
+    Raises Unsupported, BadOption, BadPlan and ReplicasDiffer.
     """
     options = StepOptions.of_gradients(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler
@@ -67,14 +66,14 @@ def compress_reduce_scatter(
 
 
 def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> None:
-    """Refuse a plan that does not fit the modules. A saved one may lie on rank 0's machine alone."""
+    """Raise if a plan does not fit. A saved plan may exist on rank 0's machine only."""
     if given is not None and (isinstance(given, Plan) or not is_path(given)):
         told_plan(given if isinstance(given, Plan) else str(given), modules)
 
 
 class ShardScatter(PlannedAverage):
-    """The averaging that `compress_reduce_scatter` returns: a plan with a bucket for each module, and what it owes.
+    """Result of `compress_reduce_scatter`: a plan with one bucket per module, and its state.
 
-    A loaded state brings its plan, unless one was named. What is owed for gradients that stay dense goes out with the
-    next ones.
+    Loading a state restores its plan, unless the options name one. Owed values of dense gradients are sent in the next
+    pass.
     """

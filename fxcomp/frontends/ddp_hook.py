@@ -1,13 +1,11 @@
-"""A communication hook for DistributedDataParallel: fxcomp's plans under eager PyTorch, for models that do not trace.
+"""Communication hook for DistributedDataParallel: fxcomp's plans under eager PyTorch.
 
     model = DistributedDataParallel(net)
     hook = fxcomp.ddp_hook(compress="balanced")
     model.register_comm_hook(None, hook)
 
-The loop stays as it is: loss scaling, clipping, accumulation with `no_sync`, the optimizer and the scheduler are the
-user's own. The first backward passes send dense and tell when each bucket is ready. Then all ranks agree on a plan; the
-compiled step's passes write its program, and the same runtime runs it (`hook_program.py`). With a plan of your
-own there is nothing to wait for.
+The loop does not change. The first backward passes are dense and measure the ready times of buckets, unless a plan is
+given. Then all ranks agree on a plan, which is emitted as in a compiled step (`hook_program.py`).
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ def ddp_hook(
     costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> DdpHook:
-    """Make a hook for `model.register_comm_hook(None, hook)`; every rank makes one with the same arguments.
+    """Make a hook for `model.register_comm_hook(None, hook)`. Every rank makes one with the same arguments.
 
-    `compress`, `cluster` and `costs` are those of `compile_step`, as far as they are about gradients: in `compress`,
-    errors are those of Gaussian values, and error feedback takes what needs no optimizer. `scaler` is the one that
-    scales the loss: what is left out follows its scale. Raises BadOption and BadPlan.
+    `compress`, `cluster` and `costs` are as in `compile_step`. Compressor errors are for Gaussian values, and error
+    feedback is limited to settings that need no optimizer. `scaler` is the GradScaler of the loss; residuals follow its
+    scale. Raises BadOption and BadPlan.
     """
     options = StepOptions.of_gradients(
         compress, "which DistributedDataParallel leaves yours", cluster=cluster, costs=costs, scaler=scaler
@@ -59,23 +57,23 @@ def ddp_hook(
 
 
 class DdpHook(PlannedAverage):
-    """The hook of one DistributedDataParallel model: it averages each bucket that a backward pass hands over."""
+    """Hook of one DistributedDataParallel model, which averages each bucket of a backward pass."""
 
-    # torch refuses annotations that are not types.
+    # torch only accepts types
     __signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("state", "bucket")]
     )
 
     def __init__(self, options: StepOptions):
         super().__init__(None)
-        self.__name__ = self.__qualname__ = "fxcomp.ddp_hook"  # torch logs them
+        self.__name__ = self.__qualname__ = "fxcomp.ddp_hook"  # for torch's log
         self._options = options
         self._take: Callable[[compat.GradBucket], Future] | None = None
         self._lacks_scaler = False
-        """This is a copy of a hook that follows a scaler, which is not the copy's."""
+        """True in a copy of a hook that had a scaler."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out process groups and programs, which a copy makes for itself, and keep the state."""
+        """Return the options and the state, without process groups and programs."""
         options, given = self._options, self._given if self._job is None else self.state_dict()
         lacks_scaler = self._lacks_scaler or options.scaler is not None
         return {"options": replace(options, scaler=None), "lacks scaler": lacks_scaler, "given": given}
@@ -90,16 +88,17 @@ class DdpHook(PlannedAverage):
         )
 
     def begin_again(self, state: Given) -> None:
-        """Meet the ranks again in the next backward pass, as a new hook, and go on from a `state`; all ranks call it.
+        """Meet the ranks again in the next backward pass and continue from a `state`. Every rank calls it.
 
-        DistributedDataParallel takes one hook for good, so a wrapper that is trained again keeps it. Raises BadState.
+        A wrapper that is trained again uses this, because DistributedDataParallel accepts only one hook. Raises
+        BadState.
         """
         self.close()
         self._job = self._take = None
         self.load_state_dict(state)
 
     def __call__(self, state: object, bucket: compat.GradBucket) -> Future:
-        """Take a bucket; torch calls this, in the same order on all ranks."""
+        """Average a bucket; torch calls this."""
         if self._take is None:
             self._take = self._started(bucket, state)
             self._given = None
@@ -108,10 +107,7 @@ class DdpHook(PlannedAverage):
     def _started(
         self, bucket: compat.GradBucket | tuple[Tensor, Tensor], state: object
     ) -> Callable[[compat.GradBucket], Future]:
-        """Meet the ranks that a wrapper averages over, in the first bucket of the first pass; each calls it there.
-
-        `state` is what the hook was registered with.
-        """
+        """Meet the ranks of the wrapper at the first bucket. Every rank calls it."""
         if isinstance(bucket, tuple):
             raise Unsupported(
                 'with torch._dynamo.config.optimize_ddp = "python_reducer" torch hands hooks single gradients, and no'
@@ -142,7 +138,7 @@ class DdpHook(PlannedAverage):
         return take
 
     def _alone(self) -> Callable[[compat.GradBucket], Future]:
-        """Average over one rank: nothing is sent, and nothing that a loaded state owes."""
+        """Average over one rank: a loaded state is dropped."""
         if self._given is not None:
             warnings.warn(
                 "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
@@ -152,10 +148,7 @@ class DdpHook(PlannedAverage):
 
 
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
-    """Read the model in a wrapper: names and shapes of its parameters, without those of sparse gradients.
-
-    Raises Unsupported, and BadOption for pins that decide nothing in it.
-    """
+    """Return names and dense gradient shapes of a wrapper's model. Raises Unsupported and BadOption."""
     if wrapper is None:
         raise Unsupported(
             "the hook cannot find the model that it was registered with.\n"
@@ -170,7 +163,7 @@ def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     holders: dict[int, nn.Module] = {}
     for module in model.modules():
         for each in module.parameters(recurse=False):
-            holders.setdefault(id(each), module)  # of a shared parameter DistributedDataParallel asks the first, too
+            holders.setdefault(id(each), module)  # DistributedDataParallel also uses a shared parameter's first module
     shapes = {name: _shape(each) for name, each in named if not _is_sparse(holders[id(each)])}
     return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))
 

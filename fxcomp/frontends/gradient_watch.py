@@ -1,15 +1,14 @@
-"""Raise for a gradient of a compiled model that no collective averaged, before autograd adds it to `.grad`.
+"""Raise if a gradient of a compiled model reaches `.grad` without averaging.
 
-torch runs a model eagerly, without an error, where it makes no graph of it: a hook that it does not trace, an operator
-without a fake, the recompile limit, a setting that turns compilation off, a call past the compiled one. Each rank would
-then train alone. The watch lies on every parameter, frozen ones too, and refuses
+torch may silently run a model eagerly, and each rank would train alone. The watch hooks every parameter, also frozen
+ones, and raises
 
-    in a call of backward()                                     a gradient
-    in which no compiled backward pass made one                 with the backend's own error, if it raised one
-    in which one made a local one, under fxcomp.no_sync         never
+    in a call of backward()                                     for a gradient
+    without a compiled backward pass of it                      with the backend's own error, if any
+    with a local one, under fxcomp.no_sync                      never
 
-and gives what it raises to the other ranks, which wait for this one in a meeting or a collective. Gradients that
-torch.autograd.grad returns are not stored, and are not looked at.
+The other ranks, which wait in a meeting or a collective, also get the error. Gradients of torch.autograd.grad are not
+checked.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from fxcomp.runtime.members import Members
 
 
 class GradientWatch:
-    """The watch on the parameters of one model."""
+    """Watch on the parameters of one model."""
 
     def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
         self.process_group, self.tell = process_group, tell
         self.is_of_graph = is_of_graph
-        """The backend lays it, at a graph; an error there is not swallowed."""
+        """True if the backend started the watch at a graph; errors are not suppressed there."""
         self._watched = set[Arrivals]()
         self._kept: FxcompError | None = None
         self._is_told = False
 
     def lay(self, parameters: Mapping[str, nn.Parameter], ignore: Collection[str] = ()) -> None:
-        """Watch parameters by name, those that are watched already again under the new name."""
+        """Watch parameters under these names, which replace earlier ones."""
         for name, parameter in parameters.items():
             if name not in ignore and (parameter.is_floating_point() or parameter.is_complex()):
                 arrivals = Arrivals.of(parameter)
@@ -47,16 +46,15 @@ class GradientWatch:
                 self._watched.add(arrivals)
 
     def lift(self) -> None:
-        """Watch nothing any more."""
         for arrivals in self._watched:
             arrivals.guard(self, None)
 
     def keep(self, error: FxcompError) -> None:
-        """Keep an error of the backend, which torch may swallow: a gradient of eager code raises it again."""
+        """Keep an error that torch may suppress, for the next gradient of eager code."""
         self._kept, self._is_told = error, True
 
     def forget(self) -> None:
-        """Drop a kept error: the backend is called again."""
+        """Drop the kept error."""
         self._kept, self._is_told = None, False
 
     def _refuse(self, name: str, arrivals: Arrivals) -> None:
@@ -70,7 +68,6 @@ class GradientWatch:
 
 
 def has_others(process_group: Any) -> bool:
-    """Return whether this process averages with other ranks."""
     is_joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_joined and len(Members.of(process_group)) > 1
 

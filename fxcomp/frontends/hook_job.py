@@ -1,14 +1,13 @@
-"""Run the buckets of one DistributedDataParallel model: dense at first, then by a plan that all ranks share.
+"""Average the buckets of one DistributedDataParallel model: dense at first, then by a plan that all ranks share.
 
-    pass 0 ... 5     no plan yet: each bucket is averaged as it comes, and it is noted when it came
-    from then on     the plan's emitted step, fed with each bucket as it comes
+    pass 0 ... 5     no plan: each bucket is averaged when it arrives, and timed
+    from then on     the plan's emitted step, which receives each bucket when it arrives
 
-The first passes change DDP's buckets: after one pass, or two with `static_graph=True`, it rebuilds them in the order in
-which gradients became ready. What belongs to a plan is kept by parameter name, so it does not matter. A pass whose
-buckets are not known beforehand is gathered, and runs when its last bucket has come.
+DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. A pass whose buckets are
+not known in advance is gathered, and runs after its last bucket.
 
-Nothing is sent from another thread: the emitted step runs inside the hook, stands still only where the plan says, and
-ends in the hook of the last bucket. So an error leaves `backward()` as it was raised.
+The emitted step runs inside the hook, in the backward thread, and ends with the last bucket. Therefore exceptions
+propagate unchanged from `backward()`.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes after which DDP rebuilds its buckets no more: one, and with static_graph=True two (measured, torch 2.13)."""
+"""Passes until DDP's buckets are final: rebuilt after one, or two with static_graph=True (measured, torch 2.13)."""
 
 
 def delivered(buffer: Tensor) -> Future:
-    """Make a future that is done."""
+    """Return a completed future."""
     future = _pending(buffer)
     future.set_result(buffer)
     return future
@@ -53,18 +52,18 @@ def _pending(buffer: Tensor) -> Future:
 
 @dataclass(slots=True)
 class Arrived:
-    """The gradients that have come of the backward pass under way."""
+    """Arrived buckets of the current pass."""
 
     parameters: set[int] = field(default_factory=set[int])
-    """By identity."""
+    """Ids of arrived parameters."""
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])
     futures: list[Future] = field(default_factory=list[Future])
     sparse: dict[int, SparseMean] = field(default_factory=dict[int, SparseMean])
-    """Sparse gradients on their way to be the mean, by the number of their bucket."""
+    """Pending means by bucket number."""
 
     def deliver(self) -> None:
-        """Let DDP have its buffers back: they hold the means."""
+        """Return the averaged buffers to DDP."""
         for number, mean in self.sparse.items():
             self.buffers[number] = mean.finish()
         for future, buffer in zip(self.futures, self.buffers, strict=True):
@@ -78,22 +77,21 @@ CLOSED = (
 
 
 class HookJob(BackwardPasses):
-    """The plan of one model, the state of its error feedback, and the backward pass under way."""
+    """Plan, error-feedback state and current pass of one model."""
 
     def __init__(self, start: Start, wrapped: Wrapped, given: Given = None):
         super().__init__("ddp_hook", start, CLOSED, given)
         self._wrapped = wrapped
         self._programs: dict[tuple[int, Layout], HookProgram] = {}
-        """By the number of the plan."""
+        """Programs by plan number and layout."""
         self._program: HookProgram | None = None
-        """The program that ran last, or runs next."""
+        """Program of the current or next pass."""
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
-        """The buckets seen so far, by their parameters."""
+        """Known buckets, by parameter ids."""
         self._layout: Layout = ()
-        """The buckets of the last pass."""
         self._arrived = Arrived()
         self._gathers = False
-        """The pass under way runs when its last bucket has come."""
+        """True if the pass runs after its last bucket."""
         self._unused: ZeroGradients | None = None
 
     @property
@@ -106,16 +104,16 @@ class HookJob(BackwardPasses):
 
     @property
     def may_keep(self) -> bool:
-        """Tell a pass in which something may be left out of the mean, and is owed."""
+        """True if a pass may leave a residual."""
         return self.is_planned and (self.follower is None or self.follower.state.keeps_something)
 
     # Running
 
     def take(self, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> Future:
-        """Take the next bucket of a backward pass: the gradients of these parameters, one after the other.
+        """Take the next bucket of a backward pass: a flat buffer with the gradients of these parameters.
 
-        A pass ends where all parameters have come, too: torch calls no bucket of a static graph's first pass the last
-        one, and all of them bucket 0, if there are several.
+        The pass also ends when all parameters have arrived: in a static graph's first pass with several buckets, torch
+        marks none as the last.
         """
         with self.stops_on_errors():
             if self.is_timed:
@@ -166,7 +164,7 @@ class HookJob(BackwardPasses):
         return self._kinds[key]
 
     def _begin_pass(self, first: DdpBucket) -> None:
-        """Begin with the step of the last pass's buckets, if they are sure to come again."""
+        """Begin the step of the last pass's layout, if DDP will repeat it."""
         program = self._program
         self._gathers = self.passes < REBUILT or program is None or program.layout[0] != first
         if program is not None and not self._gathers:
@@ -181,7 +179,6 @@ class HookJob(BackwardPasses):
             self._unused = ZeroGradients(state)
 
     def _feed(self, number: int) -> None:
-        """Hand a bucket to the step under way."""
         program, kind = self._program, self._arrived.kinds[number]
         assert program is not None, "a step is under way"
         if not kind.names:  # sparse: no line waits for it
@@ -203,7 +200,6 @@ class HookJob(BackwardPasses):
             program.hand_back(results[1], self._arrived.buffers)
 
     def _finish(self) -> None:
-        """End a pass: every bucket has come."""
         self._layout = tuple(self._arrived.kinds)
         if self.is_timed:
             self.ready.end_pass(self._layout)
@@ -216,7 +212,7 @@ class HookJob(BackwardPasses):
         self.end_pass(self._layout)
 
     def _end_step(self) -> None:
-        """End the step that a pass has fed, and time it if it streamed."""
+        """End the step, and record its time if the pass was not gathered."""
         if self._gathers:
             self._run_gathered(self._layout)
         self.executor.end(self.planned.state, self.runtime)
@@ -230,7 +226,6 @@ class HookJob(BackwardPasses):
         self.time_pass(counters.waits, counts=not self._gathers)
 
     def _run_gathered(self, layout: Layout) -> None:
-        """Run a pass whose buckets have all come."""
         if self.follower is None:
             self.decide(layout)
         self._go_on()

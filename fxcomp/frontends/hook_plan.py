@@ -1,12 +1,11 @@
-"""Fit a chosen plan to DDP's buffers, so that what travels together lies together and is not copied.
+"""Fit a plan to DDP's buffers, so that buckets lie contiguously and need no copy.
 
     DDP's buffer   2.bias  2.weight  0.bias  0.weight
     chosen         0.weight 2.weight: dense       0.bias 2.bias: dense
     fitted         2.bias 2.weight 0.bias 0.weight: dense
 
-A bucket's gradients take the order of the buffer. A vector goes with the matrix beside it if both travel alike: then
-neither what is lost nor when its bucket is ready changes, and there may be one message less. A bucket that would lie in
-two buffers becomes two. Compressors work parameter by parameter, so numbers do not change.
+Gradients take the order of the buffer. A vector joins an adjacent matrix with the same strategy, which may save a
+message. A bucket in two buffers is split. Values do not change, because compressors work per parameter.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.runners import Runner
 
 LEAST_BYTES = 256 << 10
-"""A copy of so much takes about as long as a message more (assumed)."""
+"""Copying this size takes about as long as one more message (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanPart:
-    """Elements of a parameter, and where they lie."""
+    """Elements of a parameter, and their place in DDP's buffers."""
 
     ddp_bucket: int
     place: int
@@ -35,11 +34,11 @@ class _PlanPart:
     size: int
     is_vector: bool
     owner: int
-    """The number of the plan's bucket."""
+    """Bucket number in the plan."""
 
 
 def fitted(decision: Decision, layout: Layout) -> Decision:
-    """Fit a decision's plan, and the plans that it is compared with."""
+    """Fit a decision's plan and its alternatives."""
     plan, choice = fit(decision.plan, layout), decision.choice
     if choice is None:
         return replace(decision, plan=plan)
@@ -59,7 +58,7 @@ def fitted(decision: Decision, layout: Layout) -> Decision:
 
 
 def fit(plan: Plan, layout: Layout) -> Plan:
-    """Let buckets have the order of DDP's buffers, and vectors go with their neighbours."""
+    """Reorder buckets like DDP's buffers, and join vectors to adjacent matrices."""
     parts = sorted(_parts(plan, layout), key=lambda part: (part.ddp_bucket, part.place))
     owned: dict[int, list[_PlanPart]] = {}
     for number, part in enumerate(parts):
@@ -74,7 +73,7 @@ def fit(plan: Plan, layout: Layout) -> Plan:
 
 
 def _split(bucket: Bucket, parts: Sequence[_PlanPart]) -> list[list[_PlanPart]]:
-    """Cut a bucket where one buffer ends and the next begins, if that makes no small messages."""
+    """Split a bucket at buffer boundaries, if no part gets too small."""
     found = [list(group) for _, group in groupby(parts, lambda part: part.ddp_bucket)]
     least = min(sum(part.size for part in group) for group in found) * bucket.element_type.itemsize
     return found if least >= LEAST_BYTES else [list(parts)]
@@ -92,7 +91,7 @@ def _parts(plan: Plan, layout: Layout) -> Iterator[_PlanPart]:
 
 
 def _owner(plan: Plan, parts: Sequence[_PlanPart], number: int) -> int:
-    """Return the bucket in which a part travels: a vector's may be that of the next matrix before or after it."""
+    """Return the bucket of a part. A vector may join an adjacent matrix."""
     part = parts[number]
     if not part.is_vector:
         return part.owner

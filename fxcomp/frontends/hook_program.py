@@ -1,13 +1,13 @@
-"""Make a program of a plan for the buckets of DistributedDataParallel: the compiled step's passes over a small graph.
+"""Emit a plan for the buckets of DistributedDataParallel: the compiled step's passes, run over a small graph.
 
-    %arrive_0   arrive    arrive(0, 1800.0)        a bucket that backward has made, 1.8 ms after the step's begin
+    %arrive_0   arrive    arrive(0, 1800.0)        bucket 0, 1.8 ms after the start of the step
     %fc_bias    gradient  %arrive_0[1]
     %fc_weight  gradient  %arrive_0[2]
-    ...                                            the plan's lines, as in a compiled step
-    output(None, (%mean_0, %mean_1))               the mean of each bucket of the plan
+    ...                                            lines of the plan, as in a compiled step
+    output(None, (%mean_0, %mean_1))               mean of each bucket of the plan
 
-A plan's buckets need not be DDP's: what travels together may come in several of DDP's buckets, and a bucket of DDP may
-travel in parts. The emitted step is a generator, which stops where it needs the next bucket of DDP.
+A plan's bucket may span several DDP buckets, or be a part of one. The emitted step is a generator, which yields
+wherever it needs the next DDP bucket.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fxcomp.state.gradient_state import GradientState
 
 @dataclass(frozen=True, slots=True)
 class DdpBucket:
-    """A bucket as DistributedDataParallel fills it: parameters in the order of its flat buffer.
+    """Bucket of DistributedDataParallel: parameters in the order of its flat buffer.
 
-    The bucket of a sparse gradient is empty: no plan sends it.
+    The bucket of a sparse gradient is empty.
     """
 
     names: tuple[str, ...]
@@ -55,47 +55,46 @@ class DdpBucket:
 
     @property
     def facts(self) -> list[Any]:
-        """List the facts that must be the same on all ranks."""
+        """Facts that must be equal on all ranks."""
         return [list(self.names), str(self.dtype)]
 
     @property
     def starts(self) -> dict[str, int]:
-        """The place of each parameter's first element in the buffer."""
+        """Offset of each parameter, in elements."""
         return dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
 
     def with_views(self, flat: Tensor) -> list[Tensor]:
-        """List the buffer, and each gradient in it."""
+        """Return the buffer, then a view of each gradient."""
         parts = torch.split_with_sizes(flat, self.sizes)
         return [flat, *(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))]
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return each gradient in the buffer."""
         return dict(zip(self.names, self.with_views(flat)[1:], strict=True))
 
 
 Layout = tuple[DdpBucket, ...]
-"""The buckets of a backward pass, in the order in which they become ready."""
+"""Buckets of a backward pass, in ready order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """The parameters that buckets are made of."""
+    """Trained parameters of a model."""
 
     names: dict[int, str]
-    """Of those that are trained, by identity."""
+    """Names by parameter id."""
     shapes: dict[str, tuple[int, ...]]
-    """Of dense gradients, as they lie in buckets: complex numbers are pairs of reals there."""
+    """Shapes of dense gradients; a complex number is a pair of reals."""
     finds_unused: bool
-    """Some parameters may get no gradient in some passes."""
+    """True if some parameters may get no gradient in a pass."""
 
     @property
     def notes(self) -> list[str]:
-        """Say which gradients no plan sends."""
+        """Notes on sparse gradients, which no plan sends."""
         sparse = [name for name in self.names.values() if name not in self.shapes]
         return [f"the gradient of {name!r} is sparse (sparse=True): indices and values travel" for name in sparse]
 
     def bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> DdpBucket:
-        """Describe a bucket of these parameters. Raises Unsupported if they are another model's."""
+        """Describe a bucket. Raises Unsupported for another model's parameters."""
         if any(id(each) not in self.names for each in parameters):
             raise Unsupported(
                 "this hook serves another model already.\n  Make one for each: model.register_comm_hook(None,"
@@ -107,7 +106,7 @@ class Wrapped:
 
 
 def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) -> GraphModule:
-    """Make the graph of a backward pass that hands over its buckets, with so many us of compute before each."""
+    """Build the graph of a backward pass with `compute_us` µs of compute before each bucket."""
     mode, _ = compat.fake_mode()
     graph = Graph()
     made: list[Node] = []
@@ -124,7 +123,6 @@ def arriving(layout: Layout, compute_us: Sequence[float], device: torch.device) 
 
 
 def _handed_out(graph: Graph, gradient: Node) -> Node:
-    """Stand in for the update, which is the user's own: it takes the mean."""
     label = NodeInfo(Role.UPDATE, info(gradient).parameter)
     return call(graph, torch.ops.aten.clone.default, (gradient,), label, value=gradient.meta["val"])
 
@@ -135,7 +133,7 @@ def _named(parameter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive elements of a plan's bucket that lie together in a bucket of DDP."""
+    """Elements that are consecutive in a plan's bucket and in a DDP bucket."""
 
     bucket: int
     start: int
@@ -145,7 +143,7 @@ class Run:
 
 
 def runs_of(plan: Plan, layout: Layout) -> list[Run]:
-    """Say where the means of a plan's buckets belong."""
+    """Map a plan's buckets to places in DDP's buckets."""
     places = {name: (number, start) for number, bucket in enumerate(layout) for name, start in bucket.starts.items()}
     return [run for number, bucket in enumerate(plan.buckets) for run in _joined(number, bucket, places)]
 
@@ -165,26 +163,25 @@ def _joined(number: int, bucket: Bucket, places: dict[str, tuple[int, int]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class HookProgram:
-    """A plan for one layout of DDP's buckets, emitted and loaded."""
+    """Emitted plan for one layout of DDP's buckets."""
 
     layout: Layout
     module: ModuleType
     source: str
     timeline: Timeline
-    """The predicted step."""
     runs: tuple[Run, ...]
     lent: tuple[tuple[str, Run], ...]
-    """Lines that write a mean where it belongs."""
+    """Lines that write a mean directly into a DDP buffer."""
     residuals: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, int], ...]
     first: int = 0
-    """The number in the state of the plan's first bucket."""
+    """Index of the plan's first bucket in the gradient state."""
 
     @classmethod
     def made(cls, layout: Layout, graph: GraphModule, compiler: Compiler, plan: Plan, costs: CostTable) -> HookProgram:
-        """Rewrite a graph of arriving buckets until it follows a plan. Local: no communication.
+        """Rewrite a graph of arriving buckets to follow a plan. Local: no communication.
 
-        A compiler that skips what is not finite leaves residuals as they were before it.
+        A compiler with `skip_nonfinite` restores residuals after a non-finite gradient.
         """
         final, runs = compiler.rewrite(graph, plan, costs), runs_of(plan, layout)
         lent = _return_means(final, [_only(runs, number, bucket) for number, bucket in enumerate(plan.buckets)])
@@ -197,19 +194,16 @@ class HookProgram:
         return cls(layout, module, source, timeline, tuple(runs), lent, residuals, states)
 
     def arguments(self, state: GradientState) -> Sequence[Any]:
-        """Return the inputs of the step: residuals and compressors' states."""
         residuals = [state.residuals.of(self.first + k, slot) for k, slot in self.residuals]
         states = [state.compressor_states.of(self.first + k, slot) for k, slot in self.states]
         return arguments_of({InputKind.RESIDUAL: residuals, InputKind.COMPRESSOR_STATE: states})
 
     def lend(self, number: int, buffer: Tensor, runtime: Runtime) -> None:
-        """Let lines write into a buffer of DDP that has come."""
         for name, run in self.lent:
             if run.ddp_bucket == number:
                 runtime.buffers.lend(name, buffer[run.ddp_start : run.ddp_start + run.length])
 
     def hand_back(self, means: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy the means into DDP's buffers, where they do not lie there already."""
         for run in self.runs:
             there = buffers[run.ddp_bucket][run.ddp_start : run.ddp_start + run.length]
             mean = means[run.bucket][run.start : run.start + run.length]
@@ -218,22 +212,22 @@ class HookProgram:
 
 
 def slots_of(final: GraphModule, kind: InputKind) -> list[tuple[int, int]]:
-    """List the buckets and slots whose state is an input, in the order of the inputs."""
+    """Return (bucket, slot) of each input of this kind, in input order."""
     sources = [info(node).source for node in final.graph.find_nodes(op="placeholder")]
     return [(source.index, source.slot) for source in sources if source is not None and source.kind is kind]
 
 
 def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
-    """The run that is a whole bucket of the plan; None if it lies in several."""
+    """Return the run that covers a whole bucket, if any."""
     mine = [run for run in runs if run.bucket == number]
     return mine[0] if len(mine) == 1 and mine[0].length == bucket.elements else None
 
 
 def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
-    """Return the plan's buckets as they arrive, flat, in a step that is taken back, too.
+    """Make the graph return the flat mean of each bucket, also in a skipped step.
 
-    What lies in one of DDP's buffers is sent from there. A mean is written there at once where nothing else reads the
-    bucket any more; returns the lines that do so.
+    A bucket inside one DDP buffer is sent from there. Return the lines that may write the mean there, because nothing
+    else reads the bucket.
     """
     means: dict[int, Node] = {}
     for node in gm.graph.nodes:
@@ -264,7 +258,7 @@ def _arrive(gm: GraphModule, place: Run) -> Node:
 
 
 def _taken_in_place(gm: GraphModule, pack: Node, place: Run) -> Node:
-    """Put a view of DDP's buffer in the place of a packed bucket."""
+    """Replace a packed bucket by a view of DDP's buffer."""
     arrive = _arrive(gm, place)
     with gm.graph.inserting_before(pack):
         label, flat = NodeInfo(Role.COMPUTE), arrive.meta["val"][0]

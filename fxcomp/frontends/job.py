@@ -1,4 +1,4 @@
-"""Say what is trained: model, loss, optimizer and batch, which the command line and the benchmarks load from a file."""
+"""Training job: model, loss, optimizer and batch. The command line and benchmarks load one from a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from fxcomp.plan.compress import GivenCompress
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's training job, on one example batch.
+    """Training job of one rank.
 
-    `model`, `loss_fn`, `optimizer`, `batch`, `max_grad_norm`, `max_grad_value` and `scaler` are what `compile_step`
-    takes of these names, `batch` being its example. `compress` is what `fxcomp explain` and `fxcomp dump` ask about
-    where their `--compress` is left out. `next_batch(step, rank)` draws the batches of a real run; without it, tools
-    that train repeat `batch`.
+    `model`, `loss_fn`, `optimizer`, `batch` (as example_batch), `max_grad_norm`, `max_grad_value` and `scaler` are
+    arguments of `compile_step`. `compress` is the default of `--compress` in `fxcomp explain` and `fxcomp dump`.
+    `next_batch(step, rank)` returns the batches of a real run; by default, `batch` is repeated.
     """
 
     model: nn.Module
@@ -41,7 +40,7 @@ class Job:
 
     @property
     def bare(self) -> Job:
-        """The same job without data-parallel wrappers and torch.compile around its model; its loss is given those."""
+        """Job with an unwrapped model. Its loss still gets the wrapped model."""
 
         def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
             return self.loss_fn(self.model, batch)
@@ -55,7 +54,6 @@ class Job:
 
 
 def compile_arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of `compile_step` that a job has."""
     return {
         "model": job.model,
         "loss_fn": job.loss_fn,
@@ -68,9 +66,9 @@ def compile_arguments(job: Job) -> dict[str, Any]:
 
 
 def load_job(text: str) -> Job:
-    """Call a function in a file, written `path.py:function` (`:job` if left out), and return the Job it makes.
+    """Call a function in a file, given as `path.py:function` (default `:job`), and return its Job.
 
-    The file runs afresh at each call, as a script would: what lies beside it can be imported.
+    The file runs again at each call. It can import modules from its folder.
     """
     path_text, function_name = file_and_function(text)
     path = Path(path_text).expanduser()
@@ -92,7 +90,6 @@ def load_job(text: str) -> Job:
 
 
 def file_and_function(text: str) -> tuple[str, str]:
-    """Split `path.py:function`."""
     path, colon, function = text.rpartition(":")
     return (path, function) if colon and not function.endswith(".py") else (text, "job")
 

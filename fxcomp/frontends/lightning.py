@@ -1,12 +1,11 @@
-"""Strategy for a Lightning Trainer: gradients go through fxcomp, and checkpoints keep what is left out.
+"""Strategy for a Lightning Trainer: average gradients with fxcomp, and keep residuals in checkpoints.
 
     trainer = Trainer(strategy=FxcompStrategy(compress="balanced"))
 
-Everything else stays Lightning's: loss scaling, accumulation, clipping, the optimizer, logging, callbacks. Not imported
-by `import fxcomp`, because Lightning is optional.
+Lightning is optional, so `import fxcomp` does not import this module.
 """
 
-# Lightning is not there where types are checked
+# Lightning is not installed where types are checked
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""One library under two names, whose classes do not know each other: the one that the script has imported counts."""
+"""Names of one library, with unrelated classes. The name that the script has imported is used."""
 
 
 def _library() -> Any:
@@ -47,28 +46,28 @@ def _library() -> Any:
 
 _DDPStrategy: Any = _library().strategies.DDPStrategy
 url_to_fs: Any = importlib.import_module("fsspec.core").url_to_fs
-"""Lightning's way to a checkpoint's file, which comes with torch."""
+"""Lightning's resolver of checkpoint paths; installed with torch."""
 
 FILE = "{checkpoint}.fxcomp-rank{rank}.pt"
-"""Beside each of Lightning's checkpoints: the tensors of `checkpoint()`, a file a rank."""
+"""File next to a checkpoint with the tensors of `checkpoint()`, one per rank."""
 STEP = "lightning.global_step"
-"""Among them: of which step they are."""
+"""Key of the step in that file."""
 
 
 class FxcompStrategy(_DDPStrategy):
-    """DDPStrategy with fxcomp's hook, on CPUs as well; one process has nothing to average.
+    """DDPStrategy with fxcomp's hook, also on CPUs.
 
-    `compress`, `cluster` and `costs` are those of `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are
-    those of DDPStrategy, as `process_group_backend=` and `find_unused_parameters=`. Raises BadOption for a second hook
-    (`ddp_comm_hook=`), and BadPlan, before anything is trained.
+    `compress`, `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are passed
+    to DDPStrategy, such as `process_group_backend=` and `find_unused_parameters=`. Raises BadPlan, and BadOption also
+    for another hook (`ddp_comm_hook=`).
     """
 
     hook: DdpHook | None = None
-    """The hook of the training that runs, or ran last."""
+    """Hook of the current or last training."""
     _trained: Any = None
-    """The module that it averages gradients of."""
+    """Module of that training."""
     _begins_at: tuple[str, int | None] | None = None
-    """The checkpoint that training goes on from, and its step."""
+    """Path and step of the checkpoint that training resumes from."""
 
     def __init__(
         self,
@@ -86,35 +85,33 @@ class FxcompStrategy(_DDPStrategy):
             )
         super().__init__(**options)
         self._options: dict[str, Any] = {"compress": compress, "cluster": cluster, "costs": costs}
-        ddp_hook(**self._options)  # raises here, and not in training
+        ddp_hook(**self._options)  # raise now instead of in training
 
     def configure_ddp(self) -> None:
-        """Wrap the module as DDPStrategy does, and register the hook."""
+        """Wrap the module, and register the hook."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        scaler = getattr(self.precision_plugin, "scaler", None)  # of precision="16-mixed": residuals follow its scale
+        scaler = getattr(self.precision_plugin, "scaler", None)  # with precision="16-mixed", residuals follow its scale
         hook = ddp_hook(**self._options, scaler=scaler)
         self._keep(hook)
         self.model.register_comm_hook(self.model, hook)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write Lightning's checkpoint, and this rank's tensors beside it; Lightning calls it on all ranks."""
+        """Write Lightning's checkpoint, and this rank's tensors next to it. Lightning calls it on all ranks."""
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.hook is None or "loops" not in checkpoint:  # save_weights_only=True
             return
         files = _Files(filepath)
         files.write(self.global_rank, {**self.hook.checkpoint(), STEP: torch.tensor(checkpoint["global_step"])})
-        if self.is_global_zero:  # of a job with more ranks, under the same name
+        if self.is_global_zero:  # files of an earlier job with more ranks
             files.remove(self.world_size)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint with what stands beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             _Files(filepath).remove()
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
-        """Read Lightning's checkpoint, and remember where it is."""
         library: Any = super()
         loaded = library.load_checkpoint(checkpoint_path, *arguments, **named)
         if self.lightning_module.trainer.state.fn == "fit":
@@ -122,10 +119,7 @@ class FxcompStrategy(_DDPStrategy):
         return loaded
 
     def _keep(self, hook: DdpHook) -> None:
-        """Save the state of a hook from now on, and load the state that training goes on from.
-
-        It is the state beside a checkpoint, or, where `fit` trains the same module again, that of the fit before.
-        """
+        """Save this hook's state from now on, and load the state of the checkpoint or the last fit."""
         before, of = self.hook, self._trained
         self.hook, self._trained = hook, self.lightning_module
         if self._begins_at is not None:
@@ -137,7 +131,7 @@ class FxcompStrategy(_DDPStrategy):
             before.close()
 
     def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
-        """Read this rank's part of what was saved, by as many ranks as there were; what is of another step is left."""
+        """Read this rank's share of the saved files, for any number of ranks. Skip files of another step."""
         files = _Files(checkpoint, follow=True)
         ranks = sorted(files.of_ranks())
         if not ranks and self.is_global_zero:
@@ -157,29 +151,28 @@ class FxcompStrategy(_DDPStrategy):
         return states or None
 
     def teardown(self) -> None:
-        """Give back process groups."""
         if self.hook is not None:
             self.hook.close()
         super().teardown()
 
 
 class _Files:
-    """The files beside a checkpoint, wherever Lightning can write one: a folder, or what fsspec has a protocol for."""
+    """Rank files of a checkpoint in any fsspec file system."""
 
     def __init__(self, checkpoint: Any, *, follow: bool = False):
-        """With `follow`, beside what a local link leads to: `save_last="link"` makes one."""
+        """With `follow`, resolve a local link (`save_last="link"`)."""
         self._system, self._place = url_to_fs(str(checkpoint))
         self._is_local = "file" in self._system.protocol
         if follow and self._is_local:
             self._place = os.path.realpath(self._place)
 
     def write(self, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a rank's file, all of it or nothing."""
+        """Write atomically."""
         held = io.BytesIO()
         torch.save(dict(tensors), held)
         place = FILE.format(checkpoint=self._place, rank=rank)
         self._system.makedirs(self._place.rpartition("/")[0], exist_ok=True)
-        if not self._is_local:  # elsewhere a file is there once it is whole
+        if not self._is_local:  # other file systems only show complete files
             self._system.pipe_file(place, held.getvalue())
             return
         unfinished = f"{place}.part"
@@ -191,15 +184,14 @@ class _Files:
             return torch.load(file, map_location="cpu", weights_only=True)
 
     def remove(self, first: int = 0) -> None:
-        """Remove the files of ranks from the `first` on."""
+        """Remove the files of ranks from `first` on."""
         for rank, place in self.of_ranks().items():
             if rank >= first:
                 with contextlib.suppress(FileNotFoundError):
                     self._system.rm_file(place)
 
     def of_ranks(self) -> dict[int, str]:
-        """List the files by their rank."""
-        if "http" in self._system.protocol:  # a page, and no folder
+        if "http" in self._system.protocol:  # HTTP has no folder listing
             return {}
         folder, _, name = self._place.rpartition("/")
         pattern = re.escape(FILE.format(checkpoint=name, rank="/")).replace("/", r"(\d+)")
@@ -213,7 +205,6 @@ class _Files:
 
 
 def _state_of(before: DdpHook) -> Mapping[str, Any] | None:
-    """Copy the state in which a fit has ended, which the next one begins in."""
     try:
         return before.state_dict()
     except FxcompError as error:

@@ -1,15 +1,14 @@
-"""Keep the gradients of some backward passes on this rank, as DistributedDataParallel.no_sync does.
+"""Keep the gradients of some backward passes local, as DistributedDataParallel.no_sync does.
 
     with fxcomp.no_sync(model):
-        loss_of(compiled, first).backward()     .grad has this rank's own gradients
-    loss_of(compiled, second).backward()        .grad has the mean over the ranks of the sum of both
+        loss_of(compiled, first).backward()     .grad is the local gradient
+    loss_of(compiled, second).backward()        .grad is the mean over ranks of the sum of both
 
-As under DistributedDataParallel, forward passes decide, and one call of backward() averages everything or nothing: what
-it makes, and what has come together in `.grad` before it.
+One call of backward() averages all its gradients and `.grad`, or none:
 
-    forward passes that it runs through         it averages
-    one or more ran outside                     always
-    all ran inside                              if one outside has run since gradients were last averaged
+    its forward passes        it averages
+    any ran outside           always
+    all ran inside            if one outside has run since the last averaging
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ from fxcomp import compat
 from fxcomp.errors import BadOption
 
 _local: list[frozenset[int]] = []
-"""The parameters of each model that stays local now, by id."""
+"""Parameter ids of each model inside `no_sync`."""
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
-    """Let backward passes of a `model` that torch.compile compiled reduce nothing if their forward pass runs inside.
+    """Skip the reduction of a compiled `model` for forward passes inside the context.
 
-    The next call of backward() that also runs through a forward pass outside reduces what has come together in `.grad`.
-    All ranks must do the same, as under DistributedDataParallel.
+    The next backward() through a forward pass outside averages the accumulated gradients. All ranks must do the same.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(f"no_sync takes the model that was compiled, a torch.nn.Module; it is a {type(model).__name__}")
@@ -48,31 +46,31 @@ def no_sync(model: nn.Module) -> Generator[None]:
 
 @dataclass(slots=True)
 class Averaging:
-    """Tells which backward passes of one model average, for all graphs that torch makes of it."""
+    """State that decides which backward passes of one model average, shared by its graphs."""
 
     _is_open: bool = False
-    """A forward pass has run outside of `no_sync` since gradients were last averaged."""
+    """True if a forward pass has run outside `no_sync` since the last averaging."""
     _outside: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
-    """The nodes of forward passes that ran outside, as long as they may run backward."""
+    """Autograd nodes of outside forward passes that may still run backward."""
     _local_in: int | None = None
-    """The call of backward() in which a node of a forward pass inside runs now."""
+    """Current backward() call that runs a node of an inside forward pass."""
     _decided: tuple[int | None, bool] = (None, True)
-    """The latest call of backward(), and whether it averages."""
+    """Latest backward() call, and its decision."""
 
     def forward_has_run(self, parameter: Any, results: Sequence[Any]) -> None:
-        """Note a forward pass that reads a parameter, by its results."""
+        """Record a forward pass."""
         node = compat.backward_node(results)
         if node is None:
             return
         if any(id(parameter) in parameters for parameters in _local):
             compat.before_backward(node, self._begin_local)
-        elif compat.backward_call() is None:  # else checkpointing runs it again
+        elif compat.backward_call() is None:  # otherwise checkpointing recomputes it
             self._is_open = True
             self._outside = [reference for reference in self._outside if reference() is not None]
             self._outside.append(weakref.ref(node))
 
     def is_due(self) -> bool:
-        """Return whether the backward pass that begins averages. All passes of one backward() are told the same."""
+        """Return True if the current backward pass averages. The answer is fixed per backward() call."""
         call = compat.backward_call()
         is_local, self._local_in = call is not None and self._local_in == call, None
         if call is None or self._decided[0] != call:

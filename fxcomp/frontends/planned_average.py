@@ -1,4 +1,4 @@
-"""Look at what averages the gradients of backward passes by a plan, save it, load it, close it."""
+"""Interface to averaging by a plan: inspect, save, load, close."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from fxcomp.state.saved_state import Given, check_are_states, states_given
 
 
 class PlannedAverage:
-    """The plan in force, and what it owes."""
+    """Plan in force and its error-feedback state."""
 
     def __init__(self, job: BackwardPasses | None) -> None:
         self._job = job
-        """None before the first backward pass of a hook."""
+        """None before a hook's first backward pass."""
         self._given: Given = None
-        """A state that was loaded before it."""
+        """State that was loaded before that pass."""
 
     # Looking
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None while the first backward passes send dense."""
+        """Plan in force; None while the first backward passes are dense."""
         return None if self._job is None or self._job.decision is None else self._job.decision.plan
 
     @property
     def source(self) -> str:
-        """The emitted step as Python source; empty before there is a plan."""
+        """Emitted step as Python source; empty before there is a plan."""
         return "" if self._job is None else self._job.source
 
     @property
     def timeline(self) -> Timeline | None:
-        """The predicted step; None before there is a plan."""
+        """Predicted step; None before there is a plan."""
         return None if self._job is None else self._job.timeline
 
     @property
     def is_racing(self) -> bool:
-        """Plans take turns, or will soon; False before there is a plan, too."""
+        """True during a race and before a scheduled one."""
         return self._job is not None and self._job.is_racing
 
     def report(self) -> str:
@@ -56,34 +56,34 @@ class PlannedAverage:
         return self._job.report()
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """Sum the last backward pass up in numbers, as CompiledStep.metrics, with the norm of `residuals` if asked.
+        """Return metrics of the last backward pass, as CompiledStep.metrics; empty before the first.
 
-        Empty before the first one.
+        `residuals` adds the residual norm.
         """
         return {} if self._job is None else self._job.metrics(residuals=residuals)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy this rank's state of error feedback and compressors, with the plan; before there is one it says so.
+        """Return residuals, compressor states and plan, or a marker before there is a plan.
 
-        A loaded state that waits for the first backward pass is returned as it is.
+        A loaded state that waits for the first backward pass is returned unchanged.
         """
         waiting = states_given(self._given)
         saved = dict(waiting[0]) if len(waiting) == 1 else {} if self._job is None else self._job.state_dict()
         return saved or {NOTHING_YET: True}
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """This rank's state as plain tensors under names that no other rank of the job uses.
+        """Return this rank's state as plain tensors, under names that are unique among ranks.
 
-        `fxcomp.read_checkpoint` reads it. Random generators are left to the loop, whose draws they are.
+        `fxcomp.read_checkpoint` reads it. Random generators are not included.
         """
         return to_tensors(self.state_dict(), dist.get_rank())
 
     def load_state_dict(self, state: Given) -> None:
-        """Take back a `state` of `state_dict` or `checkpoint`; every rank calls it, as CompiledStep.load_state_dict.
+        """Restore a `state` of `state_dict` or `checkpoint`. Every rank calls it. Raises BadState.
 
-        Before the first backward pass the state waits for it, and its plan is followed from there on. Raises BadState.
+        Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """
         given: Given = states_of(state) or None
         if self._job is None:
@@ -93,6 +93,6 @@ class PlannedAverage:
             self._job.load_state_dict(given)
 
     def close(self) -> None:
-        """Give back the process groups; other ranks need not be there. The model's next backward pass raises."""
+        """Release the process groups, without communication. The next backward pass raises."""
         if self._job is not None:
             self._job.close()

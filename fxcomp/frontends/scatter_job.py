@@ -1,15 +1,14 @@
-"""Run the modules of one fully_shard model: dense at first, then by a plan that all ranks share.
+"""Reduce-scatter the gradients of one fully_shard model: dense at first, then by a plan that all ranks share.
 
-    fully_shard: a module's gradients, a part for each rank ──► here ──► this rank's part of the mean
+    fully_shard: a module's gradients, one part per rank ──► here ──► this rank's part of the mean
 
-A module that is compressed has an emitted step of its own, which ends as shards:
+Each compressed module has an emitted step, which ends as shards:
 
-    bucket_0 = rt.in_place(...)            the parts lie there, one after the other
-    compress_0, all_to_all_0, mean_0       a payload for each rank; the mean of those that come
+    bucket_0 = rt.in_place(...)            the parts, one after the other
+    compress_0, all_to_all_0, mean_0       one payload per rank; the mean of the received payloads
 
-A module that stays dense takes fully_shard's own reduce_scatter. Everything runs where fully_shard runs it: on the CPU
-in backward's thread, on a GPU on its stream for reductions, while compute goes on. What a pass leaves out counts when
-backward has ended and all parts were finite; until then both residuals are kept.
+A dense module uses fully_shard's own reduce_scatter. All work runs where fully_shard runs it: in the backward thread on
+a CPU, on the reduction stream on a GPU. New residuals are committed at the end of backward if all parts are finite.
 """
 
 from __future__ import annotations
@@ -50,47 +49,45 @@ CLOSED = (
 
 @dataclass(slots=True)
 class _ScatterPass:
-    """The gradients that have come of the backward pass under way."""
-
     order: list[int] = field(default_factory=list[int])
-    """The modules that have come."""
+    """Module numbers."""
     before: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Residuals as they were, by the number of the plan's bucket: a pass that does not count leaves them so."""
+    """Residuals from before the pass, by the plan's bucket number."""
     delivered: set[int] = field(default_factory=set[int])
-    """The modules whose gradients have brought what they were owed."""
+    """Modules whose gradients include their owed values."""
     agrees: bool = False
-    """Ranks agree on whether it counts when it ends: something is left out of it, or delivered."""
+    """True if ranks must agree on committing residuals."""
     not_finite: Tensor | None = None
     stream: Any = None
 
 
 class ScatterJob(BackwardPasses):
-    """The plan of one model, what its modules owe, and the backward pass under way."""
+    """Plan, error-feedback state and current pass of one model."""
 
     def __init__(self, start: Start, modules: Sequence[ScatteredModule]) -> None:
         super().__init__("compress_reduce_scatter", start, CLOSED)
         self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
         self._programs: dict[int, dict[int, HookProgram]] = {}
-        """Of the modules that are compressed, by the number of the plan."""
+        """Programs by plan number, then by module number."""
         self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
         self._priced: tuple[Decision, tuple[tuple[ModuleTime, ...], Timeline]] | None = None
 
     def install(self) -> None:
-        """Take the place of fully_shard's own collective."""
+        """Replace fully_shard's collective."""
         for number, module in enumerate(self.modules):
             module.module.scatter_by(_ModuleScatter(self, number, self._dense[number]))
 
     @property
     def layout(self) -> Layout:
-        """The modules in the order of the model."""
+        """Gradients of the modules in model order."""
         return tuple(module.bucket for module in self.modules)
 
     # A pass
 
     def arrive(self, number: int) -> None:
-        """The gradients of a module are there; compute has just made them."""
+        """Record that a module's gradients exist."""
         if not self._pass.order:
             self.enter()
             compat.at_end_of_backward(self._end)
@@ -101,11 +98,11 @@ class ScatterJob(BackwardPasses):
         self._pass.order.append(number)
         if self.is_timed:
             self.ready.enter()
-            if self.site.device.type != "cpu":  # compute goes on at once
+            if self.site.device.type != "cpu":  # compute continues immediately
                 self.ready.leave()
 
     def scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
-        """Fill this rank's part of the mean of a module's gradients."""
+        """Write this rank's part of the mean of a module's gradients."""
         with self.stops_on_errors():
             self._scatter(number, output, given, group, op)
             if self.is_timed and self.site.device.type == "cpu":
@@ -118,7 +115,7 @@ class ScatterJob(BackwardPasses):
     def _scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         now = self._pass
         now.stream = compat.stream_of(given.device)
-        # Where parameters without gradients are left out, what is owed waits.
+        # If fully_shard leaves out parameters without gradients, owed values wait.
         is_whole = given.numel() == self.modules[number].elements
         if is_whole and number not in now.delivered:
             self._add_owed(number, given)
@@ -127,11 +124,11 @@ class ScatterJob(BackwardPasses):
         else:
             self.runtime.counters.count("reduce_scatter", "world", given.nbytes)
             self._dense[number](output, given, group, op)
-        if now.agrees:  # what is not finite on any rank is not in the part that it went to
+        if now.agrees:  # only the rank whose part contains it sees a non-finite value
             now.not_finite = not_finite_too(now.not_finite, output)
 
     def _add_owed(self, number: int, given: Tensor) -> None:
-        """Let gradients bring what no residual feeds back."""
+        """Add owed values that no residual carries."""
         module = self.modules[number]
         owed = {} if self.follower is None else self.follower.state.owed
         if not owed.keys().isdisjoint(module.module.names):
@@ -139,7 +136,6 @@ class ScatterJob(BackwardPasses):
             self._pass.delivered.add(number)
 
     def _compress(self, program: HookProgram, output: Tensor, given: Tensor, op: Any) -> None:
-        """Run the emitted step of a module."""
         if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
             raise Unsupported(
                 "fully_shard scatters with a divisor of its own for gradients (set_gradient_divide_factor).\n"
@@ -156,7 +152,7 @@ class ScatterJob(BackwardPasses):
     # Its end
 
     def _end(self) -> None:
-        """End a pass; torch calls this when backward has ended."""
+        """End a pass; torch calls it at the end of backward."""
         now, self._pass = self._pass, _ScatterPass()
         if not now.order:
             return
@@ -170,13 +166,13 @@ class ScatterJob(BackwardPasses):
             self.end_pass(layout)
 
     def _commit(self, now: _ScatterPass) -> None:
-        """Keep what the pass owes, unless a part of some rank is not finite: it is skipped then, or lost anyway."""
+        """Commit residuals, or restore the old ones if any rank has a non-finite part."""
         if not now.agrees:
             return
         flag, state = now.not_finite, self.planned.state
         assert flag is not None, "a part has come"
         self.site.transport.all_reduce(flag, "world", "main", "max").wait()
-        if not now.delivered and flag.device.type != "cpu":  # decided on the device: nobody waits for it
+        if not now.delivered and flag.device.type != "cpu":  # selected on the device, without synchronizing the host
             for number, before in now.before.items():
                 kept = state.residuals.of(number)
                 torch.where(flag.bool(), before, kept, out=kept)
@@ -207,7 +203,6 @@ class ScatterJob(BackwardPasses):
         }
 
     def _program_of(self, bucket: Bucket, numbers: dict[frozenset[str], int], followed: Followed) -> HookProgram:
-        """Emit the step of one module, whose parts are what it gathers and deals out."""
         parts = self.modules[numbers[frozenset(bucket.names)]].parts
         plan = Plan((Bucket(parts.names, parts.sizes, bucket.strategy, element_type=bucket.element_type),))
         graph = arriving((parts,), [0.0], self.site.device)
@@ -219,7 +214,7 @@ class ScatterJob(BackwardPasses):
     # State
 
     def load_state_dict(self, given: Given) -> None:
-        """Take back a state, with its plan unless one was named: modules are known before they are timed."""
+        """Restore a state, and its plan unless the options name one. Every rank calls it; no timing is needed."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             start = self._asked.follow(given, self._fits)
@@ -231,7 +226,7 @@ class ScatterJob(BackwardPasses):
                 self._load(given)
 
     def _fits(self, saved: Plan) -> bool:
-        """Tell a saved plan of these modules; where modules are others now, say so."""
+        """Return True if a saved plan fits these modules; warn if not."""
         try:
             told_plan(saved, self.modules)
         except BadPlan as error:
@@ -243,7 +238,6 @@ class ScatterJob(BackwardPasses):
 
     @property
     def source(self) -> str:
-        """The emitted steps of the modules that are compressed."""
         return "\n\n".join(each.source for each in self._now.values())
 
     @property
@@ -251,7 +245,7 @@ class ScatterJob(BackwardPasses):
         return None if self.decision is None else self._predicted(self.decision)[1]
 
     def _predicted(self, decision: Decision) -> tuple[tuple[ModuleTime, ...], Timeline]:
-        """Price the modules of a decision once."""
+        """Predict module times and timeline, once per decision."""
         if self._priced is None or self._priced[0] is not decision:
             self._priced = decision, predicted(decision, self.site)
         return self._priced[1]
@@ -276,14 +270,14 @@ class ScatterJob(BackwardPasses):
 
 
 class _ModuleScatter:
-    """The function that fully_shard calls with the gradients of one module."""
+    """Replacement for fully_shard's reduce_scatter of one module."""
 
     def __init__(self, job: ScatterJob, number: int, dense: compat.Scatter) -> None:
         self._job, self._number, self._dense = job, number, dense
         self._has_begun = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._has_begun:  # memory for the gradients; that for the part comes after it
+        if not self._has_begun:  # first for the gradients, then for this rank's part
             self._has_begun = True
             self._job.arrive(self._number)
         return self._dense.allocate(size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Decide how the modules of a fully_shard model scatter their gradients."""
+"""Choose how the modules of a fully_shard model reduce-scatter their gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxcomp.site import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlanner(Planner):
-    """Decides for modules, in the order in which they are ready."""
+    """Planner over modules in ready order."""
 
     modules: Sequence[ScatteredModule]
 
     def check_pins(self) -> None:
-        """Leave it to the choice, which knows the modules."""
+        """Do nothing: the choice checks pins."""
 
     def choose(self, workload: Workload, costs: CostTable, terms: Terms) -> tuple[Choice, Sequence[str]]:
         buckets, overlaps = [module.planned() for module in self.modules], overlaps_on(self.site)
@@ -41,21 +41,20 @@ class ModulePlanner(Planner):
 
 
 def overlaps_on(site: Site) -> bool:
-    """Tell a device that computes while gradients travel: with gloo backward waits for each module."""
+    """Return True if compute overlaps communication, unlike with gloo."""
     return site.device.type != "cpu"
 
 
 def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], Timeline]:
-    """Price the modules of a plan, and simulate its step."""
     workload, overlaps = decision.workload, overlaps_on(site)
     times = module_times(decision.plan, workload, decision.costs, site.cluster, overlaps=overlaps)
     return times, simulate(module_tasks(times, workload, site.cluster, overlaps=overlaps))
 
 
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
-    """Follow what the user said for every module: the same way for all, or a plan's. Raises BadPlan.
+    """Apply one strategy to all modules, or a given plan. Raises BadPlan.
 
-    Modules of vectors alone, such as a norm's, stay dense where a compressor is named, as elsewhere.
+    Modules with vectors only, such as norms, stay dense if a compressor is named.
     """
     dense = Plan(tuple(each.planned() for each in modules))
     if isinstance(plan, str):

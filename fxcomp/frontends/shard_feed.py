@@ -1,13 +1,12 @@
-"""Feed the shards of a fully_shard model to a plan, module by module, as a backward pass reduces them.
+"""Pass the gradient shards of a fully_shard model to a plan, module by module, during a backward pass.
 
     fully_shard: reduce_scatter of a module ──► flat shard ──► here ──► `.grad`, views of the flat shard
                                                                 │
                                       the plan's emitted step (hook_job.py), over the replicas
 
-fully_shard takes what is in the flat shard when its hook returns. Nothing reads `.grad` before backward ends, so the
-mean may be written later: a module's shard is on its way while earlier layers compute, and the hook of the last module
-waits. Where `.grad` is no view of the flat shard, because it is accumulated or of another type, the flat shard is
-copied and set to zero, and the mean is added to `.grad` when backward has ended.
+Means may be written after fully_shard's hook has returned, because `.grad` is read after backward: shards are averaged
+while earlier layers compute, and the last module's hook waits. If `.grad` is not a view of the flat shard
+(accumulation, another dtype), the shard is copied and zeroed, and the mean is added to `.grad` at the end of backward.
 """
 
 from __future__ import annotations
@@ -27,33 +26,31 @@ from fxcomp.frontends.sharded_modules import called
 from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
-"""Types in which fully_shard has divided before its hook; for others it divides a part afterwards (torch 2.13)."""
+"""Dtypes that fully_shard divides before its hook. Others are partly divided afterwards (torch 2.13)."""
 
 
 @dataclass(slots=True)
 class _FeedPass:
-    """The gradients that have come of the backward pass under way."""
-
     came: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Flat shards by the number of their module."""
+    """Flat shards by module number."""
     fed: int = 0
     copied: list[int] = field(default_factory=list[int])
-    """Modules whose mean is to be added to `.grad`."""
+    """Modules whose mean is added to `.grad`."""
     not_finite: Tensor | None = None
     stream: Any = None
 
 
 class ShardFeed:
-    """Stands between the modules of a model and the plan that averages their shards over the replicas."""
+    """Link between sharded modules and the plan that averages their shards."""
 
     def __init__(self, modules: Sequence[compat.ShardedModule], stand_ins: Sequence[list[Tensor]], job: HookJob):
         self._modules, self._stand_ins, self._job = modules, stand_ins, job
         self._shards = modules[0].shard_group.size()
         self._order: list[int] | None = None
-        """The modules as the first pass brought them; later passes are fed in this order."""
+        """Modules in arrival order of the first pass, which later passes repeat."""
         self._pass = _FeedPass()
         self._is_partial = [False] * len(modules)
-        """`.grad` holds what has not been averaged yet."""
+        """True where `.grad` holds values that have not been averaged."""
         self.is_off = False
 
     def install(self) -> None:
@@ -63,7 +60,7 @@ class ShardFeed:
     # A pass
 
     def _arrive(self, number: int, reduced: Tensor) -> None:
-        """Take a module's flat shard; torch calls this when it has been reduced within the replica."""
+        """Take a module's flat shard after its reduction within the replica; torch calls it."""
         try:
             with torch.no_grad():
                 module = self._modules[number]
@@ -83,7 +80,7 @@ class ShardFeed:
         self._feed()
 
     def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
-        """Return memory that a mean may be written into when the hook has returned."""
+        """Return memory that a mean may be written to after the hook."""
         if module.becomes_gradients(reduced):
             self._is_partial[number] = False
             return reduced
@@ -99,7 +96,7 @@ class ShardFeed:
         return flat
 
     def _feed(self) -> None:
-        """Hand over what is due, in the order of the first pass."""
+        """Pass arrived shards to the job, in the order of the first pass."""
         now = self._pass
         order = list(now.came) if self._order is None else self._order
         while now.fed < len(order) and order[now.fed] in now.came:
@@ -111,10 +108,10 @@ class ShardFeed:
             self._job.take(now.came[number], self._stand_ins[number], is_last=is_last)
 
     def _agree_on_finite(self, last: Tensor) -> None:
-        """Let no shard of a gradient be applied, or its residual be spent, where another one is not finite.
+        """Skip the step on all ranks if any shard is not finite, and keep its residuals.
 
-        The infinity of one rank is in one shard: only the replicas of that shard would find it. So a rank of the same
-        replica spoils an element of its own, and all ranks of the job take the step back, and skip it.
+        Only the replicas of one shard would see a non-finite value. Therefore the ranks of a replica agree, and each
+        sets one element to NaN.
         """
         flag = self._pass.not_finite
         assert flag is not None, "a shard has come"
@@ -124,7 +121,7 @@ class ShardFeed:
             last[0] = torch.nan
 
     def _end(self) -> None:
-        """Let `.grad` have the means that it is no view of; torch calls this when backward has ended."""
+        """Add copied means to `.grad`; torch calls it at the end of backward."""
         now, self._pass = self._pass, _FeedPass()
         if now.fed < len(self._modules):
             if now.came:
@@ -152,7 +149,7 @@ class ShardFeed:
         self._job.stop(error)
 
     def _check(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> None:
-        """Raise Unsupported for a flat shard that is not what it was when the plan was made."""
+        """Raise Unsupported if a flat shard does not match the plan."""
         if number in self._pass.came:
             raise Unsupported(
                 f"{called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
@@ -182,5 +179,5 @@ def _parts(module: compat.ShardedModule, flat: Tensor) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, gradient: Tensor) -> Tensor:
-    """Leave the padding out."""
+    """Remove the padding."""
     return part[: gradient.numel()].view(gradient.shape)

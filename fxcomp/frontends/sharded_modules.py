@@ -1,10 +1,9 @@
-"""Find the modules of a model under fully_shard, and describe the gradients that it scatters.
+"""Find and check the modules of a model under fully_shard, and describe their gradients.
 
     gradients of a module     part of rank 0              part of rank 1
                               0.weight 0.bias + padding   0.weight 0.bias + padding
 
-Every part has the same number of elements: a parameter is cut along its rows, and zeros fill the last part up. Modules
-whose gradients nothing but fully_shard can average are refused.
+All parts have equal size: parameters are cut along rows, and the last part is padded with zeros.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from fxcomp.search.by_module import SCATTERED
 
 
 def checked_modules(model: nn.Module, caller: str) -> list[compat.ShardedModule]:
-    """List the modules that fully_shard was called for, which `caller` is told of.
-
-    Raises BadOption where there is none, and Unsupported.
-    """
+    """Return the modules under fully_shard. `caller` appears in messages. Raises BadOption and Unsupported."""
     modules = compat.sharded_modules(model)
     if not modules:
         raise BadOption(
@@ -48,7 +44,6 @@ def checked_modules(model: nn.Module, caller: str) -> list[compat.ShardedModule]
 
 
 def called(module: compat.ShardedModule) -> str:
-    """Name a module in a message."""
     return f"module {module.name!r}" if module.name else "the outermost module"
 
 
@@ -78,25 +73,25 @@ def _check(module: compat.ShardedModule, caller: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredModule:
-    """The gradients of one module, of which each rank gets a part."""
+    """Gradients of one module, reduce-scattered over the ranks."""
 
     module: compat.ShardedModule
     ranks: int
 
     @property
     def elements(self) -> int:
-        """The elements of all parts, with the padding."""
+        """Elements of all parts, including padding."""
         return self.ranks * self.module.elements
 
     @property
     def bucket(self) -> DdpBucket:
-        """The gradients as a communication hook is given them: whole, without padding."""
+        """Whole gradients."""
         shapes = self.module.whole_shapes
         return DdpBucket(self.module.names, shapes, tuple(map(prod, shapes)), self.module.reduced_as)
 
     @property
     def parts(self) -> DdpBucket:
-        """The gradients as fully_shard hands them over: the parts of each rank in turn."""
+        """Parts in rank order, as fully_shard lays them out."""
         names = self.module.names
         found = row_shards(self.module.whole_shapes, self.ranks)
         sizes = tuple(len(extent) for _, extent in found)
@@ -104,12 +99,11 @@ class ScatteredModule:
         return DdpBucket(labels, tuple((size,) for size in sizes), sizes, self.module.reduced_as)
 
     def planned(self, strategy: Strategy = SCATTERED) -> Bucket:
-        """Make its bucket of a plan."""
         bucket = self.bucket
         return Bucket(bucket.names, bucket.sizes, strategy, element_type=ElementType.of(bucket.dtype))
 
     def in_parts(self, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Lay flat parameters out in parts; missing parts are zeros."""
+        """Lay flat parameters out in parts; missing ones are zero."""
         found = torch.zeros(self.elements, device=device)
         sizes = self.parts.sizes
         for (k, extent), part in zip(
@@ -126,7 +120,7 @@ class ScatteredModule:
 
 
 def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
-    """Find the modules of a model that fully_shard scatters the gradients of. Raises what says why one cannot be."""
+    """Return the modules whose gradients fully_shard scatters. Raises Unsupported and BadOption."""
     modules = checked_modules(model, "compress_reduce_scatter")
     for module in modules:
         _check_is_scattered(module)

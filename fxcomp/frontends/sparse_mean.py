@@ -1,7 +1,6 @@
-"""Average a sparse gradient over all ranks: its rows are gathered, and every rank adds them up in rank order.
+"""Average a sparse gradient over all ranks: gather its rows, and add them in rank order.
 
-The backend's own sum of sparse tensors is not used: processes that summed over gloo died of a corrupted heap, in plain
-DDP too, and gloo raises where a rank has no rows (pytorch/pytorch#87497).
+The backend's sum is not used: with gloo it corrupts the heap, and raises if a rank has no rows (pytorch/pytorch#87497).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from fxcomp.site import Site
 
 
 class SparseMean:
-    """A sparse gradient on its way to be the mean; every rank makes one, and finishes it."""
+    """Pending mean of a sparse gradient. Every rank makes one, and finishes it."""
 
     def __init__(self, gradient: Tensor, site: Site) -> None:
-        """Tell how many rows there are, and start to send them: indices and values as bytes, padded to the most."""
+        """Exchange row counts, and start to send rows as bytes, padded to the largest count."""
         self._mine = gradient.div_(site.ranks.world_size).coalesce()
         rows, ranks = self._as_bytes(), site.ranks.world_size
         everyone = site.gather_numbers("how many rows of a sparse gradient there are", [len(rows)])
@@ -31,7 +30,7 @@ class SparseMean:
         self._work = site.transport.start(transfer) if sent.numel() else None
 
     def finish(self) -> Tensor:
-        """Wait for the rows of all ranks; returns the mean, coalesced."""
+        """Wait for the rows of all ranks, and return the coalesced mean."""
         if self._work is None:
             return self._mine
         self._work.wait()
@@ -39,7 +38,7 @@ class SparseMean:
         return reduce(torch.add, [self._read(rows[k, :count]) for k, count in enumerate(self._counts)]).coalesce()
 
     def _as_bytes(self) -> Tensor:
-        """Write a row for each index, of shape (rows, bytes)."""
+        """Return one row per index, shape (rows, bytes)."""
         indices, values = torch.stack(list(self._mine.indices()), 1), self._mine.values()
         flat = values.reshape(len(values), values.shape[1:].numel()).contiguous()
         return torch.cat([indices.view(torch.uint8), flat.view(torch.uint8)], 1)

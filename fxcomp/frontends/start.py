@@ -1,10 +1,8 @@
-"""Start what follows a plan: meet the other ranks, begin with the same values, and decide.
+"""Start of every frontend: meet the other ranks, share initial values, and choose a plan.
 
-    ModelHere      the model as a frontend has found it on this rank
-    Start.of       compare ─► cluster and transport ─► rank 0's values ─► the plan of a loaded state ─► the seed
-    Start.decide   costs ─► a plan that all ranks follow ─► its process groups
-
-Every frontend begins like that; they differ in what they compare, share and plan for.
+ModelHere      the model on this rank
+Start.of       compare ─► cluster and transport ─► rank 0's values ─► the plan of a loaded state ─► the seed
+Start.decide   costs ─► a plan that all ranks follow ─► its process groups
 """
 
 from __future__ import annotations
@@ -32,44 +30,44 @@ from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
-"""The part of all elements that may come in bursts where the optimizer is not known: it may be Adam."""
+"""Fraction of elements that may come in bursts; the unknown optimizer may be Adam."""
 
 
 def ends_whole(plan: Plan) -> bool:
-    """Tell a plan that leaves every rank whole gradients."""
+    """Return True if every rank ends with whole gradients."""
     return not any(bucket.strategy.ends_as_shards for bucket in plan.buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHere:
-    """A model on this rank."""
+    """Model on this rank."""
 
     shapes: Shapes
-    """Of its parameters; where they are sharded, of what this rank averages."""
+    """Shapes of the parameters, or of this rank's shards."""
     device: torch.device
     facts: Mapping[str, Any]
-    """Facts that must be the same on all ranks, beside the options."""
+    """Facts that must be equal on all ranks, like the options."""
     shared: Iterable[Tensor] = ()
     """Tensors that all ranks take from rank 0."""
     trained: Collection[str] | None = None
-    """The parameters that get a gradient, if not all do."""
+    """Parameters that get a gradient; None for all."""
     beside: Any = None
-    """The process group of ranks that average other shards over the same links, if there are any."""
+    """Process group of ranks that average other shards over the same links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The agreement of all ranks before they decide."""
+    """Agreement of all ranks before they choose a plan."""
 
     site: Site
     options: StepOptions
     trained: Trained
     loads: bool = False
-    """A state was loaded: its plan, or what the options name, is followed at once, so that nothing owed waits."""
+    """A state was loaded: its plan is followed immediately, so that owed values are sent."""
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
-        """Agree with ranks that have met for `what`; every rank calls it. Raises ReplicasDiffer."""
+        """Agree with the ranks that met under this name. Every rank calls it. Raises ReplicasDiffer."""
         ranks.check_same("comparing models", {**model.facts, **options.facts()})
         beside = () if model.beside is None else (Beside.of(model.beside, what),)
         site = Site.of(ranks, options.cluster, model.device, *beside)
@@ -81,26 +79,23 @@ class Start:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether nothing has to be timed before there is a plan."""
         return self.loads or has_whole_plan(self.options)
 
     @property
     def terms(self) -> Terms:
-        """Return the limits of plans where the optimizer is not known."""
         return Terms.of(self.options.compress, BURSTS)
 
     def follow(self, given: Given, fits: Callable[[Plan], bool] = ends_whole) -> Start:
-        """Follow the plan of a loaded state if it fits, unless another one was named; every rank calls it."""
+        """Follow the plan of a loaded state if it fits and the options name no other. Every rank calls it."""
         options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
     def compiler(self, *, skip_nonfinite: bool = False, micro_batches: int = 1) -> Compiler:
-        """Make the compiler of this rank's programs."""
         site = self.site
         return Compiler(site.cluster, site.rank, self.trained.feedback, skip_nonfinite, micro_batches)
 
     def planner(self, compiler: Compiler, graph: GraphModule, kinds: Collection[UpdateKind] | None = None) -> Planner:
-        """Make what decides for a graph. Where the optimizer is known, `kinds` are those of all updates."""
+        """Return a planner for a graph. `kinds` is None for an unknown optimizer."""
         bursts = BURSTS if kinds is None else burst_share(kinds)
         return Planner(self.site, self.options, compiler, graph, bursts, kinds or ())
 
@@ -112,9 +107,9 @@ class Start:
         *,
         is_whole: bool = False,
     ) -> Decision:
-        """Decide on a plan, and make its process groups; every rank calls it. Raises BadPlan and BadOption.
+        """Choose a plan, and make its process groups. Every rank calls it. Raises BadPlan and BadOption.
 
-        A whole step that no one has timed yet may begin with the dense plan.
+        A whole step without measurements may begin with the dense plan.
         """
         site = self.site
         decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), is_whole=is_whole))
@@ -128,7 +123,7 @@ class Start:
 def following(
     options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
 ) -> tuple[StepOptions, bool]:
-    """Let options follow the plan of a loaded state, unless they name another; tell whether any rank has a state.
+    """Apply the plan of a loaded state, unless options name another. Also return whether any rank has a state.
 
     Every rank calls it.
     """
@@ -144,6 +139,6 @@ def following(
 
 
 def has_whole_plan(options: StepOptions) -> bool:
-    """Tell options that say which gradients travel together, and not only how all of them do."""
+    """Return True if the options assign gradients to buckets."""
     named = options.compress.plan
     return isinstance(named, Plan) or (named is not None and is_path(named))

@@ -1,25 +1,20 @@
-"""Compile a model with `torch.compile` and the backend "fxcomp": a backward pass that ends with averaged gradients.
+"""Backend "fxcomp" of `torch.compile`: average gradients inside the compiled backward pass.
 
-    forward graph   ─────────────────────────────────────────────────────────► runs as it is, or Inductor's
-    backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward, gradients averaged
+    forward graph   ─────────────────────────────────────────────────────────► eager or Inductor
+    backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward with averaged gradients
 
-The model is not wrapped; the optimizer, the loop and `.grad` stay the user's. What compile_step does with a whole step
-happens here with the backward pass alone: waits end with it, and the plan shortens it. Its compute is priced by the
-machine's roofline, because a backward graph cannot be timed before there are activations.
+Collectives overlap with the backward pass alone. Compute is priced by the machine's roofline, because a backward graph
+cannot be timed before activations exist.
 
-- Gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning, as in
-  compile_step; one that is reached outside the graph is refused when its gradient arrives.
-- `compile_model` watches every parameter, so that eager code that averages nothing raises (`gradient_watch.py`). The
-  backend alone lays that watch at its first graph: it cannot see what never reaches it.
-- A model whose parameters are frozen or thawed has a plan for each set that it trains. All ranks change it at the same
-  call, and what compression left out goes along.
-- Gradients of a micro-batch are averaged when its backward pass runs, or, under `fxcomp.no_sync(model)`, with those of
-  the next one outside of it. Without, the sum of means is the mean of sums, but everything is sent each time.
-- Collectives of the model's own stay where they are. One that ends at a parameter's gradient is its reduction, and is
-  never done twice.
-- Buffers are not shared after the start: batch norm's running statistics stay each rank's own, unlike DDP's.
-- What compression left out, and what else compressors remember, is saved with `compiled_model(model).state_dict()` on
-  every rank, and taken back with `.load_state_dict(state)`, as of a compiled step.
+- All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. A
+  parameter that is reached outside the graph raises when its gradient arrives.
+- `compile_model` watches every parameter, so eager code that averages nothing raises (`gradient_watch.py`). With the
+  backend alone, the watch starts at the first graph.
+- Each set of trained parameters has its own plan. All ranks freeze or thaw parameters at the same call. Residuals are
+  carried over.
+- Each backward pass averages its gradients, unless its forward pass ran under `fxcomp.no_sync(model)`.
+- A gradient that one of the model's own collectives reduces is not reduced again.
+- Buffers are shared at the start only, unlike in DDP.
 """
 
 from __future__ import annotations
@@ -54,7 +49,6 @@ from fxcomp.step.follower import Follower
 log = logging.getLogger(__name__)
 
 WHAT = "torch_compile"
-"""The name of the meetings of all ranks that compile a model."""
 
 
 # The entries
@@ -68,17 +62,15 @@ def compile_model(
     dynamic: bool | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Compile a model with torch.compile for data-parallel training, and watch that no gradient escapes averaging.
+    """Compile a model with torch.compile for data-parallel training, and check that every gradient is averaged.
 
-    The loop and the optimizer stay yours; call what is returned in place of `model`. All ranks start from rank 0's
-    parameters and buffers. `compress` is as in compile_step, as far as it is about gradients. `options` are those of
-    the backend: `cluster`, `costs` and `process_group` as in compile_step, `ignore` and `inductor`; `fullgraph` and
-    `dynamic` are torch.compile's.
+    Call the returned module in place of `model`. All ranks start from rank 0's parameters and buffers. `compress` is as
+    in compile_step, without its settings for the optimizer. `options` of the backend are `cluster`, `costs`,
+    `process_group`, `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
 
-    Where torch runs the model eagerly, which it does without an error, a gradient is this rank's own: it raises
-    CaptureFailed (or the error of the backend that torch swallowed) before it is added to `.grad`, and
-    PeerFailed on the ranks that wait for this one. A deep copy of the model is not watched, and neither are parameters
-    that replace others later: compile those again. Raises BadOption and Unsupported.
+    If torch runs the model eagerly, a gradient raises CaptureFailed (or the backend's error that torch suppressed)
+    before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model and parameters that are
+    replaced later are not watched: compile them again. Raises BadOption and Unsupported.
     """
     module: Any = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -101,13 +93,12 @@ def compile_model(
 def fxcomp_backend(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
 ) -> Callable[..., Any]:
-    """Compile what Dynamo found, `gm`, for `example_inputs`: torch.compile calls this.
+    """Compile the graph `gm` for `example_inputs`; torch.compile calls this function.
 
-    `options` may have `compress`, as far as it is about gradients, `cluster`, `costs` and `process_group` as in
-    compile_step; `model`, to start all ranks from rank 0's parameters and buffers and to be told of trainable
-    parameters that the graph does not reach; `ignore`, names of those that need no reduction; `inductor`, True to let
-    Inductor compile both passes, which is usual on CUDA. Without `model`, parameters must start equal, and the first
-    backward passes are compared between ranks. Whatever else torch.compile hands over, `unknown`, is refused.
+    `options` may contain `compress`, `cluster`, `costs` and `process_group` as in compile_step; `model`, to start all
+    ranks from rank 0's parameters and buffers and to warn about trainable parameters outside the graph; `ignore`, names
+    of parameters that need no reduction; and `inductor`, True to compile both passes with Inductor (the default on
+    CUDA). Without `model`, parameters must start equal. Other arguments of torch.compile, `unknown`, raise BadOption.
     """
     watch = _watch_on(gm, example_inputs, options)
     watch.forget()
@@ -121,7 +112,7 @@ def fxcomp_backend(
         watch.keep(kept)
         if watch.is_of_graph and not compat.suppresses_errors():
             watch.lift()
-        if Ranks.meetings() == met:  # in a meeting the others have heard of it
+        if Ranks.meetings() == met:  # in a meeting, the other ranks already have the error
             watch.tell(kept)
         if kept is error:
             raise
@@ -198,7 +189,7 @@ def _compile(
     inductor: bool,
     backward: Callable[[GraphModule, compat.Backward], compat.Backward],
 ) -> Callable[..., Any]:
-    """Compile both passes. `backward` is given the graph, and the function that it is as long as nothing is sent."""
+    """Compile both passes. `backward` receives the graph and the local backward function."""
     if inductor:
         return compat.compile_training_with_inductor(gm, inputs, backward)
 
@@ -211,7 +202,7 @@ def _compile(
 def _for_one_model(
     run: Callable[..., Any], found: FoundParameters, places: Sequence[int], compiled: CompiledModel
 ) -> Callable[..., Any]:
-    """Refuse other parameters: torch runs one graph for all models of the same code, shapes and options."""
+    """Raise if other parameters are passed: torch shares a graph between models of equal code, shapes and options."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
 
     def checked(*inputs: Any) -> Any:
@@ -239,7 +230,7 @@ def _compile_backward(
     inductor: bool,
     watch: GradientWatch,
 ) -> tuple[CompiledModel, compat.Backward]:
-    """The first graph of a model decides on a plan with all ranks; its recompilations follow it, here alone."""
+    """Plan with all ranks at the first graph of a model. Recompilations reuse the plan without communication."""
     names = {place: name for place, name in found.names.items() if name not in chosen.ignore}
     known = _known(chosen.model, given)
     what = WHAT
@@ -282,16 +273,15 @@ def _refuse_ddp(model: nn.Module | None) -> None:
 
 
 _models: list[CompiledModel] = []
-"""In the order in which they have run last."""
+"""Compiled models, the most recently run last."""
 
 _watches = weakref.WeakKeyDictionary[nn.Module, GradientWatch]()
-"""The watches of `compile_model`."""
 
 
 def compiled_model(model: nn.Module) -> CompiledModel:
-    """Find a model's plan and the state of its error feedback. Raises FxcompError before the first call.
+    """Return a model's plan and error-feedback state. Raises FxcompError before the first call.
 
-    Of a model that has been compiled with several sets of frozen parameters, it is the plan that has run last.
+    If several sets of parameters were trained, return the entry that ran last.
     """
     mine = {id(parameter) for parameter in model.parameters()}
     for compiled in reversed(_models):
@@ -304,7 +294,7 @@ def compiled_model(model: nn.Module) -> CompiledModel:
 
 
 def reset() -> None:
-    """Forget all plans and residuals; torch._dynamo.reset calls it. All ranks must."""
+    """Forget all plans and residuals; torch._dynamo.reset calls it. Every rank must call it."""
     for compiled in _models:
         compiled.close()
     _models.clear()
@@ -314,7 +304,7 @@ fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[CompiledModel]:
-    """List what a model was compiled to before, one for each set of trained parameters, the last used one last."""
+    """Return the entries of a model, one per set of trained parameters, the most recently run last."""
     for compiled in _models:
         if not compiled.is_alive:
             compiled.close()
@@ -325,8 +315,8 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Go on with a plan, and with what other plans of the same model have left out since it ran last."""
-    if compiled not in _models or _models[-1] is compiled:  # after torch._dynamo.reset it is closed, and says so
+    """Switch to a plan, and take over residuals of the model's plans that ran since."""
+    if compiled not in _models or _models[-1] is compiled:  # closed by torch._dynamo.reset: running it raises
         return
     place = _models.index(compiled)
     for later in _models[place + 1 :]:
@@ -336,7 +326,7 @@ def _take_turn(compiled: CompiledModel) -> None:
 
 
 def _watch_on(gm: GraphModule, inputs: Sequence[Any], given: GivenOptions) -> GradientWatch:
-    """Find the watch on the parameters of a graph; lay one where the backend was named to torch.compile itself."""
+    """Return the watch of the parameters of a graph; start one if torch.compile was called directly."""
     model = (given or {}).get("model")
     if known := _known(model, given):
         return known[-1].watch
@@ -360,7 +350,7 @@ def _new_watch(model: object, given: GivenOptions, *, is_of_graph: bool = False)
     group, given = (given or {}).get("process_group"), None if of_model else given
 
     def tell(error: FxcompError) -> None:
-        """Give an error to the other ranks, in the backward pass or the meeting in which they wait."""
+        """Pass an error to the ranks that wait in a backward pass or a meeting."""
         known = _known(of_model() if of_model else None, given)
         for compiled in known:
             compiled.fail(error)
@@ -376,7 +366,6 @@ def _graph_parameters(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[
 
 
 def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParameters, chosen: Options) -> GraphModule:
-    """Label the first graph, and check what can be checked of the model."""
     labelled = label_backward(graph, names, Members.of(chosen.step.process_group))
     reduced = {id(found.parameters[name]) for name in gradients(labelled)}
     devices = {str(found.parameters[name].device): name for name in gradients(labelled)}
@@ -400,7 +389,6 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParam
 
 
 def _uncovered(model: nn.Module, ignore: Sequence[str], reduced: set[int]) -> dict[str, nn.Parameter]:
-    """The trainable parameters that a compiled graph makes no gradient of."""
     named = model.named_parameters()
     return {name: p for name, p in named if p.requires_grad and id(p) not in reduced and name not in ignore}
 
@@ -414,7 +402,7 @@ def _refuse_behind_break(name: str, break_: str) -> None:
 
 
 def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> None:
-    """Raise CaptureFailed for a parameter that has another shape or type than when its plan was made."""
+    """Raise CaptureFailed if a parameter's shape or dtype has changed."""
     shapes, types = compiled.follower.trained.shapes, compiled.follower.decision.workload.types
     for name in compiled.parameters:
         now = found.parameters[name]
@@ -427,7 +415,7 @@ def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> Non
 
 
 def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
-    """Raise CaptureFailed unless a graph trains other parameters because some have been frozen or thawed since."""
+    """Raise CaptureFailed unless the set of trained parameters differs only by freezing or thawing."""
     before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
     if compiled.model is not None:
@@ -454,7 +442,7 @@ def _start(
     watch: GradientWatch,
     known: Sequence[CompiledModel],
 ) -> CompiledModel:
-    """Meet the other ranks, start from the same values, and decide on a plan."""
+    """Compare the model between ranks, share rank 0's values, and choose a plan."""
     covered = {name: found.parameters[name] for name in gradients(labelled)}
     watch.lay(covered)
     shared = _shared(chosen.model, chosen.ignore) if chosen.model is not None and not known else {}
@@ -488,7 +476,6 @@ def _start(
 
 
 def _shared(model: nn.Module, ignore: Sequence[str]) -> dict[str, Tensor]:
-    """List what all ranks take from rank 0."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in ignore}
     return {**parameters, **dict(model.named_buffers())}
 

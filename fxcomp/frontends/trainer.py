@@ -1,10 +1,9 @@
-"""A callback for `transformers.Trainer`: gradients go through fxcomp's hook, and checkpoints keep what is left out.
+"""Callback for `transformers.Trainer`: average gradients with fxcomp, and keep residuals in checkpoints.
 
     trainer.add_callback(FxcompCallback(trainer, compress="balanced"))
 
-Everything else stays the trainer's: loss scaling, accumulation, clipping, the optimizer. What it logs of training, to
-TensorBoard and others, has the hook's metrics beside the loss, as `fxcomp/sent_mb` and so on. Not imported by `import
-fxcomp`, because transformers is optional.
+Training logs include the hook's metrics, as `fxcomp/sent_mb`. transformers is optional, so `import fxcomp` does not
+import this module.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ except ImportError as error:
     raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
 
 FILE = "fxcomp-rank{rank}.safetensors"
-"""In each of the trainer's checkpoint folders: the tensors of `DdpHook.checkpoint`, a file a rank."""
+"""File in each checkpoint folder with the tensors of `DdpHook.checkpoint`, one per rank."""
 
 
 class FxcompCallback(transformers.TrainerCallback):
-    """Registers a hook with the model that the trainer has wrapped; with one process there is none to register with.
+    """Callback that registers a hook with the model in the trainer's wrapper. One process has no wrapper.
 
-    `trainer` is the one that it is a callback of; from now on its `train` notes where it goes on. `compress`, `cluster`
-    and `costs` are those of `fxcomp.ddp_hook`; the scaler is the trainer's.
+    `trainer` is the owner of the callback; its `train` is patched to record the resumed checkpoint. `compress`,
+    `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is the trainer's.
     """
 
     def __init__(
@@ -54,16 +53,16 @@ class FxcompCallback(transformers.TrainerCallback):
         self._compress: GivenCompress = compress
         self._cluster, self._costs = cluster, costs
         self.hook: DdpHook | None = None
-        """The hook of the training that runs, or ran last."""
+        """Hook of the current or last training."""
         self._model: Any = lambda: None
-        """A weak reference to the model that it is registered with, for good."""
+        """Weak reference to the model with the hook."""
         self._goes_on: Any = None
-        """The last value of `resume_from_checkpoint`."""
-        for name in ("train", "_inner_training_loop"):  # what a subclass's own `train` has chosen comes to the second
+        """Last value of `resume_from_checkpoint`."""
+        for name in ("train", "_inner_training_loop"):  # the second receives the choice of a subclass's `train`
             self._note_folder(name)
 
     def _note_folder(self, name: str) -> None:
-        """Note the folder that a method of the trainer goes on from, which no callback is told."""
+        """Record the resumed checkpoint, which callbacks do not receive."""
         method = getattr(self._trainer, name, None)
         if method is None:
             return
@@ -77,7 +76,7 @@ class FxcompCallback(transformers.TrainerCallback):
         setattr(self._trainer, name, noting)
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Register a hook, once with a model, and load what was saved where the trainer goes on."""
+        """Register a hook, once per model, and load the resumed state."""
         model = self._trainer.model_wrapped
         model = getattr(model, "_orig_mod", model)  # with torch_compile=True
         folder = self._begins_at(args, state)
@@ -90,7 +89,7 @@ class FxcompCallback(transformers.TrainerCallback):
         if self.hook is not None and self._model() is model:
             self.hook.begin_again(self.hook.state_dict() if folder is None else given)
             return
-        scaler = self._trainer.accelerator.scaler  # with fp16=True: residuals follow its scale
+        scaler = self._trainer.accelerator.scaler  # with fp16=True, residuals follow its scale
         self.hook = ddp_hook(compress=self._compress, cluster=self._cluster, costs=self._costs, scaler=scaler)
         if given is not None:
             self.hook.load_state_dict(given)
@@ -98,14 +97,14 @@ class FxcompCallback(transformers.TrainerCallback):
         self._model = weakref.ref(model)
 
     def _begins_at(self, args: Any, state: Any) -> Path | None:
-        """Return the folder that training goes on from; that of a loop of the user's own is the last step's."""
+        """Return the folder that training resumes from; in a custom loop, the last step's."""
         given = cast("Any", get_last_checkpoint(args.output_dir)) if self._goes_on is True else self._goes_on
         if given:
             return Path(given)
         return _folder(args, state) if state.global_step else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
-        """Add the hook's metrics to what is logged of training, and to the trainer's own history."""
+        """Add the hook's metrics to training logs and the trainer's history."""
         del args, control
         if self.hook is None or logs is None or "loss" not in logs:
             return
@@ -118,23 +117,21 @@ class FxcompCallback(transformers.TrainerCallback):
             state.log_history[-1].update(told)
 
     def _log_first(self) -> None:
-        """Stand in front of the callbacks that write logs, which the trainer asks one after the other."""
+        """Move this callback before the logging callbacks."""
         handler = self._trainer.callback_handler
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Write this rank's tensors into the checkpoint that the trainer has just written, and remove older ones."""
         folder, saved = _folder(args, state), self.hook.checkpoint() if self.hook is not None else {}
         if saved:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(saved, folder / FILE.format(rank=dist.get_rank()))
         ranks = dist.get_world_size() if saved else 0
-        if not saved or dist.get_rank() == 0:  # of a job with more ranks, under the same name
+        if not saved or dist.get_rank() == 0:  # remove files of an earlier job with more ranks
             for stale in (each for each in _files(folder) if _rank(each) >= ranks):
                 stale.unlink(missing_ok=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Give back the hook's process groups."""
         if self.hook is not None:
             self.hook.close()
 
@@ -144,7 +141,6 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List what ranks have saved in a checkpoint, in rank order."""
     return sorted(folder.glob(FILE.format(rank="*")), key=_rank)
 
 
@@ -157,7 +153,7 @@ def _warn(text: str) -> None:
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:
-    """Read this rank's part of what was saved, by as many ranks as there were."""
+    """Read this rank's share of the files, for any number of ranks."""
     files = _files(folder)
     if not files and dist.get_rank() == 0:
         _warn(f"{str(folder)!r} has no state of a hook:")

@@ -1,9 +1,9 @@
-"""Predict a job's step on any cluster, on one process: no process group, no other machine.
+"""Predict a job's step on any cluster from a single process, without a process group.
 
-    Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► workload as measured ─► choose
+    Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► measured workload ─► choose
 
-Compute and compression cost what they cost on this machine, unless the user says how long the step takes on theirs, or
-names a device: then a preset's roofline prices them, nothing is run, and every report calls it an estimate.
+Compute and compression are measured on this machine, unless `step_ms` gives the step time. With a named device, nothing
+runs: a preset's roofline prices both, and reports call the result an estimate.
 """
 
 from __future__ import annotations
@@ -63,32 +63,30 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 
 MEASURING_US, MOST_REPEATS = 200_000.0, 5
-"""A step is timed as often as it fits into this time, once at least and so many times at most."""
+"""Time budget for timing a step, in us, and maximum number of steps. At least one step is timed."""
 
 
 SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
-"""A step that somebody tells is not shorter than a nanosecond, nor longer than some days (assumed)."""
+"""Bounds of a user-specified step time (assumed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The assumptions and options of a prediction."""
+    """Assumptions and options of a prediction."""
 
     compress: Compress = BALANCED
-    """A plan is predicted instead of the chosen one."""
     errors: ErrorTable = ASSUMED
-    """Errors of compressors on this job's gradients."""
     step_ms: float | None = None
-    """The time of a step there without a network."""
+    """Step time without communication."""
     device: str | None = None
-    """A preset (cost/devices.py) for ranks that are not like this machine."""
+    """Preset (cost/devices.py) for ranks unlike this machine."""
     costs: CostTable | None = None
-    """A table that was measured before, perhaps on another machine."""
+    """Earlier measurements, possibly of another machine."""
     accumulate: int = 1
-    """The number of micro-batches whose gradients a step sums up."""
+    """Micro-batches per step."""
 
     def check(self) -> None:
-        """Raise BadOption for what cannot be asked."""
+        """Raise BadOption for invalid or contradictory options."""
         if self.accumulate < 1:
             raise BadOption(f"--accumulate is a number of micro-batches, 1 or more; it is {self.accumulate}")
         if self.step_ms is not None and not SHORTEST_STEP_MS <= self.step_ms <= LONGEST_STEP_MS:
@@ -101,12 +99,10 @@ class WhatIf:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressors that must have a price."""
         return (*self.compress.offered, *_compressors_of(self.compress.plan))
 
     @property
     def terms(self) -> Terms:
-        """Return the limits of plans, whatever the optimizer does."""
         return Terms.of(self.compress, table=self.errors)
 
 
@@ -116,11 +112,11 @@ ANYTHING = WhatIf()
 def what_if(
     job: Job, cluster: Cluster, question: WhatIf = ANYTHING, tell: Callable[[str], None] = lambda _: None
 ) -> Explanation:
-    """Predict the step; `tell` hears what is being done.
+    """Predict the step of a job, with progress messages to `tell`.
 
-    Compute is measured here, unless a device is named or the costs are another machine's: then it follows from
-    operations and a roofline. The job's model and optimizer are as before, but for fresh optimizer state. Raises
-    BadOption, and as compile_step does where the optimizer's momenta cannot be exchanged.
+    Compute is measured on this machine. If a device is named or the costs come from another machine, it follows from
+    operation counts and a roofline. The job's model and optimizer are unchanged, except for fresh optimizer state.
+    Raises BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
     """
     question.check()
     with imagining(question.device):
@@ -128,7 +124,7 @@ def what_if(
 
 
 def imagining(device: str | None) -> AbstractContextManager[None]:
-    """Let jobs and traces run as on a preset's device; without a name, they run as here. Raises BadOption."""
+    """Emulate a preset's device; without a name, do nothing. Raises BadOption."""
     return nullcontext() if device is None else compat.as_if_on(preset_named(device).facts, Unsupported)
 
 
@@ -147,7 +143,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     if preset is not None:
         costs = preset.costs(question.compressors)
         workload = compiler.analyze(captured.graph, costs)
-    elif question.costs is not None and foreign:  # nothing of this job was run there
+    elif question.costs is not None and foreign:  # nothing of this job ran there
         costs = replace(question.costs, compute_error=max(question.costs.compute_error, ERROR))
         workload = compiler.analyze(captured.graph, costs)
     else:
@@ -209,14 +205,13 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
 
 
 def options_of(job: Job, compress: Compress) -> StepOptions:
-    """Return the options that a job is compiled with, as far as it says them. Raises BadOption."""
     return StepOptions(
         compress=compress, max_grad_norm=job.max_grad_norm, max_grad_value=job.max_grad_value, scaler=job.scaler
     )
 
 
 def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
-    """The table that was given for this machine, or what compression costs on it now."""
+    """Return the given table with this machine's processors, or measure compression here."""
     if question.costs is not None:
         return with_processors(replace(question.costs, threads=torch.get_num_threads()), device)
     tell("measuring what compression costs on this machine")
@@ -224,25 +219,25 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
-    """Find the break-even bandwidth; the verdict here is part of the answer if it was found by the same links."""
+    """Return the break-even bandwidth. Reuse the choice if no measured collectives priced it."""
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, terms, choice=None if costs.collectives else choice)
 
 
 def with_processors(costs: CostTable, device: torch.device) -> CostTable:
-    """Let compute share this machine's processors with what runs beside it, where it runs on them."""
+    """On a CPU, let compute share this machine's processors with concurrent work."""
     if device.type != "cpu":
         return costs
     count = compat.processors()
-    # Compute is measured with what there is: more than that it does not take.
+    # Compute is measured with the available threads, so it uses no more processors.
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
 def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, device: str | None = None) -> Program:
-    """The job's step for a cluster by assumed costs alone: the same on every machine. Raises BadOption.
+    """Return the job's step under assumed costs, or a device's preset. The result is the same on every machine.
 
-    With a device, it is the step that a preset's would be given, by its data sheet.
+    Raises BadOption.
     """
     with imagining(device):
         return _rewritten(job if device is None else job.bare, cluster, compress, device)
@@ -272,7 +267,7 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
 
 
 def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
-    """Capture a job's step as it is compiled for a real run, or as an accelerator elsewhere would be given it."""
+    """Capture a job's step here, or retarget it to an accelerator."""
     clipped, scaler = (job.max_grad_norm, job.max_grad_value), options_of(job, BALANCED).scaler
     training = Training.of(job.model, job.loss_fn, job.optimizer, *clipped, scaler=scaler)
     with imagining(device):
@@ -287,7 +282,7 @@ def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured
 def measured_here(
     training: Training, captured: Captured, batch: Any, costs: CostTable, compiler: Compiler
 ) -> tuple[CostTable, Workload]:
-    """Add what the regions of the cluster's dense step take here, where its collectives end at once."""
+    """Add measured compute times of the dense step's regions. Collectives return immediately."""
     cluster, device = compiler.cluster, training.device
     workload = compiler.analyze(captured.graph, costs)
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
@@ -314,7 +309,7 @@ def measured_here(
 
 
 def _timed_on_a_copy(program: Program, arguments: Sequence[Sequence[Any]]) -> list[TimedStep]:
-    """Time steps without a network that train a copy; random numbers and tensors outside the model are put back."""
+    """Time steps on a copy, without a network. Restore random state and tensors outside the model."""
     device = program.captured.device
     copies = [[value.detach().clone() if isinstance(value, Tensor) else value for value in each] for each in arguments]
     outside = [getattr(program.graph, str(node.target)) for node in program.graph.graph.nodes if node.op == "get_attr"]
@@ -339,7 +334,7 @@ def _timed_on_a_copy(program: Program, arguments: Sequence[Sequence[Any]]) -> li
 
 
 class _NeverSkips(Runtime):
-    """Lets updates run whatever gradients are: a step that is left out has none to time."""
+    """Runtime that never skips an update, because a skipped update has no time."""
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         super().all_finite(values)
@@ -353,7 +348,7 @@ def _threads(device: torch.device) -> str:
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """The same workload on a device that takes `factor` times as long for everything."""
+    """Multiply all compute times of a workload by `factor`."""
 
     def times(of: Any, *names: str) -> dict[str, float]:
         return {name: getattr(of, name) * factor for name in names}
@@ -391,7 +386,6 @@ def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | No
 
 
 def _with_plan_read(compress: Compress) -> Compress:
-    """Read a plan that was saved."""
     given = compress.plan
     if isinstance(given, str | Path) and is_path(given):
         return compress.following(Plan.load(given))

@@ -1,1 +1,1 @@
-"""Find the tensors whose compression costs the loss, by short trainings on ranks of this machine."""
+"""`fxcomp bisect`: find tensors whose compression increases the loss."""

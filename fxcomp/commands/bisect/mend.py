@@ -1,8 +1,8 @@
-"""Leave some tensors of a plan dense, and write the setting that does so, as Python: the user's own, changed.
+"""Keep some tensors of a plan dense, and write the changed setting as Python.
 
 within="balanced"          the same, and pins={"lm_head.weight": "dense"} after the user's pins
 plan="int8", saved         plan="mended.json"
-plan="int8"                pins={"*": "int8", "lm_head.weight": "dense"}; plan="dense" if nothing else is left
+plan="int8"                pins={"*": "int8", "lm_head.weight": "dense"}, or plan="dense"
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 
 
 def compressed_names(plan: Plan) -> list[str]:
-    """Name the parameters of which some part is compressed, in the order in which they leave."""
+    """Return the parameters with a compressed part, in sending order."""
     names = (name for bucket in plan.buckets if not bucket.strategy.is_dense for name in bucket.names)
     return list(dict.fromkeys(names))
 
 
 def partly_dense(plan: Plan, names: Collection[str]) -> Plan:
-    """Split each bucket that holds some of these parameters: they go dense, over the same levels, ahead of the rest.
+    """Make these parameters dense, ahead of the rest of their buckets.
 
-    A compressor sees each tensor of a bucket by itself, so the rest is compressed as before.
+    The rest is compressed as before, because a compressor treats each tensor separately.
     """
     return Plan(tuple(part for bucket in plan.buckets for part in _split(bucket, names)))
 
@@ -54,7 +54,7 @@ def _some(bucket: Bucket, which: Sequence[int]) -> Bucket:
 
 
 def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | None) -> Compress | None:
-    """Leave some tensors dense, of which `plan` compresses none; None if only a saved plan could say it."""
+    """Return the setting for `plan`, in which some tensors are dense; None if it needs a saved plan."""
     if compress.plan is None:
         return replace(compress, pins=_after(compress.pins, names, plan.sizes))
     if saved is not None:
@@ -66,7 +66,7 @@ def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | No
 
 
 def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[str]) -> dict[str, str]:
-    """Add names to pins, where the last that matches decides, and leave out those that decide nothing any more."""
+    """Append names to pins, where the last match decides, and drop pins without effect."""
     merged = {pattern: str(value) for pattern, value in pins.items() if pattern not in names}
     merged |= dict.fromkeys(names, "dense")
     deciding = Pins.read(merged).decided(trained)
@@ -74,7 +74,7 @@ def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[st
 
 
 def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
-    """Pin each parameter to what a plan sends it by; None if it sends parts of one by several strategies."""
+    """Pin each parameter to its strategy; None if parts of one have several."""
     uniform = given if isinstance(given, str) and not is_path(given) else None
     ways: dict[str, str] = {}
     for bucket in plan.buckets:
@@ -87,7 +87,7 @@ def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
 
 
 def written(value: Any) -> str:
-    """Write a setting, or a value in one, as Python, without what is as by default."""
+    """Write a setting or value as Python, without defaults."""
     match value:
         case Compress() | ErrorFeedback() | Warmup():
             default = type(value)()

@@ -1,11 +1,11 @@
-"""Search on ranks of this machine: the parent starts them, and each trains as the search asks, on all ranks alike.
+"""Run the search of `fxcomp bisect` on ranks of this machine.
 
-    the seed                       the model, where the job makes it by random numbers; the same on all ranks
-    steps from seed · steps on     the batches that next_batch draws by step and rank
-    the seed and the rank          random numbers while it trains: masks, batches from the default generator
+    the seed                       initial model, the same on all ranks
+    steps from seed · steps on     batches of next_batch, by step and rank
+    the seed and the rank          random numbers in training: masks, batches from the default generator
 
-Two trainings of a seed begin with the same parameters and see the same batches. This is checked: state in a module
-that the job imports lives on from one training to the next.
+Trainings of a seed start from the same parameters and see the same batches. This is checked, because the state of
+imported modules survives between trainings.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.document import count
 
 _MARK = "@bisect "
-"""Begins what ranks print for the parent, which may stand after something of the job."""
+"""Prefix of lines for the parent process."""
 
 _FOUND = "found"
-"""The file beside the request into which rank 0 writes what was found."""
+"""File of rank 0's result, next to the request."""
 
 _END = 4
-"""The loss of a training is the mean over the last of so many parts of its steps."""
+"""The loss of a training is the mean over the last 1/_END of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trainings:
-    """The trainings that ranks are to make."""
+    """Trainings of a search."""
 
     job: str
     plan: Plan
@@ -65,14 +65,14 @@ class Trainings:
     checkpoint: str | None
     least: float
     _seen: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str], init=False)
-    """Digests of the first parameters and batches of each seed."""
+    """Digests of first parameters and batches, by seed."""
 
     @property
     def names(self) -> list[str]:
         return compressed_names(self.plan)
 
     def train(self, compressed: Collection[str], seed: int) -> float:
-        """Train from the beginning, or from the checkpoint; return the loss at the end, the mean over ranks."""
+        """Train from scratch or from the checkpoint; return the final loss, averaged over ranks."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         note = f"{len(compressed)} of {len(self.names)} tensors compressed, seed {seed + 1} of {self.seeds}"
         print(_MARK + note, flush=True)
@@ -113,7 +113,7 @@ class Trainings:
         )
 
     def _check_same(self, what: str, seed: int, values: Iterable[Any]) -> None:
-        """Raise BadOption on all ranks if on one an earlier training of the seed had others."""
+        """Raise BadOption on all ranks if an earlier training of the seed had other values on any rank."""
         digest = _digest(values)
         if _sum(float(self._seen.setdefault((what, seed), digest) != digest)):
             raise BadOption(
@@ -125,7 +125,7 @@ class Trainings:
 
 
 def search_on_ranks(trainings: Trainings) -> SearchFindings:
-    """Let ranks search, and show how far they are. Raises PeerFailed."""
+    """Search on ranks, and show the progress. Raises PeerFailed."""
     began: list[float] = []
 
     def hear(rank: int, line: str) -> None:
@@ -152,7 +152,6 @@ def search_on_ranks(trainings: Trainings) -> SearchFindings:
 
 
 def _tell_length(trainings: Trainings, training_s: float) -> None:
-    """Say how long the search may take, after the first training."""
     one, more = most_trainings(len(trainings.names), trainings.seeds)
     minutes = count(max(1, round(one * training_s / 60)), "minute")
     status_line.clear()
@@ -161,14 +160,14 @@ def _tell_length(trainings: Trainings, training_s: float) -> None:
 
 
 def main(path: Path) -> int:
-    """Search with all ranks, which see the same losses and so decide the same; rank 0 writes what was found."""
+    """Search on all ranks, which see the same losses and decide alike. Rank 0 writes the result."""
     trainings: Trainings = pickle.loads(path.read_bytes())
     join()
     try:
         found = search(trainings.names, trainings.train, trainings.seeds, trainings.least)
     except FxcompError as error:
         print(error, file=sys.stderr, flush=True)
-        dist.destroy_process_group()  # with threads that are left, the process would abort
+        dist.destroy_process_group()  # with running threads, the process would abort
         return 2
     if dist.get_rank() == 0:
         path.with_name(_FOUND).write_bytes(pickle.dumps(found))
@@ -178,7 +177,6 @@ def main(path: Path) -> int:
 
 
 def _sum(value: float) -> float:
-    """Sum up over ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)  # pyright: ignore[reportUnknownMemberType]  # untyped
     return total.item()
@@ -192,19 +190,19 @@ def _seed(number: int) -> None:
 
 
 def _digest(values: Iterable[Any]) -> str:
-    """Hash tensors by their bytes, and plain values by what they print."""
+    """Hash tensors by their bytes, and plain values by their repr."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         elif not isinstance(value, bool | int | float | str | bytes | None):
-            value = type(value).__name__  # what it prints may hold an address
+            value = type(value).__name__  # its repr may contain an address
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
     return digest.hexdigest()
 
 
 def _restore(job: Job, path: str) -> None:
-    """Load the model, and the optimizer if it is there. Raises BadState."""
+    """Load the model, and the optimizer if saved. Raises BadState."""
     try:
         saved = cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
         has_both = {"model", "optimizer"} <= saved.keys()

@@ -1,4 +1,4 @@
-"""`fxcomp bisect`: find the tensors whose compression costs the loss, by short trainings on ranks of this machine."""
+"""`fxcomp bisect`: find tensors whose compression increases the loss, by short trainings on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXAMPLES = """\
 """
 
 MOST_RANKS = 8
-"""More processes on one machine would take too long (assumed)."""
+"""Limit of processes on one machine (assumed)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, and print what was found."""
     check_outputs({"--save-plan": arguments.save_plan}, (*job_files(arguments), arguments.checkpoint))
     cluster, _ = chosen_cluster(arguments)
     _check(arguments, cluster.world_size)
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not plan.is_dense:
         kinds = tuple(update_kinds(capture_job(job)[1].graph))
         checkpoint = arguments.checkpoint and str(Path(arguments.checkpoint).resolve())
-        feedback = replace(compress.feedback, allow_diverging=True)  # finding what diverges is what it is for
+        feedback = replace(compress.feedback, allow_diverging=True)  # bisect must be able to train plans that diverge
         found = search_on_ranks(Trainings(arguments.job, plan, cluster, feedback, steps, seeds, checkpoint, least))
     status_line.clear()
     result = Result(explanation, found, compress, steps, seeds, least, kinds, saved)
@@ -95,7 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, ranks: int) -> None:
-    """Raise BadOption for what cannot be searched."""
     if not 2 <= ranks <= MOST_RANKS:
         raise BadOption(
             f"bisect trains on ranks of this machine, 2 to {MOST_RANKS}; the cluster has {ranks}.\n"
@@ -111,24 +109,22 @@ def _check(arguments: argparse.Namespace, ranks: int) -> None:
         raise BadOption(f"--checkpoint: there is no file {arguments.checkpoint}")
 
 
-# The result: the noise first, then the tensors, their bytes, and the line to write
+# Result
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A search over a predicted plan."""
+    """Search result for a predicted plan."""
 
     explanation: Explanation
     found: SearchFindings
     compress: Compress
-    """The user's own."""
     steps: int
     seeds: int
     least: float = 0.0
     kinds: Collection[UpdateKind] = ()
-    """Of the optimizer's updates."""
     saved: str | None = None
-    """The file into which the plan with those tensors dense was written."""
+    """File with the mended plan."""
 
     @property
     def plan(self) -> Plan:
@@ -136,21 +132,20 @@ class Result:
 
     @property
     def names(self) -> list[str]:
-        """The tensors to put dense."""
+        """Tensors to keep dense."""
         return [name for names in self.found.guilty for name in names]
 
     @property
     def is_spread(self) -> bool:
-        """Nothing smaller than all that is compressed could be told to cost something."""
+        """True if only the whole set of compressed tensors has a measurable cost."""
         return len(self.found.guilty) == 1 and 1 < len(self.names) == len(compressed_names(self.plan))
 
     @property
     def mended_plan(self) -> Plan:
-        """The plan with those tensors dense."""
         return partly_dense(self.plan, self.names)
 
     def refusal(self, plan: Plan) -> str:
-        """Say why compile_step refuses a plan under this optimizer; empty if it does not."""
+        """Return the reason why compile_step refuses a plan; empty if it does not."""
         known = self.explanation
         try:
             check_plan(self.compress.feedback, plan, known.workload.shapes, known.cluster, self.kinds)
@@ -159,16 +154,15 @@ class Result:
         return ""
 
     def sent_bytes(self, plan: Plan) -> float:
-        """The bytes that a rank sends in a step over the slowest links."""
+        """Return the bytes per step that a rank sends over the slowest links."""
         return sum(map(self.explanation.sent_bytes, plan.buckets), 0.0)
 
     def more_bytes(self, names: Collection[str]) -> float:
-        """The bytes that it sends more if these are dense."""
         return self.sent_bytes(partly_dense(self.plan, names)) - self.sent_bytes(self.plan)
 
     @property
     def line(self) -> str:
-        """The setting that leaves them dense; empty if there is nothing to change, or only a plan could say it."""
+        """Setting that keeps them dense. Empty if none is needed, or if no setting can express it."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None
@@ -179,7 +173,7 @@ class Result:
         return written(found)
 
     def share(self, of: Comparison) -> float | None:
-        """The share of the whole cost; None where something diverges."""
+        """Return the fraction of the whole cost; None if training diverges."""
         in_all = self.found.in_all.cost
         return of.cost / in_all if 0 < in_all < math.inf and math.isfinite(of.cost) else None
 
@@ -189,7 +183,6 @@ def headline(result: Result) -> str:
 
 
 def _verdict(result: Result) -> tuple[str, str]:
-    """Say it in a word, and in a sentence."""
     found, trials = result.found, f"{count(result.seeds, 'seed')} of {count(result.steps, 'step')}"
     if not found.trainings:
         return "dense", "The plan compresses nothing, so there is nothing to search."
@@ -219,7 +212,6 @@ _COLUMNS = ("tensors", "cost", "noise", "of all", "MB more if dense", "sent by")
 
 
 def sections_of(result: Result) -> list[Section]:
-    """Lay the findings out."""
     found = result.found
     if not found.trainings:
         return []
@@ -291,7 +283,7 @@ def _advice(result: Result) -> Iterator[str]:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Convert to JSON; costs and losses that are not finite are null."""
+    """Convert to JSON, with null for costs and losses that are not finite."""
     found, (verdict, said) = result.found, _verdict(result)
     data: dict[str, Any] = {
         "schema": 1,

@@ -1,15 +1,14 @@
-"""Search for the tensors whose compression costs the loss, by halves; stop where noise is larger than a difference.
+"""Find the tensors whose compression increases the loss, by bisection, down to the noise.
 
-    everything dense, everything compressed      the cost in all, and the noise of it
-    one half compressed, the other half dense    the cost of a half; whichever costs something is halved again
-    neither half costs something by itself       the two are named together: no smaller set can be told
+    everything dense, everything compressed      the whole cost, and its noise
+    one half compressed, the other half dense    the cost of a half; a half with a cost is split again
+    neither half has a cost by itself            both are reported together
 
-A comparison is made seed by seed: both trainings see the same batches. Its noise is how far the mean of so few seeds
-may be off by chance. A few seeds may lie close together by chance, too, so their spread counts as no smaller than that
-of other comparisons does (its median).
+Trainings are compared seed by seed, on the same batches. The noise is the confidence limit of the mean over seeds; the
+spread is at least the median spread of other comparisons.
 
-A seed that diverges has no cost: it is counted by itself. Only where all seeds of some tensors diverge are these
-guilty of it, because a divergence by chance, in one seed, would name somebody in each search.
+A diverging seed has no cost and is counted separately. Tensors are guilty of divergence only if all seeds diverge,
+because one seed may diverge by chance.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from dataclasses import dataclass, field
 from fxcomp.errors import BadOption
 
 Train = Callable[[Collection[str], int], float]
-"""Trains with these tensors compressed and all others dense, from one seed; returns the loss at the end."""
+"""Function that trains from a seed with only these tensors compressed, and returns the final loss."""
 
 LEAST = 1e-4
-"""A smaller cost is none: sums in another order make as much."""
+"""Smallest cost: summation order causes as much."""
 
 _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
-"""By degrees of freedom, from 0: a mean of seeds without a cost is above so many standard errors in 1 of 40 cases."""
+"""One-sided 97.5 % quantiles of Student's t, by degrees of freedom from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The cost of compressing some tensors, as a share of the dense loss of each seed, and its noise."""
+    """Cost of compressing some tensors, relative to each seed's dense loss, and its noise."""
 
     cost: float
-    """Of the seeds that do not diverge; infinite where all do."""
+    """Mean over converging seeds; infinite if there are none."""
     noise: float
-    """Infinite where one seed is left: it has none to be compared with."""
+    """Infinite for one seed."""
     diverging: int = 0
-    """The seeds that diverge."""
+    """Number of diverging seeds."""
 
     def counts(self, least: float = 0.0) -> bool:
-        """Return whether the cost is above the noise, and the `least` that is searched for."""
+        """Return True if the cost exceeds the noise and `least`."""
         return self.cost > max(self.noise, least)
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
-        """Compare seed by seed; `usual` is the spread of such differences elsewhere."""
+        """Compare seed by seed; `usual` is the spread of other comparisons."""
         finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:
@@ -65,39 +64,37 @@ def finite_of(values: Sequence[float]) -> list[float]:
 
 
 def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Compare losses seed by seed, each as a share of dense's, whose scale a seed's batches make."""
+    """Return the loss differences by seed, relative to the dense loss."""
     return [(after - before) / (abs(before) or 1.0) for before, after in zip(dense, other, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchFindings:
-    """The result of a search."""
+    """Result of a search."""
 
     dense: tuple[float, ...]
     chosen: tuple[float, ...]
-    """The loss of each seed."""
     in_all: Comparison
     guilty: Mapping[tuple[str, ...], Comparison] = field(default_factory=dict[tuple[str, ...], Comparison])
-    """Tensors whose compression costs something; several where no smaller set could be told."""
+    """Smallest sets of tensors with a cost."""
     rest: Comparison | None = None
-    """The cost of what stays compressed once the guilty are dense; None where nothing is left."""
+    """Cost of the remaining compression, with the guilty tensors dense; None if nothing remains."""
     trainings: int = 0
 
 
 NOTHING_TO_SEARCH = SearchFindings((), (), Comparison(0.0, 0.0))
-"""The result where the plan compresses nothing."""
 
 
 def most_trainings(names: int, seeds: int) -> tuple[int, int]:
-    """Return how many trainings a search makes at most where one tensor is guilty, and for each further one."""
-    each = 2 * math.ceil(math.log2(names)) + 1  # two halves at each border, and the rest
+    """Return the maximum number of trainings for one guilty tensor, and for each further one."""
+    each = 2 * math.ceil(math.log2(names)) + 1  # two halves per level, and the rest
     return seeds * (2 + each), seeds * each
 
 
 def search(names: Sequence[str], train: Train, seeds: int, least: float = 0.0) -> SearchFindings:
-    """Find what costs something, until what is left costs nothing that noise could not. Raises BadOption.
+    """Find tensors with a cost until the rest has none above the noise. Raises BadOption.
 
-    Seeds are two or more: one has no noise. A cost up to `least` is not searched for. Each training is made once.
+    Needs two seeds or more. A cost up to `least` is ignored. Each training runs once.
     """
     known, spreads = dict[frozenset[str], tuple[float, ...]](), list[float]()
 
@@ -115,7 +112,6 @@ def search(names: Sequence[str], train: Train, seeds: int, least: float = 0.0) -
         return Comparison.of(found, statistics.median(spreads) if spreads else 0.0)
 
     def smallest(within: Sequence[str], found: Comparison) -> dict[tuple[str, ...], Comparison]:
-        """Find the smallest sets within some tensors that cost something together."""
         smaller: dict[tuple[str, ...], Comparison] = {}
         if len(within) > 1:
             middle = len(within) // 2

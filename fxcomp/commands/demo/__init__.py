@@ -1,1 +1,1 @@
-"""Train a small GPT with DDP and with fxcomp, side by side on shaped links."""
+"""`fxcomp demo`: compare DDP and fxcomp on shaped links."""

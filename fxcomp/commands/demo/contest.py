@@ -1,11 +1,10 @@
-"""One rank of the demo: train with DDP, with two of its hooks, with fxcomp, and without communication, in turns.
+"""One rank of the demo: train with DDP, its hooks, fxcomp, and without communication, in turns.
 
-All take turns in the same processes, so that a machine that drifts drifts for all. The last shows what a step would
-take without a network. `run.py` starts it as a module of its own; rank 0 prints lines for it.
+Turns in the same processes make machine drift affect all contestants. `run.py` starts this module; rank 0 prints lines
+for it.
 """
 
-# DDP reads a hook's annotations, so this file must not postpone them.
-# Much of torch has no types of its own, or not those that it has:
+# DDP reads a hook's annotations, so this file must not postpone them. Types of torch are incomplete:
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 
 import json
@@ -35,22 +34,19 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.document import count, short
 
 POWERSGD_RANK = 4
-POWERSGD_STARTS = 2  # steps; the least that the hook takes with error feedback
+POWERSGD_STARTS = 2  # steps; the hook's minimum with error feedback
 _ONE_BUCKET_MB = 1000
 
 
 def with_bf16(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model so that gradients travel as bf16."""
+    """Wrap a model with the bf16 hook."""
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(None, bf16_hook)
     return parallel
 
 
 def with_powersgd(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model so that matrices travel as products of two thin ones.
-
-    With two PowerSGD buckets in flight gloo's threads wait for each other for ever, so there is one.
-    """
+    """Wrap a model with PowerSGD, in one bucket: with two in flight, gloo's threads deadlock."""
     parallel = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_STARTS)
     parallel.register_comm_hook(state, powerSGD_hook)
@@ -58,7 +54,7 @@ def with_powersgd(model: nn.Module) -> DistributedDataParallel:
 
 
 def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Do what torch's bf16_compress_hook does, which refuses gloo although gloo can add bf16."""
+    """Copy of torch's bf16_compress_hook, which refuses gloo although gloo can add bf16."""
     payload = bucket.buffer().div(dist.get_world_size()).to(torch.bfloat16)
 
     def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -68,23 +64,23 @@ def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
     return work.get_future().then(decompress)
 
 
-CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters: all contestants have time for their steps
-WARM_UP_STEPS = 4  # whole blocks; training, but not measured: hooks start late, DDP lays its buckets out again
-LOSS_STEPS = 10  # the train loss is the mean of the last ones
+CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters, small enough for the time budget
+WARM_UP_STEPS = 4  # whole blocks, not measured: hooks start late, and DDP rebuilds its buckets
+LOSS_STEPS = 10  # steps that the train loss averages
 LEAST_BLOCKS = 4
 
 Step = Callable[[Any], torch.Tensor]
 
 
 def main(steps: int, budget_s: float) -> None:
-    """Train all contestants in turns; rank 0 tells the parent. No round begins after `budget_s` seconds."""
+    """Train all contestants in turns; rank 0 reports to the parent. No round begins after `budget_s` seconds."""
     until = time.monotonic() + budget_s
     join()
     rank = dist.get_rank()
     jobs = {name: gpt_job(CONFIG) for name in LABELS}
     size = sum(parameter.numel() for parameter in jobs[FXCOMP].model.parameters())
     _tell(rank, parameters=size, note="fxcomp captures the step, measures the machine and the link, and plans")
-    # A race would last longer than the demo's training.
+    # A race would last longer than the demo.
     compiled = compile_step(**compile_arguments(jobs[FXCOMP]), checks=Checks(race="off"))
     wrapped: dict[str, Callable[[nn.Module], nn.Module]] = {
         DDP: DistributedDataParallel,
@@ -114,13 +110,13 @@ def main(steps: int, budget_s: float) -> None:
 
 
 def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], steps: range) -> None:
-    """Take some steps of a contestant on every rank; sum up the bytes of measured ones."""
+    """Run a block of steps on every rank, and count the bytes of measured ones."""
     dist.barrier()
     before = sent_by_this_host(_interface())
     for number in steps:
         batch = job.batch_at(number, dist.get_rank())
         if each.name == FREE:
-            dist.barrier()  # nothing in its step makes the ranks wait for each other
+            dist.barrier()  # its step does not synchronize ranks
         start = time.perf_counter()
         losses.append(step(batch).detach())
         each.step_s.append(time.perf_counter() - start)
@@ -129,13 +125,12 @@ def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], st
 
 
 def _finish(each: Contestant, job: Job, losses: Sequence[torch.Tensor]) -> None:
-    """Put together what all ranks have measured of a contestant."""
     slowest = torch.tensor(each.step_s[WARM_UP_STEPS:])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     each.step_s = cast("list[float]", slowest.tolist())
-    senders = dist.get_world_size() if _interface() == "lo" else 1  # on loopback all ranks are one host
+    senders = dist.get_world_size() if _interface() == "lo" else 1  # on loopback, all ranks are one host
     each.wire_bytes = each.wire_bytes // len(each.step_s) // senders
-    if each.name == FREE:  # its ranks have drifted apart, so it has no loss to speak of
+    if each.name == FREE:  # its replicas differ, so its loss means nothing
         return
     recent = torch.stack(list(losses[-LOSS_STEPS:])).mean()
     dist.all_reduce(recent)
@@ -148,7 +143,7 @@ def _interface() -> str:
 
 
 def _summary(plan: Plan) -> str:
-    """Say with what most of the values travel: `96.0 % int4, 4.0 % dense, in 5 buckets`."""
+    """Return the shares of strategies: `96.0 % int4, 4.0 % dense, in 5 buckets`."""
     elements = Counter[str]()
     for bucket in plan.buckets:
         elements[short(bucket.strategy)] += bucket.elements
@@ -172,7 +167,7 @@ def _eager_step(job: Job, model: nn.Module) -> Step:
 
 
 def _time_is_up(until: float) -> bool:
-    """Ask rank 0's clock, so that all ranks stop after the same step."""
+    """Use rank 0's clock, so that all ranks stop after the same step."""
     is_up = torch.tensor([float(time.monotonic() > until)])
     dist.broadcast(is_up, src=0)
     return bool(is_up.item())

@@ -1,7 +1,4 @@
-"""Train a small GPT over bytes (14.3 M parameters) on text that every machine has: the source of Python's own library.
-
-The demo, the benchmarks and an example use it.
-"""
+"""Small byte-level GPT (14.3 M parameters), trained on the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to learn from and tokens to judge by, from different files."""
+    """Training and validation tokens, from different files."""
 
     train: torch.Tensor  # uint8
     validation: torch.Tensor  # uint8
 
 
 def load_text(limit_bytes: int = 4_000_000, folder: Path | None = None) -> Text:
-    """Read Python files, by name, until there are `limit_bytes`; every tenth file is kept for validation."""
+    """Read Python files in name order up to `limit_bytes`, every tenth for validation."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train: list[bytes] = []
     validation: list[bytes] = []
@@ -56,8 +53,8 @@ def load_text(limit_bytes: int = 4_000_000, folder: Path | None = None) -> Text:
 def draw_batch(
     tokens: torch.Tensor, *, step: int, rank: int, size: int = 8, context: int = 128, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets (each `size` × `context`): passages that depend on step, rank and seed alone."""
-    # torch's CPU generator hears only the low 32 bits of a seed, so mix the three into as many.
+    """Return inputs and targets (each `size` × `context`), determined by step, rank and seed."""
+    # torch's CPU generator only uses the low 32 bits of a seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
     starts = torch.randint(len(tokens) - context, (size,), generator=generator)
     passages = tokens[starts[:, None] + torch.arange(context + 1)].long()
@@ -65,7 +62,7 @@ def draw_batch(
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """List Python files by name. Skipped folders are not entered, because most files are there."""
+    """List Python files by name, without skipped folders."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED]
@@ -90,7 +87,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to what comes in."""
+    """Attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -114,7 +111,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out. The embedding is also the last layer's weight."""
+    """Language model with tied embedding and output weights."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -143,7 +140,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, text: Text, batches: int = 8) -> float:
-    """The mean loss over passages that are the same at every call."""
+    """Return the mean loss over fixed passages."""
     was_training = model.training
     model.eval()
     losses = [loss_fn(model, draw_batch(text.validation, step=step, rank=0)) for step in range(batches)]
@@ -152,7 +149,7 @@ def validation_loss(model: nn.Module, text: Text, batches: int = 8) -> float:
 
 
 def gpt_job(config: GPTConfig | None = None, *, seed: int = 0, batch_size: int = 8) -> Job:
-    """The GPT on the standard library's source. Equal seeds give equal weights."""
+    """Return the GPT's job. Equal seeds give equal weights."""
     config = config or GPTConfig()
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model = GPT(config)

@@ -1,4 +1,4 @@
-"""Start one process for each rank, on shaped hosts or on this machine, and end all when one fails."""
+"""Start one process per rank, on shaped hosts or this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fxcomp.commands.demo.shaped_hosts import INTERFACE, ShapedHosts
 from fxcomp.errors import PeerFailed
 
-_PORT = 29511  # in a namespace of our own every port is free
+_PORT = 29511  # free, because the namespace is new
 _TAIL = 40  # lines of a failed rank's error output
 _END_S = 2.0
 
@@ -31,12 +31,11 @@ def run_ranks(
     timeout_s: float = 600.0,
     on_line: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Run `python <command>` once a rank and return the output of each.
+    """Run `python <command>` once per rank, and return the output of each.
 
-    Ranks fill the hosts one after the other; without `hosts` there is one host, this one. Each finds RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. When one fails, or time is up, all are ended and
-    `PeerFailed` carries the end of its error output. `on_line(rank, line)` is called for every line as it is printed,
-    in a thread of that rank.
+    Ranks fill the hosts in order; without `hosts`, all run on this machine. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+    and MASTER_PORT are set. After a failure or a timeout, all ranks are stopped, and `PeerFailed` contains the end of
+    the error output. `on_line(rank, line)` is called for each printed line, in a thread per rank.
     """
     world_size = (hosts.count if hosts else 1) * ranks_per_host
     address, port = (hosts.address(0), _PORT) if hosts else ("127.0.0.1", _free_port())
@@ -62,7 +61,7 @@ def run_ranks(
                     stdout=subprocess.PIPE,
                     stderr=errors[rank],
                     text=True,
-                    start_new_session=True,  # a group of its own: ended as a whole, without Ctrl-C of the terminal
+                    start_new_session=True,  # own process group: stopped as a whole, and not by Ctrl-C
                 )
                 processes.append(stack.enter_context(process))
                 reader = threading.Thread(target=read, args=(rank, process), daemon=True)
@@ -79,28 +78,28 @@ def run_ranks(
 
 
 def of_module(module: str, *arguments: str) -> list[str]:
-    """Write the command of `run_ranks` that runs a module with what this process can import.
+    """Return a command that runs a module with this process's sys.path.
 
-    Python's own switch for modules looks into the current folder first, where a `glob.py` would hide the library's.
+    `python -m` searches the current folder first, where a `glob.py` would shadow the library's.
     """
     run = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
     return ["-c", run, *arguments]
 
 
 def join() -> None:
-    """Join the process group, and end when the parent does. A rank started by `run_ranks` calls this first."""
+    """Join the process group, and exit with the parent. Ranks of `run_ranks` call this first."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     dist.init_process_group("gloo")  # pyright: ignore[reportUnknownMemberType]  # untyped
 
 
 def exit_with_parent() -> None:
-    # The parent holds the other end of our standard input and never writes: the end of it is the end of the parent.
+    # The parent holds the other end of stdin and never writes: end of file means that it has exited.
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[int | None]:
-    """Wait until all have ended, one has failed, or time is up. Return their exit codes."""
+    """Return the exit codes when all have ended, one has failed, or time is up."""
     while True:
         codes = [process.poll() for process in processes]
         if None not in codes or any(codes) or time.monotonic() > deadline:
@@ -115,7 +114,7 @@ def _ending(code: int | None, timeout_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a rank that still runs: SIGTERM, and SIGKILL after two seconds."""
+    """Stop a running rank: SIGTERM, then SIGKILL after two seconds."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sign)

@@ -1,8 +1,7 @@
-"""`fxcomp demo`: train a small GPT with DDP, with its hooks and with fxcomp, and show what the network cost each.
+"""`fxcomp demo`: train a small GPT with DDP, with its hooks and with fxcomp, and compare their network costs.
 
-Two ranks on this machine, over a link of 300 Mbit/s between two network namespaces, learn the source of Python's
-standard library. Where no link can be shaped they talk over loopback. This process starts the ranks, which run
-`contest.py`, shows their progress, and prints their results.
+Two ranks on this machine train on the source of Python's standard library, over a 300 Mbit/s link between two network
+namespaces, or over loopback. This process starts the ranks (`contest.py`) and prints progress and results.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ EXAMPLES = """\
 RANKS = 2
 LOOPBACK = "loopback"
 STEPS = 30
-BUDGET_S = 110  # after which no round begins, unless the steps are given: the whole demo then ends within 3 minutes
+BUDGET_S = 110  # no round begins later, unless steps are given
 MOST_STEPS = 1_000_000  # some days (assumed)
-MARK = "@demo "  # begins the lines that ranks print for this process
-_TIMEOUT_S = 3600.0  # unless the steps are given
+MARK = "@demo "  # prefix of lines for this process
+_TIMEOUT_S = 3600.0  # unless steps are given
 _LINES_EVERY_S, _OVERWRITTEN_EVERY_S = 4.0, 0.5
 
 
@@ -59,16 +58,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train the contestants and print the comparison."""
     if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
         raise BadOption(f"--steps is how many steps each takes, 1 to {MOST_STEPS:,}; it is {arguments.steps}")
     if arguments.inter != LOOPBACK:
-        parse_gb_per_s(arguments.inter)  # refuse a wrong rate even where links cannot be shaped
+        parse_gb_per_s(arguments.inter)  # refuse an invalid rate even if links cannot be shaped
     return run_demo(inter=arguments.inter, steps=arguments.steps, as_json=arguments.json)
 
 
 def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
-    """Run both ranks, over a link of `inter` if hosts can be shaped here, and print the results."""
+    """Run both ranks, over a link of `inter` if possible, and print the results."""
     rate, place = place_for(inter)
     command = of_module(
         "fxcomp.commands.demo.contest", str(steps or STEPS), str(BUDGET_S if steps is None else math.inf)
@@ -100,13 +98,12 @@ def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
 
 
 def hear(found: dict[str, Any], _rank: int, line: str) -> None:
-    """Take in a line of a rank."""
     if line.startswith(MARK):
         found |= json.loads(line.removeprefix(MARK))
 
 
 def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[str | None, str]:
-    """Return the rate of the link if this machine can shape one, None for loopback, and the place in words."""
+    """Return the rate of the link, or None for loopback, and a description."""
     if inter == LOOPBACK:
         return None, LOOPBACK
     if (reason := why_not()) is None:
@@ -120,7 +117,7 @@ def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[
 
 @contextmanager
 def progress(found: Mapping[str, Any], out: TextIO, *, in_place: bool) -> Generator[None]:
-    """Show the latest note with the seconds since the beginning: in one line, or in a line every few seconds."""
+    """Show the latest note and the elapsed seconds, in place or as a line every few seconds."""
     begun, done = time.monotonic(), threading.Event()
 
     def show() -> None:
@@ -141,7 +138,7 @@ def progress(found: Mapping[str, Any], out: TextIO, *, in_place: bool) -> Genera
             print(written_over(""), end="", file=out, flush=True)
 
 
-# The result: a few sentences, then a bar for each contestant's step
+# Result
 
 
 DDP, FXCOMP, FREE = "ddp", "fxcomp", "free"
@@ -153,9 +150,8 @@ LABELS = {
     FXCOMP: "fxcomp",
     FREE: "no network",
 }
-"""The contestants, in the order in which they are shown."""
 
-BLOCK_STEPS = 2  # of one contestant, before the next has its turn
+BLOCK_STEPS = 2  # of one contestant per turn
 _RESAMPLES = 1000
 
 
@@ -165,7 +161,7 @@ class Contestant:
 
     name: str
     step_s: list[float] = field(default_factory=list[float])
-    """Seconds of each step, of the slowest rank; blocks of `BLOCK_STEPS`, whose order in a round was random."""
+    """Seconds per step of the slowest rank; blocks of `BLOCK_STEPS` in random order within a round."""
     wire_bytes: int = 0
     """Per step and host."""
     train_loss: float | None = None
@@ -181,10 +177,7 @@ class Contestant:
 
 
 def speedup(mine: Contestant, theirs: Contestant) -> tuple[float, float, float]:
-    """Return the median of another's steps over the median of one's, and the ends of its 95 % interval.
-
-    The interval comes from drawing rounds again with replacement.
-    """
+    """Return the ratio of median step times, theirs over mine, and its bootstrap 95 % interval over rounds."""
     firsts, generator = range(0, len(mine.step_s), BLOCK_STEPS), random.Random(0)
     drawn: list[float] = []
     for _ in range(_RESAMPLES):
@@ -199,18 +192,18 @@ def speedup(mine: Contestant, theirs: Contestant) -> tuple[float, float, float]:
     return theirs.median_ms / mine.median_ms, low, high
 
 
-WIDTH = 110  # columns that the widest chart needs
+WIDTH = 110  # columns of the widest chart
 _BAR = 36  # characters, for the longest step
 _LEAST_BAR = 8
-_FEW_STEPS = 8  # of each; with fewer nothing is compared, and one verified step could decide
+_FEW_STEPS = 8  # minimum for a comparison
 _GAP = "  "
-_LEAST_COST = 0.03  # of DDP's step: a network that costs less has nothing to recover
+_LEAST_COST = 0.03  # of DDP's step; below it, there is nothing to recover
 
 
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
-    """Write the result. The chart is last, and no wider than `width` columns.
+    """Write the result, with a chart of at most `width` columns.
 
-    Of the two hooks the faster is shown, by the same steps: chance is on its side, not on fxcomp's.
+    The faster hook is shown, selected by the same steps: this bias favors the hook.
     """
     named = {each.name: each for each in contestants}
     ddp, fxcomp, free = (named[name] for name in (DDP, FXCOMP, FREE))
@@ -232,7 +225,7 @@ def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, w
 
 
 def chart(contestants: Sequence[Contestant], width: int = WIDTH) -> list[str]:
-    """Draw a bar for each contestant's step, with its bytes and losses as far as `width` columns have room."""
+    """Draw a bar per contestant, with as many columns as fit `width`."""
     rows: list[Sequence[str]] = [("", "ms a step", "MB sent", "train loss", "validation loss")]
     for each in contestants:
         sent = "–" if each.name == FREE else f"{each.wire_bytes / 1e6:.2f}"

@@ -1,17 +1,15 @@
-"""Imitate several hosts on one machine: a network namespace each, joined by links of a chosen bandwidth.
+"""Emulate several hosts on one machine: network namespaces, joined by links of a given bandwidth.
 
     with ShapedHosts(2, "300mbit") as hosts:
-        run_ranks(["train.py"], hosts=hosts)      # launch_ranks.py: one process a host
-                                                  # a rank changes its host's rate with shape_this_host("1gbit")
+        run_ranks(["train.py"], hosts=hosts)      # launch_ranks.py: one process per host
 
     host 0 [eth0 10.77.0.1] ── tbf ──┐
-                                      switch (a bridge in a namespace of its own)
+                                      switch (a bridge in its own namespace)
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
-Only sending is shaped. Each host has processors of its own if there are enough. This needs Linux, `ip`, `tc`,
-`taskset`, `unshare` and `nsenter`, and either root or the kernel's leave to make user namespaces; `why_not` returns the
-reason if it is not possible. A sleeping process holds each namespace and ends when the pipe from this process closes,
-however that ends: nothing is left over, and nothing else of the machine is touched.
+Only sending is shaped. Hosts have separate processors if there are enough. Needs Linux, `ip`, `tc`, `taskset`,
+`unshare` and `nsenter`, and root or permission for user namespaces. A sleeping process holds each namespace, and exits
+when the pipe from this process closes.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from pathlib import Path
 from fxcomp.cluster.link import parse_gb_per_s
 from fxcomp.errors import Unsupported
 
-INTERFACE = "eth0"  # a host's only way out
-_BURST_S = 0.25e-3  # what may pass at full speed: short, so that short messages see the rate too
-_LEAST_BURST = 32_000  # bytes; below one segmented packet train tbf no longer reaches its rate
-_LONGEST_TRAIN = 65_536  # bytes; the kernel's own
-_QUEUE = 64_000_000  # bytes; long enough that nothing is dropped, TCP holds itself back
+INTERFACE = "eth0"  # the only interface of a host
+_BURST_S = 0.25e-3  # short, so that short messages are limited too
+_LEAST_BURST = 32_000  # bytes; below one segmented packet train, tbf is slower
+_LONGEST_TRAIN = 65_536  # bytes; the kernel's limit
+_QUEUE = 64_000_000  # bytes; nothing is dropped
 _TOOLS = ("ip", "tc", "taskset", "unshare", "nsenter")
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # Debian's users lack `ip` and `tc`
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # Debian users lack `ip` and `tc`
 
 
 class ShapedHosts:
-    """Hosts joined by links of one bandwidth, while the `with` block lasts. With `rate=None` links are unshaped."""
+    """Hosts joined by links of one bandwidth, in a `with` block. `rate=None` leaves links unshaped."""
 
     def __init__(self, count: int, rate: str | None = None) -> None:
         if count < 1:
@@ -43,7 +41,7 @@ class ShapedHosts:
         self.count = count
         self._shaping = _shaping_commands(rate)
         self._user: Sequence[str] = ()
-        self._holders: list[subprocess.Popen[str]] = []  # that of the switch's namespace, then one a host
+        self._holders: list[subprocess.Popen[str]] = []  # of the switch, then of each host
 
     def __enter__(self) -> ShapedHosts:
         try:
@@ -54,7 +52,6 @@ class ShapedHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Both ends of a link go with their namespaces.
         while self._holders:
             holder = self._holders.pop()
             holder.terminate()
@@ -64,7 +61,7 @@ class ShapedHosts:
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
     def processors(self, host: int) -> list[int]:
-        """Number a host's processors: its share of those that this process may use, or one shared with others."""
+        """Return the host's share of the usable processors, or a shared one."""
         usable = sorted(os.sched_getaffinity(0))
         if len(usable) < self.count:
             return [usable[host % len(usable)]]
@@ -72,7 +69,7 @@ class ShapedHosts:
         return usable[first:after]
 
     def command_on(self, host: int) -> list[str]:
-        """Return the words with which a command begins to run on a host."""
+        """Return a command prefix that runs on a host."""
         numbers = ",".join(map(str, self.processors(host)))
         return [_found("taskset"), "--cpu-list", numbers, *self._inside(host + 1)]
 
@@ -94,7 +91,7 @@ class ShapedHosts:
             )
             _run(
                 self._inside(host + 1),
-                f"ip link set {INTERFACE} addrgenmode none",  # no IPv6 to choose by mistake
+                f"ip link set {INTERFACE} addrgenmode none",  # prevents accidental IPv6
                 f"ip addr add {self.address(host)}/16 dev {INTERFACE}",
                 f"ip link set {INTERFACE} up",
                 "ip link set lo up",
@@ -102,7 +99,7 @@ class ShapedHosts:
             )
 
     def _hold(self, *command: str) -> None:
-        """Start the holder of a new namespace, and return when it is inside."""
+        """Start the holder of a new namespace, and wait for it."""
         holder = subprocess.Popen(
             [*command, "sh", "-c", "echo ready; read _"],
             env={**os.environ, "PATH": _PATH},
@@ -110,20 +107,20 @@ class ShapedHosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # without Ctrl-C of the terminal: its namespace is needed until ranks have ended
+            start_new_session=True,  # ignores Ctrl-C: ranks need its namespace until they end
         )
         self._holders.append(holder)
         if holder.stdout is None or holder.stdout.readline() != "ready\n":
             raise Unsupported(f"`{' '.join(command)}` failed: {holder.communicate()[1].strip()}")
 
     def _inside(self, number: int) -> list[str]:
-        """Return the words with which a command begins to run in a namespace, as the same user outside."""
+        """Return a command prefix that runs in a namespace, as the same user."""
         user = ("--preserve-credentials", "--user") if self._user else ()
         return [_found("nsenter"), "--target", f"{self._holders[number].pid}", *user, "--net"]
 
 
 def why_not() -> str | None:
-    """Return the reason why no shaped hosts can be made here; None if they can."""
+    """Return the reason why hosts cannot be shaped here, if any."""
     try:
         with ShapedHosts(1, "1gbit"):
             return None
@@ -132,12 +129,12 @@ def why_not() -> str | None:
 
 
 def shape_this_host(rate: str | None) -> None:
-    """Change the bandwidth of the calling rank's host; connections stay open. One rank a host is enough."""
+    """Change the bandwidth of the calling rank's host; connections stay open."""
     _run((), *_shaping_commands(rate))
 
 
 def sent_by_this_host(interface: str = INTERFACE) -> int:
-    """Count the bytes that the calling rank's host has sent, headers included."""
+    """Return the bytes that this rank's host has sent, including headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
@@ -146,15 +143,15 @@ def sent_by_this_host(interface: str = INTERFACE) -> int:
 
 
 def _may_make_namespaces() -> bool:
-    """Return whether this process may make a network namespace without a user namespace around it, as root may."""
+    """Return True if network namespaces need no user namespace."""
     return subprocess.run([_found("unshare"), "--net", "true"], capture_output=True, check=False).returncode == 0
 
 
 def _shaping_commands(rate: str | None) -> list[str]:
-    """Make the commands that limit a host's rate. Packets leave in trains, as from a network card that segments them.
+    """Return the commands that limit a host's rate. Packets leave in trains, as from a segmenting network card.
 
-    A train longer than the burst would be cut by the kernel, packet by packet: 6 to 12 ms of processor time for each MB
-    instead of 2 to 3, and 70 MB/s instead of 104 over 1 Gbit/s, both ways at once (measured, 2026-11).
+    The kernel cuts longer trains into packets: 6 to 12 ms of processor time per MB instead of 2 to 3, and 70 MB/s
+    instead of 104 over 1 Gbit/s in both directions (measured, 2026-11).
     """
     trains, replace = f"ip link set dev {INTERFACE} gso_max_size", f"tc qdisc replace dev {INTERFACE} root"
     if rate is None:
@@ -166,7 +163,6 @@ def _shaping_commands(rate: str | None) -> list[str]:
 
 
 def _run(where: Sequence[str], *commands: str) -> None:
-    """Run commands one after the other, until one fails."""
     words = [*where, "sh", "-c", " && ".join(commands)]
     done = subprocess.run(words, env={**os.environ, "PATH": _PATH}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
