@@ -7,14 +7,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 MANY = 100_000
-"""Number of objects that take more than some milliseconds to collect."""
+"""Number of objects. Fewer are collected in milliseconds, and counting frozen ones may take a hundred."""
 
 
 @contextmanager
 def gc_paused() -> Generator[None]:
     """Disable garbage collection while long-lived objects are created.
 
-    It takes a sixth of the time of importing torch and of explaining (measured, 2026-11).
+    Collection takes a sixth of the time of importing torch and of explaining (measured, 2026-11).
     """
     collected = gc.isenabled()
     gc.disable()

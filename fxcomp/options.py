@@ -214,18 +214,18 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """Compare steps with the settled plan's time. A given plan never changes."""
+        """True if steps are compared with the settled plan's time. A given plan never changes."""
         return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property
     def races(self) -> bool:
-        """Let plans race, unless the plan is given or every step is verified."""
+        """True if plans race: not if the plan is given or every step is verified."""
         checks = self.checks
         return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
 
     @property
     def begins_dense(self) -> bool:
-        """Train densely at first, and choose the plan by timing these steps."""
+        """True if a job trains densely at first and chooses its plan by timing these steps."""
         compress = self.compress
         return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
 

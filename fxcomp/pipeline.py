@@ -237,4 +237,4 @@ AHEAD = "backward of the other micro-batches"
 """Task of earlier micro-batches."""
 
 FEED = "feed"
-"""Task of work outside of nodes, here placed first."""
+"""Task of work outside of nodes. It is spread over the step, but simulated first."""

@@ -26,6 +26,8 @@ _BATCH_NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
+    """The last write of a buffer in a step."""
+
     node: Node
     value: Node
     """Value copied into the buffer, or the buffer itself."""
@@ -45,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """Return the parameters whose forward writes depend on the batch, constants or random numbers: ranks differ."""
+    """Return the parameters whose forward writes depend on the batch, constants or random numbers: ranks may differ."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None
@@ -56,6 +58,7 @@ def parameters_written_apart(gm: GraphModule) -> list[str]:
 
 
 def buffers(gm: GraphModule) -> dict[str, Node]:
+    """Return the buffers among the inputs, by name."""
     sources = [(node, info(node).source) for node in gm.graph.nodes if node.op == "placeholder"]
     return {s.name: node for node, s in sources if s is not None and s.kind is InputKind.BUFFER}
 
@@ -87,6 +90,7 @@ def _value_of(node: Node, buffer: Node) -> Node:
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
+    """Yield the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))

@@ -18,6 +18,7 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 def clone(gm: GraphModule) -> GraphModule:
+    """Copy the nodes; parameters and metadata are shared."""
     return compat.graph_module(gm, compat.copied(gm.graph.nodes), type(gm).__name__)
 
 
@@ -51,6 +52,7 @@ def refresh_value(node: Node) -> Node:
 
 
 def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:
+    """Add an input after the last input."""
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), None)
     first = next(iter(graph.nodes))
     with graph.inserting_before(first) if last is None else graph.inserting_after(last):
@@ -87,7 +89,7 @@ def with_parts(gradient: Node) -> Iterator[Node]:
 
 
 def result_of(node: Node) -> Node | None:
-    """Return the operator whose results a node takes one of, or None."""
+    """Return the operator that a node takes one result from, or None."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, Node) else None
 
@@ -168,6 +170,7 @@ def slot_text(node: Node) -> str:
 
 
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
+    """Yield the number and pack node of each bucket."""
     for node in gm.graph.nodes:
         if node.target is PACK and (number := info(node).bucket) is not None:
             yield number, node

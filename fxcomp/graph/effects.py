@@ -34,6 +34,8 @@ from fxcomp.plan.kinds import POOL, Stream
 
 @dataclass(frozen=True, slots=True)
 class Event:
+    """A piece of work on a stream."""
+
     name: str
     """Name of the emitted line."""
     where: str
@@ -273,7 +275,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _only_looks(node: Node) -> bool:
-    """Return whether a node only makes a view or takes one of several results."""
+    """Return whether a node reads no data."""
     target: Any = node.target
     return target is operator.getitem or (compat.is_operator(target) and compat.is_view(target))
 

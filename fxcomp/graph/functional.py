@@ -132,7 +132,7 @@ def _root(node: Node, plain: _Plain) -> Node:
 
 
 def _is_fresh(place: Node) -> bool:
-    """Return whether an operator allocated its result, unshared."""
+    """Return whether an operator allocated its result and shares it with no argument."""
     target = place.target
     if place.op != "call_function" or not compat.is_operator(target):
         return False

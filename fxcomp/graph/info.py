@@ -19,6 +19,8 @@ KEY = "fxcomp"
 
 
 class Role(Enum):
+    """The purpose of a node."""
+
     INPUT = "input"
     COMPUTE = "compute"
     ARRIVE = "arrive"  # from a backward pass outside of the graph
@@ -98,6 +100,7 @@ class FusedUpdate:
     numbers: tuple[tuple[str, str | float], ...] = ()
     """Keyword arguments: key of a live number, or a constant."""
     group: int = 0
+    """Parameter group of the live numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,6 @@ class Kernel:
     """Bytes read of each value in memory."""
     writes: dict[Node, float] = field(default_factory=dict[Node, float])
     touched_bytes: float = 0.0
-    """Bytes of device memory."""
 
     @property
     def name(self) -> str:
@@ -110,6 +109,7 @@ def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:
 
 
 def memory_of(node: Node) -> Node:
+    """Return the value whose memory a view shares."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -309,7 +309,7 @@ CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
 
 
 def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
-    """Count the kernel launches of a step by kind, without those of collectives."""
+    """Count the kernel launches of a step by kind, except in collectives."""
     found = {"forward and backward": len(listed)}
     rows = update_lists(gm, math.inf)
     together = {node for row in rows for node in row}

@@ -170,9 +170,9 @@ class Line:
     method: str
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """Predicted time, in us; None if free, or a collective, which links price."""
+    """Predicted time, in us; None for free lines, and collectives, which are priced by their links."""
     stream: Stream = Stream.COMPUTE
-    """Stream: the pool only if its input is there; `intra` for a collective in one host."""
+    """The pool only if its input is there; `intra` for a collective in one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """The result is in a buffer under the line's name, its first argument."""
@@ -234,7 +234,6 @@ UNDOING: dict[Any, Line] = {
 TIMED_METHODS = tuple(
     dict.fromkeys(line.method for line in (*BY_OPERATOR.values(), *BY_ROLE.values()) if line.is_timed)
 )
-"""Runtime methods that a stopwatch times."""
 
 
 def line_of(node: Node) -> Line | None:

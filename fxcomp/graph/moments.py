@@ -87,6 +87,7 @@ class Update:
         return found[0]
 
     def moment(self) -> Moment:
+        """Find the mean of gradients. Raise NoMoment."""
         assert self.parameter is not None, "an update is of a parameter"
         return moment_of(self.nodes, self.gradient(), self.parameter, self.states)
 
@@ -150,7 +151,6 @@ def _check_no_view_is_written(nodes: Sequence[Node], known: Collection[Node]) ->
 
 
 def _with_inputs(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes that `ends` depend on, and their inputs from outside."""
     made = _sources(ends, nodes)
     return made | {each for node in made for each in node.all_input_nodes}
 

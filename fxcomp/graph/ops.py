@@ -167,7 +167,7 @@ _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _like_first)
 # The next state: the value where it is finite.
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
-# Host counters, copied to the device of other tensors.
+# Host counters, on the device of other tensors.
 _define("counters_on(Tensor[] counters, Tensor[] there) -> Tensor[]", _counters_on, _counters_on_fake)
 _define(
     "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",

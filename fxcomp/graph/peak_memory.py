@@ -87,7 +87,6 @@ def _turns(gm: GraphModule, listed: Sequence[Kernel]) -> Iterator[tuple[list[Nod
 
 
 def _part_kept(node: Node) -> str:
-    """Return the part of a value that is kept between steps."""
     source = info(node).source
     if source is not None:
         return _OF_INPUTS.get(source.kind, "inputs")

@@ -1,7 +1,7 @@
 """Move a step captured on the CPU to an absent accelerator, to emit and price it.
 
-Fakes and device arguments of the finished graph move, because tracing aborts if torch was built without the device.
-Operators chosen by device (convolutions, batch norms), except attention, remain those of the CPU.
+The finished graph is changed, because tracing aborts if torch was built without the device. Operators chosen by device
+(convolutions, batch norms), except attention, stay as on the CPU.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def run(graph: GraphModule, passes: Passes, history: dict[str, GraphModule] | No
 
 
 def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule], T]) -> Turns[T]:
-    """Run one turn of passes at a time, then the check, then `then`."""
+    """Run one turn of passes at a time. The check and `then` take one turn each."""
     gm = clone(graph)
     for turn in passes:
         gm = _run_turn(gm, turn, None)

@@ -37,6 +37,7 @@ def type_text(value: Any) -> str:
 
 
 def operator_text(target: Any) -> str:
+    """Format an operator's name: `aten.mm`, `all_gather`."""
     if not compat.is_operator(target):
         return getattr(target, "__name__", str(target))
     namespace, name, variant = str(target).split(".")
@@ -47,6 +48,7 @@ def operator_text(target: Any) -> str:
 
 
 def work_key(node: Node) -> str:
+    """Return the key of a measured cost."""
     types = [type_text(n.meta["val"]) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     return " ".join([operator_text(node.target), *types])
 

@@ -66,6 +66,7 @@ def note_work(gm: GraphModule) -> None:
 
 
 def cost_key(node: Node) -> str:
+    """Return the key of a plain operator's cost."""
     known = info(node).work
     return known.key if known is not None else work_key(node)
 

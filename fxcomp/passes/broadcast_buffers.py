@@ -11,7 +11,7 @@
     + %view_default              unpack      f32[4]    aten.view(%getitem, [4])
     + %copy__default             unpack      f32[4]    aten.copy_(%running_mean, %view_default)
 
-DDP broadcasts before each forward pass, without overlap. After the step the result is the same.
+DDP broadcasts before each forward pass, without overlap. A broadcast after the step has the same result.
 
 Ranks agree on the buffers and on their place before or after the gradients (`leaves_early`). Buffers of several types
 travel as bytes. On an accelerator one operator copies back all buffers of a type.

@@ -44,7 +44,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
     parts = plan.parts
     found = {name: _PlacedGradient(gm.graph, name, node, parts[name]) for name, node in local.items()}
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # one bucket's nodes do not affect the next
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # added nodes are not looked up
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm.graph, number, bucket, found, order)
     for name, gradient in found.items():
@@ -63,7 +63,6 @@ class _PlacedGradient:
         self.reduction = _reduction(name, local)
         self.wait = wait_of(self.reduction)
         self.parts = {0: local} if len(extents) == 1 else _cut(graph, name, local, extents)
-        """By offset of the first element."""
         self.arrived: dict[int, Node] = {}
         """Flat means of parts, by offset of the first element."""
 

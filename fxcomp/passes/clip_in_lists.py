@@ -11,7 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-Other gradients, without one bucket, form a list of their own. The last bits differ from a norm of each gradient's norm.
+Gradients that are not views of one bucket form a separate list. The last bits differ from a norm of each gradient's
+norm.
 """
 
 from __future__ import annotations

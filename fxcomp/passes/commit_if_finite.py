@@ -6,11 +6,11 @@
     + %finite    commit     b8[]     all_finite([%mean_0])
 
 A non-finite gradient makes the means of all ranks non-finite, so they decide alike without communication. The old
-residual is the new one plus the rank's own payload minus its bucket, up to rounding; where values are not finite, the
-kernel has not changed it. With a live loss scale, residuals are saved and restored exactly, as are payloads summed in
-place and compressor states.
+residual is the new one plus the rank's own decompressed payload minus its bucket, up to rounding; where values are not
+finite, the kernel has not changed it. With a live loss scale, residuals are saved and restored exactly, as are payloads
+summed in place and compressor states.
 
-The emitted step rolls back before it returns early. order_for_overlap moves the updates after it.
+order_for_overlap moves the updates after the emitted step's early return.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ def fuse_updates(gm: GraphModule) -> GraphModule:
 
 
 def _live_numbers(gm: GraphModule) -> dict[tuple[int, str], Node]:
-    """Return the live numbers of parameter groups, by group and key."""
     sources = ((node, info(node).source) for node in gm.graph.find_nodes(op="placeholder"))
     return {(s.index, s.key): node for node, s in sources if s is not None and s.kind is InputKind.HYPER}
 

@@ -36,7 +36,6 @@ def _role(node: Node) -> Role:
 
 
 def _parameter(node: Node) -> str | None:
-    """Return the parameter of a collective's or wait's gradient."""
     source = node.args[0] if is_collective(node) or node.target is WAIT else None
     if isinstance(source, Node) and info(source).role in (Role.GRADIENT, Role.COLLECTIVE):
         return info(source).parameter

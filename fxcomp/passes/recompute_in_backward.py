@@ -56,7 +56,6 @@ class _Recomputation:
 
     def __init__(self, nodes: Sequence[Node], turn: int) -> None:
         self.turn = turn
-        """Index of backward's first node."""
         self._nodes = nodes
         self._place = {node: place for place, node in enumerate(nodes)}
         plain = [node for node in nodes if info(node).role is not Role.UPDATE]
@@ -73,7 +72,7 @@ class _Recomputation:
         """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """Return the operators that recompute a value at its first use; None if it stays."""
+        """Return the operators that recompute a value when backward first reads it; None if it stays."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None
