@@ -1,4 +1,4 @@
-"""The command line. Each command is a file of `commands/`; `COMMANDS` lists them."""
+"""The command line. Each command is a file in `commands/`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fxcomp.errors import BadOption, FxcompError
 PAGES = "https://github.com/fxcomp/fxcomp/tree/main/docs"
 
 COMMANDS: tuple[ModuleType, ...] = (explain, dump, diff, bisect, plot, calibrate, demo)
-"""Each has NAME, HELP, EXAMPLES, `add_options` and `run`."""
+"""Modules with NAME, HELP, EXAMPLES, `add_options` and `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 if plans differ, 2 for a mistake of the user, 130 if interrupted."""
+    """Run a command. Returns its exit status: 0, 1 for different plans, 2 for a user's mistake, 130 if interrupted."""
     try:
         with _short_warnings():
             status = _run(list(sys.argv[1:] if argv is None else argv))
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status_line.clear()
         return 130
-    except BrokenPipeError:  # the reader has seen enough; Python must not complain when it closes stdout
+    except BrokenPipeError:  # the reader closed the pipe; Python must not complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; `run` of what it parses is the command's."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="fxcomp",
         description="Work out where gradient compression pays in a training step, and why.",
@@ -63,16 +63,16 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(words: list[str]) -> int:
     arguments = make_parser().parse_args(words)
     for name, value in vars(arguments).items():
-        if value == "" and name != "job":  # as a shell passes a variable that was never set
+        if value == "" and name != "job":  # from an unset shell variable
             raise BadOption(f"--{name.replace('_', '-')} is empty: say what it is, or leave it out")
     status = arguments.run(arguments)
-    gc.freeze()  # so that Python ends without a last search for garbage
+    gc.freeze()  # avoids a last garbage collection at exit
     return status
 
 
 @contextlib.contextmanager
 def _short_warnings() -> Generator[None]:
-    """Print warnings in one line, without the place in our code that gave them."""
+    """Print warnings in one line, without their place in the code."""
 
     def show(message: Warning | str, *_: object) -> None:
         print(f"fxcomp: {str(message).removeprefix('fxcomp: ')}", file=sys.stderr)

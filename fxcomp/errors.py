@@ -1,86 +1,86 @@
-"""Kinds of mistakes that a user can make, a class for each way out.
+"""User-facing errors, one class per remedy.
 
-The text of an error says what is wrong, where, and what to do about it.
+The text of an error states the problem, its place, and the remedy.
 """
 
 
 class FxcompError(Exception):
-    """The base of all errors that fxcomp raises on purpose."""
+    """Base of all errors that fxcomp raises on purpose."""
 
 
-# Given by the user: change it
+# Input of the user
 
 
 class BadOption(FxcompError, ValueError):
-    """An option, argument, cluster, job, cost or error table that does not exist, or is not one."""
+    """Invalid option, argument, cluster, job, cost table or error table."""
 
 
 class BadStrategy(FxcompError):
-    """A strategy text that does not parse, or steps that cannot follow each other."""
+    """Strategy text that does not parse, or with steps in an impossible order."""
 
 
 class BadPlan(FxcompError):
-    """A plan file that cannot be read, or a plan made for another model."""
+    """Unreadable plan file, or plan of another model."""
 
 
 class BadTensor(FxcompError, ValueError):
-    """A tensor or payload that a compressor cannot take: its dtype, size, layout or device, or its places."""
+    """Tensor or payload with a dtype, size, layout, device or indices that a compressor cannot take."""
 
 
 class BadState(FxcompError):
-    """A saved state that belongs to another plan, model or rank."""
+    """Saved state of another plan, model or rank."""
 
 
 class BadCall(FxcompError):
-    """A call at the wrong time: before ranks have met, inside a group of micro-batches, or after `close`."""
+    """Call at the wrong time: before ranks have met, inside a group of micro-batches, or after `close`."""
 
 
-# Not handled by fxcomp: leave it out, or use another frontend
+# Unsupported by fxcomp: remove it, or use another frontend
 
 
 class Unsupported(FxcompError):
-    """A model, parameter, batch, result, optimizer, mode of torch or machine that fxcomp does not handle."""
+    """Unsupported model, parameter, batch, result, optimizer, torch mode or machine."""
 
 
 # Capture: change the step
 
 
 class CaptureFailed(FxcompError):
-    """The training step does not become one graph that computes what eager PyTorch does."""
+    """The training step cannot be captured as one graph equal to eager PyTorch."""
 
 
 class StepChanged(FxcompError):
-    """Something about the step changed that the compiled step cannot follow."""
+    """The step changed in a way that the compiled step cannot follow."""
 
 
-# Ranks: make them the same, or start them again
+# Ranks: make them equal, or restart them
 
 
 class ReplicasDiffer(FxcompError):
-    """Something that must be the same on all ranks is not: the model, an option, a parameter, a count of batches."""
+    """Ranks differ in the model, an option, a parameter, or a count of batches."""
 
     is_everywhere = True
     """All ranks raise it at the same line."""
 
 
 class PeerFailed(FxcompError):
-    """Another rank, or one that was started here, failed or did not arrive in time."""
+    """Another rank, or a started process, failed or did not arrive in time."""
 
 
 class LostTouch(PeerFailed):
-    """A collective did not end, and no rank has said why."""
+    """A collective did not end, and no rank reported a cause."""
 
 
 class RanksApart(FxcompError):
-    """Ranks are no longer at the same step, or not of the same start of the job."""
+    """Ranks are at different steps, or from different starts of the job."""
 
 
 # Running
 
 
 class CannotReplan(FxcompError):
-    """There is nothing to plan again by, or the plan is not fxcomp's to change."""
+    """Nothing to plan from, or a plan that fxcomp may not change."""
 
 
 class VerificationFailed(FxcompError):
-    """The compiled step computed another loss or gradient than eager PyTorch."""
+    """The compiled step's loss or gradients differ from eager PyTorch."""

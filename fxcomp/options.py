@@ -1,4 +1,4 @@
-"""The options of a compiled step, checked once."""
+"""Options of a compiled step."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ def _check_one_of(name: str, given: object, allowed: Sequence[object], meanings:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """A running step's checks of itself.
+    """Checks of a running step.
 
-    `verify` says which steps are compared with eager PyTorch, loss, gradients and update: `sampled` (2, 5, 10, 20, 50
-    and so on, every 500th, and one after a new kind of batch), every N-th, or `never`.
+    `verify`: steps compared with eager PyTorch in loss, gradients and update: `sampled` (2, 5, 10, 20, 50 and so on,
+    every 500th, and one after a new kind of batch), every N-th, or `never`.
 
-    `race` says who decides between the few best plans: `auto` (they take turns in the first hundred steps, and the
-    fastest stays), `off` (the prediction).
+    `race`: `auto` (the best plans take turns in the first hundred steps, and the fastest stays) or `off` (the predicted
+    plan).
 
-    `replan` says what happens when steps take another time than when their plan was settled: `offer` (a note says so,
-    plans race again, and `step.replan()` measures the links and plans again), `auto` (all ranks plan again at the same
-    step), `off` (nothing is compared).
+    `replan`: reaction to changed step times: `offer` (a note, another race, and `step.replan()` to measure links and
+    plan again), `auto` (all ranks plan again at the same step) or `off`.
     """
 
     verify: int | str = SAMPLED
@@ -66,30 +65,28 @@ class Checks:
 
     @cached_property
     def verified(self) -> VerifiedSteps:
-        """The steps that are compared with eager PyTorch."""
         return VerifiedSteps.parse(self.verify)
 
 
 CHECKED = Checks()
 
 UNCHECKED = Checks(verify="never", race="off", replan="off")
-"""Of frontends that see no whole steps."""
+"""For frontends that do not see whole steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """The options of a step, checked. Raises BadOption."""
+    """Options of a step. Raises BadOption."""
 
     compress: Compress = BALANCED
     cluster: Cluster | None = None
     costs: GivenCosts | None = None
     process_group: Any = None
-    """The ranks that average with each other: a process group, a mesh of one dimension, or None for the whole job."""
+    """Ranks to average over: a process group, a mesh of one dimension, or None for all ranks."""
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     accumulate: int = 1
     scaler: torch.amp.GradScaler | None = None
-    """The user's GradScaler, if there is one and it is enabled."""
     skip_nonfinite: bool = False
     find_unused_parameters: bool = False
     checks: Checks = CHECKED
@@ -123,7 +120,7 @@ class StepOptions:
         scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
     ) -> StepOptions:
-        """Check the options of a frontend that leaves the optimizer to the user, as `whose` says."""
+        """Return the options of a frontend that leaves the optimizer to the user; `whose` names it in errors."""
         given = Compress.of(compress)
         given.check_is_of_gradients(whose)
         return cls(
@@ -131,12 +128,12 @@ class StepOptions:
         )
 
     def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers that the options do not go with. Raises BadOption."""
+        """Raise BadOption for incompatible optimizers."""
         for optimizer in optimizers:
             check_rates(self.compress.feedback, optimizer)
 
     def check_moves(self, plan: Plan, kinds: Collection[UpdateKind]) -> None:
-        """Refuse to exchange momenta where that is not built, or not safe. Raises BadOption and BadPlan."""
+        """Raise BadOption or BadPlan if exchanging a plan's momenta is unsupported or unsafe."""
         if not plan.moves_exchange:
             return
         if not kinds:
@@ -174,7 +171,7 @@ class StepOptions:
 
     @property
     def against_moves(self) -> dict[str, str]:
-        """The options that an exchange of momenta does not go with, each with the reason."""
+        """Given options that exclude an exchange of momenta, with reasons."""
         feedback = self.compress.feedback
         options = {
             "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
@@ -187,7 +184,7 @@ class StepOptions:
 
     @property
     def why_not_replan(self) -> str:
-        """The reason why links cannot be measured again and the plan chosen by them; empty if that can be done."""
+        """Reason why links cannot be measured for a new plan; empty if they can."""
         if self.cluster is not None and not self.why_plan_stays:
             return (
                 "the cluster was given, and the links of a given cluster are not measured.\n"
@@ -197,7 +194,7 @@ class StepOptions:
 
     @property
     def why_plan_stays(self) -> str:
-        """The reason why the plan cannot change later; empty if it can."""
+        """Reason why the plan cannot change; empty if it can."""
         if self.compress.plan is not None:
             return (
                 "the plan was given, and fxcomp changes only what it chose.\n"
@@ -217,23 +214,23 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """Steps are compared with the time when their plan was settled. A given plan is never changed."""
+        """True if steps are compared with the settled plan's time. A given plan never changes."""
         return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property
     def races(self) -> bool:
-        """Plans may take turns. A given plan is never changed, and where every step is verified none is timed."""
+        """True if plans race: not if the plan is given or every step is verified."""
         checks = self.checks
         return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
 
     @property
     def begins_dense(self) -> bool:
-        """Tell a job that trains densely at first and chooses its plan by timing these steps: none with a warm-up."""
+        """True if a job trains densely at first and chooses its plan by timing these steps."""
         compress = self.compress
         return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
 
     def facts(self) -> dict[str, Any]:
-        """List what must be the same on all ranks."""
+        """Return the options that must agree on all ranks."""
         costs = None if self.costs is None else "a table" if isinstance(self.costs, CostTable) else "a file"
         return {
             **self.compress.facts(),
@@ -280,7 +277,6 @@ def _check_clipping(norm: object, value: object) -> None:
 
 
 def _check_flag(name: str, given: object) -> None:
-    """Refuse texts and the like: 'no' would be taken as yes."""
     if not isinstance(given, bool):
         raise BadOption(f"{name} is True or False; it is {given!r}")
 

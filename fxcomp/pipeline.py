@@ -1,9 +1,9 @@
-"""The compiler: from a captured step and a plan to the program that follows it.
+"""The compiler: from a captured step and a plan to a program.
 
-graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
+    graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
-These are the main ones; `Compiler.passes` lists every pass, with its arguments. A row is a turn: where a running job
-compiles, it takes one of `emit` or `retune` between two steps. Everywhere else `finished` takes all turns at once.
+`Compiler.passes` lists all passes. A row of it is a turn: a running job takes one turn of `emit` or `retune` between
+two steps.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from fxcomp.search.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """Rewrites captured steps for one rank of a cluster. Ranks do not communicate in it."""
+    """Rewrites captured steps for one rank of a cluster, without communication."""
 
     cluster: Cluster
     rank: int = 0
     feedback: ErrorFeedback = CLASSIC
     skip_nonfinite: bool = False
     micro_batches: int = 1
-    """The number of micro-batches whose gradients a step sums up before it sends anything."""
+    """Micro-batches whose gradients are summed before sending."""
 
     def labelling(self) -> Passes:
-        """Give each gradient its collective and each node its role: what every plan starts from."""
+        """Return the passes before any plan: reductions and roles."""
         ranks = self.cluster.world_size
         return (
             (
@@ -80,7 +80,7 @@ class Compiler:
         )
 
     def passes(self, plan: Plan, costs: CostTable) -> Passes:
-        """Make a captured graph follow a plan."""
+        """Return the passes from a captured graph to a plan's graph."""
         return (
             *self.labelling(),
             *self._bucketing(plan),
@@ -95,7 +95,6 @@ class Compiler:
         )
 
     def _bucketing(self, plan: Plan) -> Passes:
-        """Gather what ranks exchange in the buckets of a plan."""
         return (
             (
                 partial(bucket_gradients, plan=plan),
@@ -106,7 +105,7 @@ class Compiler:
         )
 
     def passes_of_a_micro_batch(self, costs: CostTable) -> Passes:
-        """Make a captured graph add gradients to their sums, and send nothing."""
+        """Return the passes of a micro-batch that only sums gradients."""
         return (
             (
                 partial(sum_gradients, micro_batches=self.micro_batches),
@@ -118,11 +117,11 @@ class Compiler:
         )
 
     def _pricing(self, costs: CostTable) -> tuple[partial[GraphModule], ...]:
-        """Give nodes the form in which they run on the graph's device, and price them."""
+        """Return the passes that adapt nodes to the device and price them."""
         return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
-        """Make a final graph follow another plan of the same lines."""
+        """Return the passes to another plan with the same lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             self._pricing(costs),
@@ -131,9 +130,9 @@ class Compiler:
     @gc_paused()
     @compat.outside_function_modes()
     def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
-        """Read what there is to decide about, with what exchanging the momenta of some parameters adds.
+        """Return a captured step's workload, with the costs of exchanging the momenta of `moved`.
 
-        Raises Unsupported where the exchange of one of these cannot move.
+        Raises Unsupported if one of these exchanges cannot move.
         """
         note_work(graph)
         gm = run(graph, (*self.labelling(), self._pricing(costs)))
@@ -150,7 +149,7 @@ class Compiler:
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
     def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Make the program that follows a plan."""
+        """Compile a plan's program."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -162,7 +161,7 @@ class Compiler:
 
     @gc_paused()
     def emit_micro_batch(self, captured: Captured, costs: CostTable) -> Program:
-        """Make the program of a micro-batch that ends no group, whatever the plan."""
+        """Compile the program of a micro-batch that does not end its group."""
         passes = self.passes_of_a_micro_batch(costs)
         gm = run(captured.graph, passes)
         return load_program(captured, gm, partial(_after_each, captured.graph, passes), self.predicted(gm, costs))
@@ -170,18 +169,18 @@ class Compiler:
     @gc_paused()
     @compat.outside_function_modes()
     def rewrite(self, graph: GraphModule, plan: Plan, costs: CostTable) -> GraphModule:
-        """Rewrite a copy of a captured graph until it follows a plan."""
+        """Return a copy of a captured graph that follows a plan."""
         return run(graph, self.passes(plan, costs))
 
     @compat.outside_function_modes()
     def eager(self, graph: GraphModule, costs: CostTable, *, is_fused: bool) -> GraphModule:
-        """Price a copy of a captured graph as eager PyTorch runs it, its optimizer with `fused=True` or over lists."""
+        """Return a copy of a captured graph, priced as eager PyTorch with a fused or a list optimizer."""
         updates = (partial(clip_in_lists), *((partial(fuse_updates),) if is_fused else ()))
         priced = partial(annotate_costs, costs=costs, cluster=self.cluster, joins=False)
         return run(graph, ((partial(label_gradients),), (*updates, priced)))
 
     def retune(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Let a program follow another plan of the same lines: without a capture, and without emitting anything."""
+        """Return a program for another plan with the same lines, without capture and emission."""
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -190,14 +189,14 @@ class Compiler:
         return run_in_turns(program.graph, self.retuning(plan, costs), program_of)
 
     def graphs_after_each_pass(self, graph: GraphModule, plan: Plan, costs: CostTable) -> Mapping[str, GraphModule]:
-        """Rewrite a graph again, and keep what each pass returns, by the pass's name."""
+        """Return the graph after each pass, by name."""
         return _after_each(graph, self.passes(plan, costs))
 
     def predicted(self, gm: GraphModule, costs: CostTable, of: tuple[GraphModule, Plan] | None = None) -> Timeline:
         """Simulate a final graph.
 
-        `of` is the captured graph and the plan of a step that ends a group: its other micro-batches come before, each
-        of which the host hands out, and send no momenta.
+        `of` is the captured graph and plan of a step that ends a group. The other micro-batches run first and send
+        nothing.
         """
         others, ahead_us = 0, 0.0
         if of is not None and self.micro_batches > 1:
@@ -211,13 +210,13 @@ class Compiler:
 
 
 def pass_names() -> list[str]:
-    """Name the passes that make a captured graph follow a plan, in their order."""
+    """Return the names of the passes, in order."""
     alone = Cluster(1, 1, intra=Link(0.0, 1.0), inter=Link(0.0, 1.0))
     return [each.func.__name__ for turn in Compiler(alone).passes(Plan(()), CostTable()) for each in turn]
 
 
 def _one_by_one(workload: Workload, moved: Collection[str]) -> Plan:
-    """Let each gradient travel alone, at the momentum where that is moved."""
+    """Return a plan with one dense bucket per gradient."""
     point = {True: ExchangePoint.MOMENTUM, False: ExchangePoint.GRADIENT}
     return Plan(
         tuple(
@@ -234,7 +233,7 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
 
 
 AHEAD = "backward of the other micro-batches"
-"""The task of forward and backward passes that come before the one that ends a group."""
+"""Task of earlier micro-batches."""
 
 FEED = "feed"
-"""The task of what a step does around its nodes. It is spread over the step; here it comes first."""
+"""Task of work outside of nodes. It is spread over the step, but simulated first."""

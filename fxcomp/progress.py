@@ -1,9 +1,9 @@
-"""Say what compiling is doing, and what a running step decides: the logger `fxcomp`, and a terminal.
+"""Report progress and decisions: the logger `fxcomp`, and a terminal.
 
-    logging.getLogger("fxcomp").setLevel(logging.INFO)       # each phase with its seconds, the choice, what changes
+    logging.getLogger("fxcomp").setLevel(logging.INFO)       # phases with seconds, choices, changes
 
-A compilation that takes longer than two seconds shows its phase where standard error is a terminal; elsewhere it says
-in one line what its time went to. Rank 0 alone shows it. FXCOMP_PROGRESS=0 shows nothing.
+Rank 0 shows the phase of a compilation of more than two seconds if standard error is a terminal, else a summary line.
+FXCOMP_PROGRESS=0 shows nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fxcomp.status_line import takes_status_lines, written_over
 log = logging.getLogger("fxcomp")
 
 QUIET_S = 2.0
-"""Show nothing before so many seconds have passed."""
+"""Delay before the first output, in seconds."""
 
 
 class _Compilation:
-    """Phases with their seconds; shown once they take long."""
+    """Phases of a compilation with their seconds."""
 
     def __init__(self, what: str, shows: bool) -> None:
         self.what, self.seconds = what, dict[str, float]()
@@ -47,7 +47,7 @@ class _Compilation:
                 self._write()
 
     def end(self) -> None:
-        """Take the phase away, or say in one line where the time went."""
+        """Erase the phase, or print a summary line."""
         self._timer.cancel()
         with self._lock:
             if self._is_shown:
@@ -72,7 +72,7 @@ def _is_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    """Write to standard error. One that is gone, as in a daemon, is no reason to fail on this rank alone."""
+    """Write to standard error. A daemon has none, which must not fail on this rank only."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ _under_way: ContextVar[_Compilation | None] = ContextVar("under_way", default=No
 
 @contextmanager
 def compiling(what: str) -> Generator[None]:
-    """Show the phases of a compilation. Inside another one it is part of that."""
+    """Show the phases of a compilation. A nested one is part of the outer."""
     if _under_way.get() is not None:
         yield
         return
@@ -99,7 +99,7 @@ def compiling(what: str) -> Generator[None]:
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Log a phase with its seconds, and show it if a compilation is under way."""
+    """Log and show a phase with its seconds."""
     made, begun = _under_way.get(), time.perf_counter()
     if made is not None:
         made.enter(name)
@@ -113,7 +113,7 @@ def phase(name: str) -> Generator[None]:
 
 
 class Notes(list[str]):
-    """The notes that a report has of a step, in order. Each that is added later is logged, too."""
+    """Notes of a step's report. Added notes are logged."""
 
     def append(self, note: str) -> None:
         log.info("%s", note)

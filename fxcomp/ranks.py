@@ -1,4 +1,4 @@
-"""This rank among the others: agreement while compiling, process groups, and the same values to start from."""
+"""A rank among the others: agreement during compilation, process groups, and equal initial values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fxcomp.runtime.transport import Groups, NullTransport, Transport, given_bac
 
 T = TypeVar("T")
 
-LOCAL_LINK = Link(alpha_us=30.0, gb_per_s=5.0)  # assumed: loopback; live measurements replace it
+LOCAL_LINK = Link(alpha_us=30.0, gb_per_s=5.0)  # assumed: loopback; measurements replace it
 
 WHAT_TO_DO = (
     "  Load a saved state on every rank (the model's, the optimizer's, and step.load_state_dict), or compile again on\n"
@@ -36,56 +36,52 @@ WHAT_TO_DO = (
 )
 
 _met: dict[str, int] = defaultdict(int)
-"""The number of meetings so far, by their names."""
+"""Number of meetings so far, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The place where a rank stopped because something was raised, on it or on another rank."""
+    """Place where a rank stopped after an error on any rank."""
 
     what: str
     cause: str
-    """The first error, and its place."""
+    """First error and its place."""
     step: int | None = None
-    """The step that it was called for, if it was inside one."""
     has_begun: bool = True
-    """True if emitted code has run in that step, so that something may have changed."""
+    """Emitted code has run in that step."""
 
 
 def _next(what: str) -> str:
-    """Name the next meeting."""
     number = _met[what]
     _met[what] += 1
     return f"{what}_{number}"
 
 
 class Ranks:
-    """All ranks that compile the same thing now, or run it. Alone, every method is nothing."""
+    """Ranks of one compilation or of its step. On a single rank, methods do nothing."""
 
     def __init__(self, members: Members | None, root: Conversation | None, fits_links: bool):
         self.members = members
-        """None for a rank that is alone."""
+        """None on a single rank."""
         self.rank, self.world_size = (members.place, len(members)) if members else (0, 1)
         self.fits_links = fits_links
         self.stopped: Stop | None = None
-        """Set while the ranks may be at different places: no collective is launched until they have met again."""
+        """Set while ranks may be at different places; no collective starts until they have met again."""
         self._root = root
         self._talk = root
-        """The conversation under way, or the last one."""
+        """Current conversation, or the last one."""
         self._talks = 0
         self._meetings = 0
-        """The number of times that ranks have met again after a stop."""
         self._cluster: Cluster | None = None
         self._groups = Groups({})
         self._stops: Conversation | None = None
-        """The conversation in which ranks tell the step at which each has stopped."""
         weakref.finalize(self, self._groups.give_back).atexit = False
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
-        """Find the others, who must all come here for the same `what`, as many times as this rank.
+        """Meet the ranks of a process group (default: all), which all call it equally often with the same `what`.
 
-        They are the ranks of a process group; None is the whole job. Raises BadCall and BadOption.
+        Raises BadCall and BadOption.
         """
         if not (dist.is_available() and dist.is_initialized()):
             _check_alone(cluster, group)
@@ -100,14 +96,14 @@ class Ranks:
         what = members.key + what
         root = _conversation(what, members)
         _be_at(root, f"beginning {what}")
-        while _talk(root, 1).was_missed:  # this rank failed before it came here, and the others have gone on
+        while _talk(root, 1).was_missed:  # this rank failed earlier, and the others went on
             root = _conversation(what, members)
         return cls(members, root, cluster is None)
 
     @classmethod
     @contextmanager
     def meeting(cls, cluster: Cluster | None, what: str, group: Any = None) -> Generator[Ranks]:
-        """Do something with all ranks, as `together`; if it fails, its process groups are given back."""
+        """Run a block as `together` does, with new ranks; release their groups if it fails."""
         ranks = cls.join(cluster, what, group)
         try:
             with ranks.together(what):
@@ -119,9 +115,9 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Give an error to the ranks that wait, or will wait, for this one in the next meeting for `what`.
+        """Report an error to the ranks that wait for this one, now or later, in the next meeting for `what`.
 
-        It counts as this rank's part in that meeting. Raises nothing: the error itself is on its way.
+        Counts as this rank's part of the meeting. Raises nothing.
         """
         with suppress(FxcompError):
             root = cls.join(None, what, group)._root
@@ -130,35 +126,35 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """The name of the meeting in which these ranks came together; empty for one rank."""
+        """Name of the meeting; empty for a single rank."""
         return "" if self._root is None else self._root.name
 
     @staticmethod
     def meetings() -> int:
-        """Count the meetings that this rank has come to, or stayed away from."""
+        """Return the number of meetings joined or stayed away from."""
         return sum(_met.values())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """List a report's notes on the ranks: whom they leave out."""
+        """Notes about excluded ranks."""
         if self.members is None or self.members.is_whole_job:
             return ()
         return (f"gradients are averaged over {self.members}; the other ranks are left alone",)
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The job's numbers of the ranks."""
+        """Global rank numbers."""
         return (0,) if self.members is None else self.members.numbers
 
-    # Failing
+    # Failure
 
     @contextmanager
     def together(self, what: str, *, after_a_stop: bool = False) -> Generator[None]:
-        """Do something that all ranks do: where it fails on one it fails on all, and each names the first cause.
+        """Run a block on all ranks: an error on one is raised on all, with the first cause.
 
-        At an agreement they all learn it there, and may go on afterwards. Anywhere else the rank that fails stops: it
-        tells the others in the store, and closes its connections, so that none waits for it in a collective.
-        `after_a_stop` lets ranks meet again that have stopped, with fresh connections.
+        Ranks learn of an error at the next agreement, and may go on. Elsewhere the failing rank stops: it writes the
+        cause to the store and closes its connections, so that no rank waits for it in a collective. `after_a_stop` lets
+        stopped ranks meet again.
         """
         if self._root is None:
             yield
@@ -180,7 +176,7 @@ class Ranks:
                 raise
             (talk or _talk(self._root, self._talks)).give_up(what, error)
             if has_met_again:
-                self.stopped = None  # not where it was, but here
+                self.stopped = None  # it has stopped here, not at the earlier place
             self.stop(what, error)
             if isinstance(error, PeerFailed) and self.stopped is not None:
                 raise PeerFailed(self.stopped.cause) from None
@@ -189,7 +185,7 @@ class Ranks:
             self.stopped = None
 
     def stop(self, what: str, error: BaseException, *, step: int | None = None, has_begun: bool = True) -> None:
-        """Take part in nothing any more, and let the others know why."""
+        """Stop this rank and publish the cause."""
         if self._root is None or self.stopped is not None:
             return
         root = self._root
@@ -197,21 +193,21 @@ class Ranks:
         first = compat.set_once(root.store, f"{root.name}/cause/{self._meetings}", mine)
         self.stopped = Stop(what, first, step, has_begun)
         self._stops = root.named(f"{root.name}/stopped/{self._meetings}")
-        with suppress(Exception):  # without a store there is nobody to tell
+        with suppress(Exception):  # the store may be gone
             self._stops.say("stopping", asdict(self.stopped))
         self._groups.give_up()
 
     def all_stops(self) -> list[Stop]:
-        """List where each rank has stopped, in rank order; waits for those that have not noticed yet."""
+        """Return the stops of all ranks, in rank order. Waits until all have stopped."""
         assert self._stops is not None, "this rank has not stopped"
         return [Stop(**stop) for stop in self._stops.hear("stopping", range(self.world_size))]
 
     def knows(self, error: BaseException) -> bool:
-        """Tell an error that all ranks raise at the same place."""
+        """Return whether all ranks raise this error here."""
         return self._talk is not None and self._talk.knows(error)
 
     def at_step(self, step: int | None) -> None:
-        """Let the others know, if they ask, which step this rank is in."""
+        """Publish this rank's step."""
         if self._root is None or self._root.presence is None:
             return
         if step is None:
@@ -220,11 +216,10 @@ class Ranks:
             self._root.presence.steps[self.name] = step
 
     def release(self) -> None:
-        """Give process groups back; no other rank is asked."""
         self._groups.give_back()
 
     def _meet(self, what: str, after_a_stop: bool) -> bool:
-        """See whether any rank has stopped; if ranks may meet again, they do. Whether they did."""
+        """Reconnect the ranks if any has stopped and they may meet again. Return whether they did."""
         everyone = self.gather(what, (self.stopped is not None, self._meetings, self._groups.lanes))
         stopped = [rank for rank, (has_stopped, _, _) in enumerate(everyone) if has_stopped]
         if not stopped:
@@ -238,10 +233,10 @@ class Ranks:
             self._make_groups(lane)
         return True
 
-    # Agreeing
+    # Agreement
 
     def attempt(self, topic: str, work: Callable[[], T]) -> T:
-        """Do something that may fail here, and tell the others if it did."""
+        """Run work that may fail, and report failure to the others."""
         if self._talk is None:
             return work()
         done: list[T] = []
@@ -249,22 +244,22 @@ class Ranks:
         return done[0]
 
     def gather(self, topic: str, value: T) -> list[T]:
-        """Every rank's value, which is plain data, in rank order."""
+        """Return every rank's value (plain data), in rank order."""
         return [value] if self._talk is None else self._talk.attempt(topic, lambda: value)
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        """Hand all ranks what rank 0 computes, which is plain data."""
+        """Return rank 0's result (plain data)."""
         return work() if self._talk is None else self._talk.from_rank_0(topic, work)
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ReplicasDiffer unless all ranks bring the same facts."""
+        """Raise ReplicasDiffer unless all ranks pass the same facts."""
         if self._talk is not None:
             self._talk.check_same(topic, facts)
 
     def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
-        """Tell some ranks, which all call it too, a value of plain data; returns theirs by the job's numbers.
+        """Exchange plain data with some ranks, which all call it. Returns values by global rank.
 
-        `place` names the occasion: the same on these ranks, and used once between two meetings of all ranks.
+        `place` is the same on these ranks, and unique between two meetings.
         """
         assert self._root is not None, "a rank that is alone tells no other rank"
         numbers = tuple(self.numbers[rank] for rank in members)
@@ -273,22 +268,22 @@ class Ranks:
         return dict(zip(numbers, talk.attempt(what, lambda: value), strict=True))
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Start from rank 0's values, as DistributedDataParallel does. After `transport`."""
+        """Copy rank 0's values to all ranks, as DistributedDataParallel does. Call after `transport`."""
         if self._root is None:
             return
         with torch.no_grad():
             for tensor in tensors:
                 own = _own_memory(tensor.data)
                 sent = own.resolve_conj().resolve_neg().contiguous()
-                # Over groups of our own: the user's default group outlives a rank that fails here.
+                # The user's default group would outlive a failing rank.
                 self._groups.broadcast(sent.view(-1).view(torch.uint8), 0, Level.WORLD.value, "main").wait()
                 if sent is not own:
                     own.copy_(sent)
 
-    # The network
+    # Network
 
     def cluster_of(self, given: Cluster | None) -> Cluster:
-        """The user's cluster, or one told by the hosts' names; its links are then measured, not looked up."""
+        """Return the given cluster, or one derived from host names whose links are to be measured."""
         if given is not None:
             return given
         if self._talk is None:
@@ -297,7 +292,7 @@ class Ranks:
         return Cluster.placed(_places(names), intra=LOCAL_LINK, inter=LOCAL_LINK)
 
     def transport(self, cluster: Cluster) -> Transport:
-        """Groups for everything that is measured before there is a plan."""
+        """Return the groups for measurements before planning."""
         if self._root is None:
             return NullTransport()
         self._cluster = cluster
@@ -305,7 +300,7 @@ class Ranks:
         return self._groups
 
     def extend(self, transport: Transport, plan: Plan) -> Transport:
-        """Add the groups of the pool, if the plan offloads anything and there are none yet."""
+        """Add the pool's groups, if a plan needs them."""
         offloads = any(Device.CPU in bucket.strategy.devices for bucket in plan.buckets)
         if offloads and transport is self._groups and "pool" not in self._groups.lanes:
             self._make_groups("pool")
@@ -329,12 +324,12 @@ class Ranks:
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
-    """The cluster that the ranks of a live process `group` make, by the group's numbering; default: all ranks.
+    """Return the cluster of a live process group (default: all ranks), by the group's numbering.
 
-    `intra` and `inter` are the links inside a host and between hosts, assumed where not given:
-    `compile_step` without `cluster=` measures them. Every rank of the group calls it. They tell each other the names of
-    their hosts through the store. What a group gets of the links that it shares with others, the cluster of all ranks
-    knows: `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
+    Every rank of the group calls it; they exchange host names through the store. `intra` and `inter` are the links
+    inside and between hosts, assumed by default; `compile_step` without `cluster=` measures them. The topology of a
+    group that shares links with others is
+    `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise BadCall(
@@ -347,21 +342,18 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
 
 
 ALONE = Ranks(None, None, False)
-"""One rank that has nobody to agree with."""
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """An expanded tensor's elements, each once."""
+    """Return each element of an expanded tensor once."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _conversation(what: str, members: Members) -> Conversation:
-    """Begin the next meeting of these ranks for `what`."""
     return Conversation(compat.default_store(), _next(what), members, compat.group_timeout(), presence())
 
 
 def _be_at(root: Conversation, place: str) -> None:
-    """Let ranks that wait for this one know where it is."""
     if root.presence is not None:
         root.presence.doing = place
 
@@ -371,13 +363,13 @@ def _talk(root: Conversation, number: int) -> Conversation:
 
 
 def _places(names: Sequence[str]) -> list[int]:
-    """A number for each host, in the order in which ranks name them."""
+    """Number the hosts in order of first appearance."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
 
 def _check_alone(cluster: Cluster | None, group: Any) -> None:
-    """Refuse a cluster of several ranks, and a group, in a process without torch.distributed."""
+    """Refuse several ranks or a group without torch.distributed."""
     check_is_cluster(cluster)
     if cluster is not None and cluster.world_size > 1:
         raise BadCall(
@@ -393,7 +385,7 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
 
 
 def _tell_who_trains_alone(what: str) -> None:
-    """Warn where a launcher has started several processes, and this one has not joined the others."""
+    """Warn if a launched process has not joined the others."""
     started = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if started not in ("0", "1"):
         text = f"fxcomp: a launcher has started {started} processes, but torch.distributed is not initialised:"
@@ -409,16 +401,13 @@ def _check_size(cluster: Cluster | None, world_size: int) -> None:
 
 
 def _direct(cluster: Cluster) -> list[str]:
-    """The levels at which ranks have a link each. All ranks at once would share their hosts' links."""
+    """Return the levels whose ranks have separate links."""
     alone = cluster.hosts == 1 or cluster.ranks_per_host == 1
     return [level.value for level in Level if level is not Level.WORLD or alone]
 
 
 def _levels(cluster: Cluster) -> Levels:
-    """The groups of ranks at each level, in the same order on every rank. A level of one rank needs none.
-
-    Levels of racks have groups where there are racks that can share the work.
-    """
+    """Return each level's groups of several ranks, in the same order on every rank."""
     flat = (Level.INTRA, Level.INTER, Level.WORLD)
     levels = list(Level) if cluster.has_racks and cluster.is_even else flat
     return {level.value: list(cluster.groups(level)) for level in levels if cluster.ranks_at(level) > 1}

@@ -1,7 +1,6 @@
-"""Show on a terminal what is being done, in one line that the next one writes over.
+"""A terminal line that the next one overwrites.
 
-No escape codes are written: who sets NO_COLOR wants none, and blanks erase a line as well. A terminal that calls itself
-dumb gets no such line.
+Blanks erase it, because NO_COLOR forbids escape codes. Dumb terminals get no line.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import TextIO
 
 
 def takes_status_lines(stream: TextIO) -> bool:
-    """Return whether a line of the stream can be written over."""
+    """Return whether a line of the stream can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def written_over(text: str) -> str:
-    """Write a line over the one before; cut, because a line that wraps cannot be written over."""
+    """Return text that overwrites the line, cut because a wrapped line cannot be overwritten."""
     room = shutil.get_terminal_size().columns - 1
     return f"\r{' ' * room}\r{text[:room]}"
 
 
 def show(text: str) -> None:
-    """Show what is being done."""
+    """Show a status line."""
     if takes_status_lines(sys.stderr):
         print(written_over(text), end="", file=sys.stderr, flush=True)
 
 
 def clear() -> None:
-    """Erase the line."""
+    """Erase the status line."""
     show("")

@@ -1,18 +1,17 @@
-"""Say where lines that go aside follow compute, and where compute follows them.
+"""Find where the side stream and the compute stream of a step wait for each other.
 
     pack_0 = rt.pack(...)
-    with rt.aside(pack_0):                      after what compute has been given so far, which makes %pack_0
+    with rt.aside(pack_0):                      the side stream waits for compute, %pack_0 included
         payload_0 = rt.compress(...)
         all_gather_0 = rt.launch(...)
     ...                                         compute goes on
     with rt.aside():
         payloads_0 = rt.wait(all_gather_0)
         mean_0 = rt.decompress(...)
-    rt.join(mean_0)                             compute waits for what has gone aside so far
+    rt.join(mean_0)                             compute waits for the side stream
     update_0(...)
 
-`passes/assign_streams.py` says which lines go aside. They run there in their order. The emitter writes what stands
-here, and `effects.py` takes it for what orders events.
+`passes/assign_streams.py` chooses the lines of the side stream, which run in program order.
 """
 
 from __future__ import annotations
@@ -30,27 +29,25 @@ from fxcomp.graph.regions import Region
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A wait, or none, in front of a piece of a step or of its end."""
+    """Wait, if any, before a piece of a step or before its end."""
 
     is_aside: bool
-    """The piece goes aside."""
     waits: bool
-    """Its stream waits for all that the other one has been given so far."""
     values: tuple[Node, ...] = ()
-    """Values that it takes from there for the first time."""
+    """Values of the other stream that the piece uses first."""
 
 
 def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing]:
-    """List the crossing in front of each piece of a graph's step, and one in front of its end.
+    """Return the crossing before each piece of a step, and before its end.
 
-    The first line that goes aside waits for compute whatever it takes: a residual may have changed between two steps.
-    In the end compute waits for the last one, so that nothing of a step is under way beside the next.
+    The first line of the side stream waits for compute, as a residual may have changed since the last step. At the end
+    compute waits, so that steps never overlap.
     """
     found: list[Crossing] = []
     made_aside: dict[Node, None] = {}
     taken: set[Node] = set()
     is_ahead = False
-    """Something has gone aside that compute has not waited for."""
+    """The side stream has work that compute has not waited for."""
     for piece in pieces:
         is_aside = goes_aside(piece)
         takes = piece.inputs if isinstance(piece, Region) else piece.all_input_nodes
@@ -65,7 +62,7 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
             is_ahead = is_ahead and not values
         if isinstance(piece, Node) and info(piece).role is Role.COMMIT:
             assert not is_ahead, "a step may end here, so compute has waited for all that has gone aside"
-            taken.update(made_aside)  # by what is done where parameters may not change
+            taken.update(made_aside)  # read by lines that run where parameters may not change
         taken.update(values)
         found.append(Crossing(is_aside, bool(values), tuple(values)))
     outputs: Any = gm.graph.output_node().args[0]
@@ -75,5 +72,4 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
 
 
 def goes_aside(piece: Region | Node) -> bool:
-    """Return whether a piece of a step is a line that goes aside."""
     return isinstance(piece, Node) and info(piece).is_aside

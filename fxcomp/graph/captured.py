@@ -1,4 +1,4 @@
-"""A captured training step: its graph, and what must be known to feed it and to read its results."""
+"""A captured training step with its inputs and the layout of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH_NORMS = (
     _aten.cudnn_batch_norm.default,
     _aten.miopen_batch_norm.default,
 )
-"""They change their running statistics without declaring it."""
+"""Operators that update running statistics without declaring it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,15 @@ class Write:
 
     node: Node
     value: Node
-    """The value that is copied into the buffer, or the buffer itself."""
+    """Value copied into the buffer, or the buffer itself."""
 
     @property
     def ready(self) -> Node:
-        """The node after which the value is known."""
         return self.node if self.value.op == "placeholder" else self.value
 
 
 def written_parameters(gm: GraphModule) -> dict[str, Node]:
-    """The parameters that the forward pass itself writes, as a limit on an embedding's norm does, and where."""
+    """Return the parameters that the forward pass writes (as max_norm of an embedding does), with the last write."""
     copies = {node.args[0]: node for node in gm.graph.nodes if node.target is _aten.copy_.default}
     sources = [
         (info(to).source, node) for to, node in copies.items() if isinstance(to, Node) and to.op == "placeholder"
@@ -48,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """The parameters that the forward pass writes and not by other parameters and buffers alone: each rank others."""
+    """Return the parameters whose forward writes depend on the batch, constants or random numbers: ranks may differ."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None
@@ -59,13 +58,13 @@ def parameters_written_apart(gm: GraphModule) -> list[str]:
 
 
 def buffers(gm: GraphModule) -> dict[str, Node]:
-    """The inputs that are buffers, by name, in the model's order."""
+    """Return the buffers among the inputs, by name."""
     sources = [(node, info(node).source) for node in gm.graph.nodes if node.op == "placeholder"]
     return {s.name: node for node, s in sources if s is not None and s.kind is InputKind.BUFFER}
 
 
 def last_writes(gm: GraphModule) -> dict[Node, Write]:
-    """The buffers that forward and backward write."""
+    """Return the last write of each buffer in forward and backward."""
     own = set(buffers(gm).values())
     writes: dict[Node, Write] = {}
     for node in gm.graph.nodes:
@@ -76,7 +75,7 @@ def last_writes(gm: GraphModule) -> dict[Node, Write]:
 
 
 def is_known_early(gm: GraphModule) -> bool:
-    """Return whether all new values are known before the first gradient is."""
+    """Return whether all new buffer values are known before the first gradient."""
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     first = min((order[n] for n in order if info(n).role is Role.GRADIENT), default=len(order))
     return all(order[write.ready] < first for write in last_writes(gm).values())
@@ -91,7 +90,7 @@ def _value_of(node: Node, buffer: Node) -> Node:
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
-    """Find the nodes that a node writes into."""
+    """Yield the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))
@@ -103,51 +102,48 @@ def written_nodes(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf of the auxiliary result that neither tensors nor sizes decide: it is what it was when it was captured."""
+    """Auxiliary leaf that is fixed at capture."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """The captured step and what must be known to feed it; it equals itself alone."""
+    """A captured step. Compares by identity."""
 
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None
     aux: tuple[Constant | None, ...]
-    """The leaves of the auxiliary result: None for a tensor, or what follows from sizes, which the graph returns."""
+    """Leaves of the auxiliary result; None for a value that the graph returns."""
     has_aux: bool
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     guard: compat.ShapeGuard | None
-    """Tells batches of other sizes that may run through the graph; None if none may."""
+    """Check for other batch sizes that the graph can run; None if there are none."""
     is_weighted: bool = False
-    """The loss is a sum over elements that are counted."""
+    """The loss is a sum over counted elements."""
     densified: tuple[str, ...] = ()
-    """Parameters whose gradients are dense here and sparse in eager PyTorch."""
+    """Parameters with dense gradients here and sparse ones in eager PyTorch."""
     unused: tuple[str, ...] = ()
-    """Those of `gradient_names` that the loss does not depend on: their gradients are zeros."""
+    """Names of parameters that the loss does not depend on; their gradients are zero."""
 
     is_imagined: bool = False
-    """It was put on a device that is not here (`graph/retarget.py`): it is emitted and counted, and never compiled."""
+    """The graph was moved to an absent device (`graph/retarget.py`). It is never compiled."""
 
     prelude: Prelude | None = None
-    """The traced Python's questions about values; another answer needs another capture."""
+    """Questions of the traced Python about values."""
     live: tuple[str, ...] = ()
-    """Watched floats that are inputs, by their names."""
+    """Names of watched floats that are graph inputs."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
-        """The leaves of the auxiliary result, with what the graph has returned of them."""
         values = iter(returned)
         return [next(values) if constant is None else constant.value for constant in self.aux]
 
     def result(self, loss: Any, returned: Sequence[Any]) -> Any:
-        """The loss, or the loss and the auxiliary result, as the loss function returns them."""
         if self.aux_spec is None:
             return loss
         return loss, pytree.tree_unflatten(self.aux_leaves(returned), self.aux_spec)
 
     @property
     def device(self) -> torch.device:
-        """The device of the model, and of everything else."""
         return next(iter(self.graph.graph.nodes)).meta["val"].device

@@ -1,4 +1,4 @@
-"""Print a graph as stable text: the same on every machine, made to be read and compared.
+"""Print a graph as text that is the same on every machine, for reading and for comparison.
 
 %mm           gradient    f32[4,2]  1.2 us   aten.mm(%a, %x)                fc.weight
 """
@@ -16,22 +16,21 @@ from fxcomp.graph.work import is_sequence, operator_text, type_text
 
 
 def dump(gm: GraphModule, *, costs: bool = True) -> str:
-    """Print one line a node: name, role, type, cost, call, and the parameter that it belongs to. Violations follow."""
+    """Return one line per node, followed by violated invariants."""
     return "\n".join([*aligned(rows(gm, costs=costs)), *(f"! {problem}" for problem in check(gm))])
 
 
 def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:
-    """The cells of each line; the output's is one cell."""
+    """Return the cells of each line; the output line has one cell."""
     output = f"output({_argument(gm.graph.output_node().args[0], bare=True)})"
     return [*(_row(node, costs) for node in gm.graph.nodes if node.op != "output"), (output,)]
 
 
 WIDEST = (48, 16, 40, 24, 80)
-"""The widest that each column is: what is longer stands out of it, and pads no other line."""
+"""Maximum column widths. A longer cell does not widen other lines."""
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Write rows as lines with columns of one width."""
     nodes = [row for row in rows if len(row) > 1]
     widths = [max((len(row[i]) for row in nodes if len(row[i]) <= most), default=0) for i, most in enumerate(WIDEST)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + list(row[5:]) for row in rows]

@@ -1,4 +1,4 @@
-"""Change a graph, and find its nodes by what they are for: new nodes get their fake value and their label at once."""
+"""Edit a graph and find its nodes by role."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 def clone(gm: GraphModule) -> GraphModule:
-    """Copy the nodes; parameters and metadata stay the same objects."""
+    """Copy the nodes; parameters and metadata are shared."""
     return compat.graph_module(gm, compat.copied(gm.graph.nodes), type(gm).__name__)
 
 
@@ -32,9 +32,9 @@ def call(
     kwargs: dict[str, Any] | None = None,
     value: Any = None,
 ) -> Node:
-    """Insert a call at the graph's insertion point, with the fake value that the operator gives for fake arguments.
+    """Insert a call at the graph's insertion point.
 
-    `value` says which, where it is known: asking some operators takes long.
+    The fake value is computed from the arguments' fakes, which is slow for some operators, unless `value` is given.
     """
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     if value is None:
@@ -44,7 +44,7 @@ def call(
 
 
 def refresh_value(node: Node) -> Node:
-    """Give a node the fake value that its operator gives for the arguments it has now."""
+    """Recompute a node's fake value from its present arguments."""
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     node.meta["val"] = target(*args, **kwargs)
@@ -52,7 +52,7 @@ def refresh_value(node: Node) -> Node:
 
 
 def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -> Node:
-    """Add an input after the last one, or before everything."""
+    """Add an input after the last input."""
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), None)
     first = next(iter(graph.nodes))
     with graph.inserting_before(first) if last is None else graph.inserting_after(last):
@@ -62,12 +62,12 @@ def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -
 
 
 def gradients(gm: GraphModule) -> dict[str, Node]:
-    """Find the nodes that make the local gradients, by parameter name, in ready order."""
+    """Return the nodes that compute local gradients, by parameter name, in ready order."""
     return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
 
 
 def count_of(gm: GraphModule) -> Node | None:
-    """Find the number of elements that a weighted loss is a sum over, on this rank; None if the loss has no weight."""
+    """Return the count of elements in a weighted loss on this rank, or None."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source if has_info(node) else None
         if source is not None and source.kind is InputKind.COUNT:
@@ -76,13 +76,12 @@ def count_of(gm: GraphModule) -> Node | None:
 
 
 def has_scale(gm: GraphModule) -> bool:
-    """Tell a step whose loss is multiplied by a live scale."""
     sources = [info(node).source for node in gm.graph.find_nodes(op="placeholder") if has_info(node)]
     return any(source is not None and source.kind is InputKind.SCALE for source in sources)
 
 
 def with_parts(gradient: Node) -> Iterator[Node]:
-    """List a local gradient and the nodes that take parts of it."""
+    """Yield a gradient and the nodes that take parts of it."""
     yield gradient
     for user in gradient.users:
         if has_info(user) and info(user).role is Role.PART:
@@ -90,13 +89,13 @@ def with_parts(gradient: Node) -> Iterator[Node]:
 
 
 def result_of(node: Node) -> Node | None:
-    """Find the operator that a node is one of several results of."""
+    """Return the operator that a node takes one result from, or None."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, Node) else None
 
 
 def last_result(node: Node) -> Node:
-    """Find the node after which whatever a node is one of several results of is taken apart."""
+    """Return the last node that takes a result from the same operator as `node`."""
     source = result_of(node) or node
     results = [user for user in source.users if result_of(user) is source]
     while node.next in results:
@@ -105,17 +104,17 @@ def last_result(node: Node) -> Node:
 
 
 def is_collective(node: Node) -> bool:
-    """Return whether a node moves gradients or buffers, and not what the loss function itself exchanges."""
+    """Return whether a node is a collective of gradients or buffers."""
     return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)
 
 
 def is_exchange(node: Node) -> bool:
-    """Return whether a node communicates because the loss function says so."""
+    """Return whether a node communicates on behalf of the loss function."""
     return has_info(node) and info(node).role is Role.EXCHANGE
 
 
 def must_stay(node: Node) -> bool:
-    """Return whether a node must stay although nobody uses its value: what one rank leaves out, the others wait for."""
+    """Return whether a node must stay even if unused: it has side effects, or other ranks wait for it."""
     source: Any = node.args[0] if node.target is WAIT else node
     moves = isinstance(source, Node) and source.op == "call_function" and source.target in MOVES
     return moves or compat.has_effect(node) or is_exchange(node)
@@ -127,12 +126,11 @@ def collective_kind(collective: Node) -> CollectiveKind:
 
 
 def level_of(collective: Node) -> Level:
-    """Read the level of the network over which a collective runs."""
     return Level(str(collective.args[-1]))
 
 
 def sent_bytes(collective: Node) -> int:
-    """Count the bytes that a collective works on: of a gather one rank's, the largest; else what a rank has in full."""
+    """Return the bytes that price a collective: the largest part in a gather, else the whole value."""
     value, cut = cast("tuple[Any, Any]", collective.args[:2])
     if collective.target in MOVES and not collective_kind(collective).splits:
         return max(cut) * value.meta["val"].element_size()
@@ -140,14 +138,13 @@ def sent_bytes(collective: Node) -> int:
 
 
 def value_bytes(node: object) -> int:
-    """Count the bytes of a node's value, a tensor."""
     assert isinstance(node, Node), "a collective carries a node"
     value = node.meta["val"]
     return value.numel() * value.element_size()
 
 
 def nodes_on_host(gm: GraphModule) -> set[Node]:
-    """Find the nodes between a copy to the host and the copy back."""
+    """Return the nodes between a copy to the host and the copy back."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         follows = bool(found) and node.target is not H2D and any(source in found for source in node.all_input_nodes)
@@ -157,39 +154,38 @@ def nodes_on_host(gm: GraphModule) -> set[Node]:
 
 
 def wait_of(collective: Node) -> Node:
-    """Find the node that waits for a collective."""
     waits = [user for user in collective.users if user.target is WAIT]
     assert len(waits) == 1, f"{collective.name} is awaited {len(waits)} times"
     return waits[0]
 
 
 def collective_of(gradient: Node) -> Node | None:
-    """Find the collective that reduces a gradient or bucket, if there is one."""
+    """Return the collective that reduces a gradient or bucket, or None."""
     return next((user for user in gradient.users if is_collective(user)), None)
 
 
 def slot_text(node: Node) -> str:
-    """Name a compression by its bucket, and its slot if it is not the first: `3`, `3_1`."""
+    """Format bucket and nonzero slot: `3`, `3_1`."""
     return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"
 
 
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
-    """List the pack nodes of gradient buckets, with the bucket's number."""
+    """Yield the number and pack node of each bucket."""
     for node in gm.graph.nodes:
         if node.target is PACK and (number := info(node).bucket) is not None:
             yield number, node
 
 
 SHARE = "share"
-"""The name of what weighs all gradients, where the loss has a count."""
+"""Name of the node that weighs gradients of a loss with a count."""
 
 _aten = torch.ops.aten
 
 
 def multiply_gradients(gm: GraphModule, factor: Node, name: str) -> None:
-    """Let packs multiply, where there are any; products that stand alone get a name.
+    """Multiply all gradients by a factor: in their packs, else in nodes called `name`.
 
-    A sum that is rounded to a gradient's type is multiplied before that: in fp16 it may be too large.
+    Sums are multiplied before they are rounded to a gradient's narrower type, since they may overflow fp16.
     """
     local = gradients(gm)
     rounded = [gradient for gradient in local.values() if _is_rounded(gradient)]
@@ -197,7 +193,7 @@ def multiply_gradients(gm: GraphModule, factor: Node, name: str) -> None:
         _multiply_before(gm, gradient, factor, name)
     types = {gradient.meta["val"].dtype for gradient in rounded}
     packs = [pack for _, pack in buckets(gm)]
-    for pack in packs:  # of gradients of one type
+    for pack in packs:  # a pack holds gradients of one type
         if pack.meta["val"].dtype not in types:
             pack.update_kwarg("factor", factor)
     if not packs:
@@ -207,7 +203,7 @@ def multiply_gradients(gm: GraphModule, factor: Node, name: str) -> None:
 
 
 def _is_rounded(gradient: Node) -> bool:
-    """Tell a gradient that is made of a sum in a wider type."""
+    """Return whether a gradient is rounded from a sum of a wider type."""
     source = gradient.args[0] if gradient.args else None
     if gradient.target is not _aten._to_copy.default or not isinstance(source, Node):
         return False

@@ -1,14 +1,13 @@
-"""List an emitted step as events on streams: the reads and writes of each line, and the events before it.
+"""List the events of an emitted step: stream, memory read and written, and earlier events.
 
     region_0            compute   reads the batch, parameters     writes its results
     pack_0              compute   reads gradients                 writes the buffer of %pack_0
-    all_reduce_0        a stream of its own, after the launch     reads and writes the buffer of %pack_0
+    all_reduce_0        its own stream, after the launch          reads and writes the buffer of %pack_0
     wait_0              compute, after the collective
 
-Events of one stream come one after the other. What else orders two events is what the runtime does there: a launch
-starts after what its thread has done, a wait holds up who waits, the pool waits for the values that it takes. On a
-device that works after the main thread (`is_asynchronous`) copies to and from the host have a stream of their own, and
-so have lines that go aside; otherwise both directions hand on the memory itself.
+Events of one stream run in order. A launch starts after the earlier work of its thread, a wait blocks its own stream,
+and the pool waits for its inputs. On an asynchronous device, host copies and the side stream are separate streams;
+otherwise a copy shares its input's memory.
 """
 
 from __future__ import annotations
@@ -38,26 +37,25 @@ class Event:
     """A piece of work on a stream."""
 
     name: str
-    """The line's."""
+    """Name of the emitted line."""
     where: str
     after: tuple[int, ...]
-    """The places of the events that it waits for, the one before it on its stream among them."""
+    """Indices of the events that it waits for."""
     reads: frozenset[str] = frozenset()
-    """Memories, by the names of what they are made for."""
+    """Memories, named after the values they are made for."""
     writes: frozenset[str] = frozenset()
     values: tuple[tuple[str, str], ...] = ()
-    """The values that it reads, each with its memory; not those of inputs, which mean what is there now."""
+    """Values that it reads, with their memories; no inputs that mean the present content."""
     makes: tuple[str, ...] = ()
-    """The values that it makes."""
 
 
 HOST, ASIDE = "host", "aside"
 TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
-"""Streams that no node is on: the main thread, what goes aside, copies to the host and back, and each collective."""
+"""Streams without nodes: main thread, side stream, copies to the host and back, collectives."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
-    """List the events of two steps in a row; likewise where the first of them is taken back."""
+    """Yield the events of two steps in a row, also with the first one rolled back."""
     pieces = cut(gm)
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     usual = [piece for piece in pieces if piece not in undoing]
@@ -88,14 +86,14 @@ def _events(
                 writer.meet_pool("all_finite")
             writer.add(piece)
             writer.free(freed.get(place, ()))
-        if pieces and pieces[-1] not in undoing:  # a step that is taken back ends where it was joined before
+        if pieces and pieces[-1] not in undoing:  # a rolled-back step ends where it was joined before
             writer.cross(end)
         writer.meet_pool("finish")
     return writer.events
 
 
 def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int, list[str]]:
-    """Find the memories that regions have made and nobody needs after a piece, by the piece's place."""
+    """Return the memories of regions that no later piece uses, by the piece's index."""
     last: dict[str, int] = {}
     for place, piece in enumerate(pieces):
         nodes = (*piece.inputs, *piece.outputs) if isinstance(piece, Region) else (piece, *piece.all_input_nodes)
@@ -107,17 +105,15 @@ def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int,
 
 
 class _EventWriter:
-    """Writes events, and tracks how far each stream has come and which event each value waits for."""
+    """Appends events and tracks the progress of each stream."""
 
     def __init__(self, memories: Memories) -> None:
         self.memories = memories
         self.events: list[Event] = []
         self.last: dict[str, int] = {}
-        """The last event of each stream."""
         self.done: dict[Node, int] = {}
-        """The event after which a value that the pool has, or a collective's, is there."""
+        """Event after which a value of the pool or of a collective is ready."""
         self.on_host: set[Node] = set()
-        """Values that the pool has."""
         self._of_region: dict[str, tuple[list[Node], set[str]]] = {}
 
     @property
@@ -125,13 +121,11 @@ class _EventWriter:
         return Stream.COMPUTE.value if self.memories.is_asynchronous else HOST
 
     def cross(self, crossing: Crossing) -> None:
-        """Let compute wait for what has gone aside, or the other way round."""
         if crossing.waits and self.memories.is_asynchronous:
             here, there = (ASIDE, self.compute) if crossing.is_aside else (self.compute, ASIDE)
             self._add("aside" if crossing.is_aside else "join", here, after=self._come_to(there))
 
     def start(self) -> None:
-        """Begin a step: residuals are those of the step before."""
         self._add("start", HOST, makes=(node for node in self.memories.inputs if not _is_live(node)))
 
     def add(self, piece: Region | Node) -> None:
@@ -151,7 +145,6 @@ class _EventWriter:
             self._line(piece, line)
 
     def _part(self, node: Node) -> None:
-        """A part of a line's result is where the whole is."""
         source = result_of(node)
         if source is not None and source in self.done:
             self.done[node] = self.done[source]
@@ -159,13 +152,13 @@ class _EventWriter:
                 self.on_host.add(node)
 
     def free(self, passing: Iterable[str]) -> None:
-        """Let what comes later use the memory of values that nobody needs any more."""
+        """Allow later lines to reuse memory."""
         freed = frozenset(passing)
         if freed and self.events:
             self._add(f"del {', '.join(sorted(freed))}", self.compute, writes=freed)
 
     def meet_pool(self, name: str) -> None:
-        """Let the main thread wait for the pool: at the end of a step, and before something is taken back."""
+        """Make the main thread wait for the pool."""
         ends = [self.last[stream.value] for stream in POOL if stream.value in self.last]
         self._add(name, HOST, after=ends)
 
@@ -176,7 +169,6 @@ class _EventWriter:
         self._add(region.name, self.compute, *known, makes=region.outputs)
 
     def _touched(self, region: Region) -> tuple[list[Node], set[str]]:
-        """Find the values that a region reads, and the memories that it writes."""
         reads: dict[Node, None] = {}
         writes: set[str] = set()
         inside = set(region.nodes)
@@ -192,7 +184,6 @@ class _EventWriter:
         return list(reads), writes
 
     def _line(self, node: Node, line: Line) -> None:
-        """A line that the main thread runs, or the pool where a value that it takes is there."""
         stream = self._stream_of(node, line)
         takes, writes = _read_by(node, line), self.memories.written_by(node)
         waits = [self.done[source] for source in takes if source in self.on_host]
@@ -210,7 +201,7 @@ class _EventWriter:
         return ASIDE if self.memories.is_asynchronous and goes_aside(node) else self.compute
 
     def _stream_of(self, node: Node, line: Line) -> Stream | None:
-        """A rank's own payload is decompressed where it lies."""
+        """Return a line's stream. A rank's own payload is decompressed where it is stored."""
         if line.is_undoing and line.method == DECOMPRESS.method and node.args[0] in self.on_host:
             return DECOMPRESS.stream
         return info(node).stream
@@ -244,7 +235,7 @@ class _EventWriter:
 
     def _wait(self, node: Node) -> None:
         source = cast("Node", node.args[0])
-        if source in self.on_host:  # whoever takes the value waits
+        if source in self.on_host:  # the reader of the value waits
             self.done[node] = self.done[source]
             self.on_host.add(node)
         else:
@@ -267,7 +258,7 @@ class _EventWriter:
         after: Iterable[int] = (),
         makes: Iterable[Node] = (),
     ) -> int:
-        """Add an event after the last one of its stream, and after what the main thread has done when it is given."""
+        """Add an event after its stream's last event and after all earlier work of the main thread."""
         read = [node for node in takes if isinstance(node.meta.get("val"), Tensor | tuple | list)]
         own = [] if stream.startswith(WIRE) else [*self._come_to(stream), *self._come_to(HOST)]
         before = dict.fromkeys([*after, *own])
@@ -284,7 +275,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _only_looks(node: Node) -> bool:
-    """Tell a node that reads nothing: it makes a view, or picks one of several."""
+    """Return whether a node reads no data."""
     target: Any = node.target
     return target is operator.getitem or (compat.is_operator(target) and compat.is_view(target))
 
@@ -293,19 +284,18 @@ _CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _is_live(node: Node) -> bool:
-    """Return whether an input means the present content of its memory; a residual means what came in."""
+    """Return whether an input means its memory's present content. Residuals mean the content at the step's start."""
     source = info(node).source
     return node.op == "get_attr" or (source is not None and source.kind not in _CARRIED)
 
 
 def _looked_at(node: Node, inside: Collection[Node]) -> Node:
-    """Find what a region's views are views of."""
     while node in inside and _only_looks(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _read_by(node: Node, line: Line) -> list[Node]:
-    """Find the values that a line reads, without those that it only replaces."""
+    """Return the values that a line reads, without the overwritten one."""
     replaced = {"restore": 0, "keep": 0}.get(line.method)
     return [source for source in node.all_input_nodes if replaced is None or source is not node.args[replaced]]

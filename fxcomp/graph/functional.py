@@ -1,7 +1,7 @@
-"""Take in-place operators out of a traced forward and backward pass.
+"""Remove in-place operators from a traced forward and backward pass.
 
     %empty      f32[4,8]  empty_like(%x)
-    %mask       f32[4,8]  bernoulli_(%empty, 0.9)          stays: it fills fresh memory in eager's order
+    %mask       f32[4,8]  bernoulli_(%empty, 0.9)          stays: fills fresh memory in eager's order
     %add_       f32[4,8]  add_(%mm, %bias)
     %counted    i64[]     add_(%num_batches, 1)
  -->
@@ -11,8 +11,8 @@
     %counted    i64[]     add(%num_batches, 1)
     %copy_      i64[]     copy_(%num_batches, %counted)    at the end
 
-Where nobody else reads a written value, operators are only exchanged. Where views of it exist, the whole pass is traced
-again under torch.func.functionalize, which takes as long as the first trace.
+If views of written values exist, the pass is traced again under torch.func.functionalize, which takes as long as the
+first trace.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from fxcomp import compat
 def functional(
     traced: GraphModule, inputs: Sequence[Any], mode: compat.FakeMode, retracing: Callable[[], None]
 ) -> GraphModule:
-    """Rewrite a graph without operators that write, but for random fills of fresh memory and copies into inputs.
+    """Remove in-place operators, except random fills of fresh memory and copies into inputs.
 
-    `mode` makes fakes of constants, which may be written as inputs are. Calls `retracing` inside another trace, if that
-    is needed.
+    `mode` makes fakes of constants. `retracing` runs inside a second trace.
     """
     _look_instead_of_turning(traced)
     writes = [
@@ -66,14 +65,14 @@ _VIEWS: dict[Any, Any] = {
     torch.ops.aten.as_strided_.default: torch.ops.aten.as_strided.default,
     torch.ops.aten.detach_.default: torch.ops.aten.detach.default,
 }
-"""In-place changes of a tensor's shape, and the views that do the same."""
+"""In-place changes of a shape, and the equivalent views."""
 
 
 def _look_instead_of_turning(traced: GraphModule) -> None:
-    """Give every node one shape, whenever it is asked.
+    """Replace in-place changes of a shape by views, so that each node has one shape.
 
-    A symbolic size is read where it is first needed, from the node that had it when it was made: `sym_size(%stack, 1)`
-    after `transpose_(%stack, 0, 1)`, which batch-first recurrent layers do, would read the other one.
+    A symbolic size is read late: `sym_size(%stack, 1)` after `transpose_(%stack, 0, 1)`, as in batch-first recurrent
+    layers, would be the wrong one.
     """
     for node in traced.graph.nodes:
         if node.target in _VIEWS and node.args[0].op != "placeholder":
@@ -81,9 +80,9 @@ def _look_instead_of_turning(traced: GraphModule) -> None:
 
 
 def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
-    """Keep the strides of what is written: `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
+    """Keep the strides of written tensors, since later random numbers follow their order in memory.
 
-    Random numbers that are drawn like it later follow the order of memory, and would land elsewhere.
+    `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
     """
     for node in writes:
         new, place = compat.functional_operator(cast("Any", node.target)), node.args[0] if node.args else None
@@ -101,11 +100,11 @@ def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
 
 
 _Plain = dict[Node, tuple[Any, Any]]
-"""The operator that makes a new value instead of each write, and the value."""
+"""Replacing operator and its value, by write."""
 
 
 def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
-    """Find what writes become where nobody else can see them; None if one of them is not that simple."""
+    """Return the replacements of all writes; None if the pass must be traced again."""
     plain: _Plain = {}
     for node in writes:
         target, place = cast("Any", node.target), node.args[0] if node.args else None
@@ -127,14 +126,13 @@ def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
 
 
 def _root(node: Node, plain: _Plain) -> Node:
-    """Find the value that a chain of writes began with."""
     while node in plain:
         node = cast("Node", node.args[0])
     return node
 
 
 def _is_fresh(place: Node) -> bool:
-    """Return whether an operator made memory of its own that nothing else refers to."""
+    """Return whether an operator allocated its result and shares it with no argument."""
     target = place.target
     if place.op != "call_function" or not compat.is_operator(target):
         return False
@@ -143,7 +141,7 @@ def _is_fresh(place: Node) -> bool:
 
 
 _SHARES = (torch.ops.aten._unsafe_view.default,)  # pyright: ignore[reportPrivateUsage]  # an operator's name
-"""Operators whose result lies in their argument's memory, though their schemas do not say so."""
+"""Operators whose result shares memory with an argument, undeclared."""
 
 
 def _value(target: Any, node: Node, plain: _Plain) -> Any:
@@ -155,7 +153,6 @@ def _value(target: Any, node: Node, plain: _Plain) -> Any:
 
 
 def _alike(value: Any, before: Any) -> bool:
-    """Return whether a new value lies in memory as the written one does: later operators were traced for that."""
     if not isinstance(value, Tensor) or not isinstance(before, Tensor):
         return False
     return value.dtype is before.dtype and value.shape == before.shape and value.stride() == before.stride()

@@ -1,11 +1,10 @@
-"""Check that whatever an emitted step reads was written before, and is not overwritten while it is read.
+"""Check that an emitted step reads memory only after it is written, and before it is overwritten.
 
-    launch %all_reduce_0 of %pack_0  ─►  the collective, beside compute  ─►  wait  ─►  what reads %wait_0
-    d2h %pack_1  ─►  the pool compresses and launches  ─►  wait, on the pool  ─►  h2d  ─►  what reads %h2d_1
+    launch %all_reduce_0 of %pack_0  ─►  collective, during compute  ─►  wait  ─►  readers of %wait_0
+    d2h %pack_1  ─►  the pool compresses and launches  ─►  wait, on the pool  ─►  h2d  ─►  readers of %h2d_1
 
-`effects.py` lists what a step does as events on streams: what each reads and writes, and what it follows for certain.
-Two that touch the same memory, one of them writing, must come one after the other; and between a value's
-writing and its reading nothing else is written there. Two steps are checked in a row: memory is kept from step to step.
+Two accesses to the same memory, at least one a write, must be ordered. Two steps in a row are checked, because memory
+is kept between steps.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fxcomp.graph.ops import WAIT
 
 @dataclass(frozen=True, slots=True)
 class DataRace:
-    """Two lines that touch the same memory in no order, or one that comes too late."""
+    """Two unordered accesses to the same memory, or a read after an overwrite."""
 
     first: str
     second: str
@@ -30,10 +29,10 @@ class DataRace:
 
 
 def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataRace]:
-    """Find the races of the step that a labelled graph with streams becomes.
+    """Return the data races of a labelled graph with streams.
 
-    `is_asynchronous`: the device works after the thread that gives it work, as a GPU does; by default, as the graph's
-    device. Steps whose loss function waits for collectives of its own are not judged: memory is theirs to hand on.
+    `is_asynchronous`: the device runs after the launching thread; by default, as the graph's device does. Steps whose
+    loss function waits for its own collectives are not checked.
     """
     if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):
         return []
@@ -41,13 +40,12 @@ def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataR
 
 
 def races_of(events: Sequence[Event]) -> list[DataRace]:
-    """Find the races among events."""
     before = _before(events)
     return list(dict.fromkeys([*_unordered(events, before), *_stale(events, before)]))
 
 
 def _before(events: Sequence[Event]) -> list[int]:
-    """All events that certainly come before each, as bits."""
+    """Return the events that come before each event, as bit masks."""
     before: list[int] = []
     for event in events:
         known = 0
@@ -87,7 +85,6 @@ def _race(events: Sequence[Event], memory: str, early: int, late: int) -> DataRa
 
 
 def _stale(events: Sequence[Event], before: Sequence[int]) -> Iterator[DataRace]:
-    """Reads of a value whose memory has been written again since."""
     writers: dict[str, list[int]] = {}
     made: dict[str, int] = {}
     for place, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""Keep the facts about a node under the one meta key that is ours: role, parameter, what an input stands for."""
+"""Facts about a node, under one meta key."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Role(Enum):
 
     INPUT = "input"
     COMPUTE = "compute"
-    ARRIVE = "arrive"  # gradients that somebody else's backward pass hands over
-    RANDOM_STATE = "random state"  # reads or sets a generator's state, so that draws are repeated
-    COUNT = "count"  # of a weighted loss's elements, over all ranks: its collective and the wait
-    GRADIENT = "gradient"  # the node that makes a parameter's local gradient
-    PART = "part"  # some elements of a local gradient, for a bucket of their own
+    ARRIVE = "arrive"  # from a backward pass outside of the graph
+    RANDOM_STATE = "random state"  # reads or sets a generator, to repeat draws
+    COUNT = "count"  # elements of a weighted loss over all ranks: collective and wait
+    GRADIENT = "gradient"
+    PART = "part"  # elements of a gradient, for a separate bucket
     PACK = "pack"  # gradients into one flat bucket
-    PROPOSE = "propose"  # what ranks agree on before they compress
+    PROPOSE = "propose"  # values to agree on before compressing
     COMPRESS = "compress"
     COLLECTIVE = "collective"
     WAIT = "wait"
-    EXCHANGE = "exchange"  # a collective, or a wait for one, that the loss function or its backward pass asks for
+    EXCHANGE = "exchange"  # communication of the loss function or its backward pass
     DECOMPRESS = "decompress"
-    KEEP = "keep"  # a compressor's state for the next step
-    COPY = "copy"  # between the device and the host, or into another type
+    KEEP = "keep"  # stores a compressor's state for the next step
+    COPY = "copy"  # between device and host, or to another type
     UNPACK = "unpack"  # a bucket back into gradients
-    COMMIT = "commit"  # whether what arrived is finite, so that parameters may change
-    ROLL_BACK = "roll back"  # what is done instead where it is not
+    COMMIT = "commit"  # checks that arrived values are finite
+    ROLL_BACK = "roll back"  # undoes a step with non-finite values
     CLIP = "clip"  # needs every gradient
-    UPDATE = "update"  # the optimizer, for one parameter
+    UPDATE = "update"  # optimizer of one parameter
     OUTPUT = "output"
 
 
@@ -49,58 +49,58 @@ BUCKET_LINES = (
     *(Role.PACK, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
-"""Roles between a bucket's gradients and their means. Buffers have some of them, too, and no `bucket`."""
+"""Roles between a bucket's gradients and their means."""
 
 
 class InputKind(Enum):
-    """The place where the step finds the value of a graph input."""
+    """Kind of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
-    STATE = "state"  # the optimizer's, of one parameter
-    HYPER = "hyper"  # a number of a parameter group, live: schedulers may change it
+    STATE = "state"  # optimizer state of one parameter
+    HYPER = "hyper"  # live number of a parameter group, set by schedulers
     BATCH = "batch"
-    SUM = "sum"  # of a parameter's gradients over the micro-batches of a group
-    COUNT = "count"  # of the elements that a weighted loss is a sum over, in the group so far
-    SCALE = "scale"  # of the loss, live: what the gradients of the backward pass are too large by
-    FACTOR = "factor"  # what gradients are multiplied by, live: one number for all
-    RESIDUAL = "residual"  # what compression left out of a bucket
-    COMPRESSOR_STATE = "compressor state"  # what else a bucket's compressor keeps from step to step
+    SUM = "sum"  # gradients summed over the micro-batches of a group
+    COUNT = "count"  # elements of a weighted loss, in the group so far
+    SCALE = "scale"  # live scale of the loss
+    FACTOR = "factor"  # live factor of all gradients
+    RESIDUAL = "residual"  # compression error of a bucket
+    COMPRESSOR_STATE = "compressor state"  # other state of a bucket's compressor
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__  # Enum's own is slower
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The value that an input stands for: `name`, or the `index` of a group, leaf or bucket."""
+    """Origin of an input: `name`, or `index` of a group, leaf or bucket."""
 
     kind: InputKind
     name: str = ""
     key: str = ""
     index: int = 0
     slot: int = 0
-    """Of a bucket: which of its compressions keeps the value."""
+    """Index of the compression within its bucket."""
 
     def __str__(self) -> str:
         key, slot = "." + self.key if self.key else "", f" slot {self.slot}" if self.slot else ""
-        if self.kind in (InputKind.SCALE, InputKind.FACTOR, InputKind.COUNT):  # there is one
+        if self.kind in (InputKind.SCALE, InputKind.FACTOR, InputKind.COUNT):  # there is only one
             return self.kind.value
         return f"{self.kind.value} {self.name or self.index}{key}{slot}"
 
 
 @dataclass(frozen=True, slots=True)
 class FusedUpdate:
-    """The operator that does a parameter's whole update in one pass over memory, and its arguments."""
+    """Operator of a parameter's whole update."""
 
     operator: OpOverload
     states: tuple[str, ...]
-    """The keys of the state that it takes lists of, after parameters and gradients; an empty key is an empty list."""
+    """Keys of the state lists, in order; an empty key is an empty list."""
     counter: str = ""
-    """The key of the counter of steps, which it takes last; empty if it takes none."""
+    """Key of the step counter; empty if there is none."""
     numbers: tuple[tuple[str, str | float], ...] = ()
-    """Its keywords: each the key of a live number, or a number that stays."""
+    """Keyword arguments: key of a live number, or a constant."""
     group: int = 0
-    """The parameter group that the live numbers are of."""
+    """Parameter group of the live numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +111,35 @@ class NodeInfo:
     parameter: str | None = None
     bucket: int | None = None
     stage: int = 0
-    """Of a bucket's line: so many of the bucket's collectives come before it."""
+    """Number of the bucket's collectives before this line."""
     slot: int = 0
-    """Of a bucket's line: which of the bucket's compressions it belongs to."""
+    """Index of the compression within its bucket."""
     start: int = 0
-    """Of a part of a gradient: the place of its first element in the parameter, laid flat."""
+    """Offset of a part's first element in the flat parameter."""
     sent_bytes: int | None = None
-    """Of a collective in a bucket's line: what rank 0 counts, since shards may differ."""
+    """Bytes that price a bucket's collective: rank 0's, since shards may differ."""
     cost_us: float | None = None
     starting_us: float = 0.0
-    """The time that a thread spends on launching a collective."""
+    """Launch time of a collective on its thread."""
     load: float = 0.0
-    """The number of compute's processors that it takes while it runs."""
+    """Processors taken from compute."""
     overlap_speed: float = 1.0
-    """Its speed while compute runs, if it is a collective and no processor is left to it."""
+    """Relative speed during compute, without a processor left for it."""
     launcher_load: float = 0.0
-    """The number that its launching thread takes, if that is the pool's."""
+    """Processors taken by the pool's launching thread."""
     stream: Stream | None = None
     is_aside: bool = False
-    """Of a bucket's line: a device runs it on a stream of its own, so that compute stands still for no wait in it."""
+    """Runs on the side stream, so that compute does not block."""
     source: Source | None = None
     fused: FusedUpdate | None = None
-    """Of a parameter: the operator that may take the place of its traced update."""
+    """Operator that may replace the traced update of a parameter."""
     leaves_early: bool | None = None
-    """Of a buffer that all ranks take from rank 0: before the first bucket, or after the last. It is the same for every
-    capture, or ranks would launch in disorder."""
+    """Broadcast of a buffer before the first bucket, or after the last; None for no broadcast.
+
+    Every capture has the same value, so that ranks launch in the same order.
+    """
     work: OperatorWork | None = None
-    """A plain operator's work, once annotate_costs has asked; it stays, since nodes do not change their operator."""
+    """Work of a plain operator, computed once."""
 
     def __str__(self) -> str:
         parts = [self.role.value, self.parameter, f"{self.cost_us:.1f} us" if self.cost_us else None]
@@ -145,7 +147,7 @@ class NodeInfo:
 
 
 def info(node: Node) -> NodeInfo:
-    """Read the facts about a node; an unlabelled one is a mistake of the compiler."""
+    """Return the facts about a node, which must be labelled."""
     assert KEY in node.meta, f"node {node.name} has no NodeInfo: label_gradients runs first"
     return node.meta[KEY]
 
@@ -160,8 +162,7 @@ def set_info(node: Node, value: NodeInfo) -> Node:
 
 
 def update_info(node: Node, **changes: Any) -> Node:
-    """Change some of the facts about a node."""
-    # As dataclasses.replace does it, in half the time: passes do this for every node.
+    # dataclasses.replace takes twice as long
     return set_info(node, NodeInfo(**{**dict(zip(_NAMES, _facts(info(node)), strict=True)), **changes}))
 
 
@@ -181,20 +182,19 @@ ARGUMENTS = {
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
 }
-"""The arguments of a step function after its runtime, by the kind of input in each."""
+"""Argument names of a step function after `rt`."""
 
 
 def arguments_of(given: Mapping[InputKind, Sequence[Any]]) -> list[Sequence[Any]]:
-    """List a step function's arguments after its runtime; kinds of input that are not given have none."""
     return [given.get(kind, ()) for kind in ARGUMENTS]
 
 
 _OWN = {"step", "rt", "aten", "math", "operator", "torch", "float", "slice", "complex", *ARGUMENTS.values()}
 
 _FUNCTION = re.compile(r"(region|update|optimizer_step)(_\d+)?")
-"""The functions of an emitted module."""
+"""Names of functions in an emitted module."""
 
 
 def free_name(name: str) -> str:
-    """Make a name usable for a value in emitted source, with an underscore after it if it is reserved."""
+    """Return a name for a value in emitted source; reserved names get an underscore."""
     return f"{name}_" if name in _OWN or _FUNCTION.fullmatch(name) else name

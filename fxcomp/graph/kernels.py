@@ -1,20 +1,18 @@
 """List the kernels that a GPU runs for forward and backward, in order.
 
     %view  compute  bf16[8,16]  aten.view(%addmm)
-    %gelu  compute  bf16[8,16]  aten.gelu(%view)             computed by each kernel that reads it
-    %mul   compute  bf16[8,16]  aten.mul.Tensor(%gelu, %x)   a kernel of Inductor: reads %addmm and %x, writes %mul
-    %mm    compute  bf16[8,4]   aten.mm(%mul, %w)            a library's kernel
+    %gelu  compute  bf16[8,16]  aten.gelu(%view)             computed in each kernel that reads it
+    %mul   compute  bf16[8,16]  aten.mul.Tensor(%gelu, %x)   Inductor kernel: reads %addmm and %x, writes %mul
+    %mm    compute  bf16[8,4]   aten.mm(%mul, %w)            library kernel
 
-In eager mode every operator is a kernel. Inductor joins elementwise operators and reductions (torch/_inductor/graph.py,
-ir.py and scheduler.py, torch 2.13); matrix products, attention, scattered writes and other libraries' operators stay
-alone:
+In eager mode every operator is a kernel. Inductor fuses elementwise operators and reductions (torch/_inductor/graph.py,
+ir.py and scheduler.py, torch 2.13); other operators stay alone:
 
-1. An elementwise value is computed by its readers. It is written to memory if a library's kernel or a line reads it,
-   and if it takes many reads.
-2. A normalisation leaves its statistics in memory; its result is an elementwise value of these.
-3. What is written joins the latest kernel that makes one of its arguments, or reads one, if both run over as many
-   values, or over fewer that belong to them row by row, and nothing between waits for that kernel. A sum over rows
-   joins none: it goes through memory in another order.
+1. Readers compute an elementwise value. It is written to memory if a library kernel or a line reads it, or if it has
+   many inputs.
+2. A normalisation writes its statistics; its result is elementwise in them.
+3. A written value joins the latest kernel that makes or reads one of its arguments, if their numbers of values match,
+   or one reduces rows of the other, and no kernel between them depends on it. A sum over rows joins none.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ max_fusion_size)."""
 
 
 class Order(Enum):
-    """The order in which an operator goes through memory."""
+    """Order in which an operator reads memory."""
 
     POINTS = "elementwise"
     ROWS = "reduces the last dimensions"
@@ -63,45 +61,41 @@ class Order(Enum):
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """Operators that run as one kernel, and its work."""
+    """Operators that run as one kernel, and their work."""
 
     place: int
     order: Order
     size: int
-    """The number of values that it goes through."""
     nodes: list[Node] = field(default_factory=list[Node])
     before: int = 0
-    """The kernels that it waits for, one bit for the place of each."""
+    """Bit mask of the kernels that it depends on."""
     reads: dict[Node, float] = field(default_factory=dict[Node, float])
-    """Bytes of each value in memory that it reads."""
+    """Bytes read of each value in memory."""
     writes: dict[Node, float] = field(default_factory=dict[Node, float])
-    """Bytes of each value that it leaves in memory."""
     touched_bytes: float = 0.0
-    """Bytes of device memory that it reads and writes."""
 
     @property
     def name(self) -> str:
-        """Return the name of its first operator."""
         return _name(self.nodes[0])
 
     @property
     def is_attention(self) -> bool:
-        """Return whether it is a library's fused attention, forward or backward."""
+        """True for a library's fused attention, forward or backward."""
         return self.name.startswith("_scaled_dot_product")
 
     @property
     def work(self) -> OperatorWork:
-        """Return the work of its first operator, the only one of a library's kernel."""
+        """Work of the first operator."""
         return info(self.nodes[0]).work or work(self.nodes[0])
 
     @property
     def flops(self) -> float:
-        """Return its floating-point operations where they are products; others cost less than their bytes."""
+        """Floating-point operations of a library kernel; 0 for kernels bound by memory."""
         return self.work.flops if self.order is Order.ALONE else 0.0
 
     @property
     def math_type(self) -> str:
-        """Return the number type that it multiplies in, and if it is attention."""
+        """Number type of the products, with a mark for attention."""
         name = self.work.math_type
         if not self.is_attention:
             return name
@@ -109,20 +103,20 @@ class Kernel:
 
 
 def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:
-    """List the kernels of forward and backward: as Inductor joins operators, or each operator alone."""
+    """List the kernels of forward and backward. If `joins` is false, each operator is a kernel."""
     body = [n for n in gm.graph.nodes if n.op == "call_function" and has_info(n) and info(n).role in BODY]
     return _Listing(body, joins).finished()
 
 
 def memory_of(node: Node) -> Node:
-    """Find the value in whose memory a view lies."""
+    """Return the value whose memory a view shares."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a node's value lies in the memory of its first argument."""
+    """Return whether a node's value shares the memory of its first argument."""
     target: Any = node.target
     if target is operator.getitem:
         return isinstance(source := node.args[0], Node) and is_view(source)
@@ -133,24 +127,22 @@ _VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default)  # 
 
 
 class _Listing:
-    """The kernels of some operators."""
+    """Builds the kernels of a list of operators."""
 
     def __init__(self, body: list[Node], joins: bool) -> None:
         self._kernels: list[Kernel] = []
         self._joins, self._body = joins, set(body)
         self._maker: dict[Node, Kernel] = {}
-        """The kernel that leaves a value in memory."""
         self._reader: dict[Node, Kernel] = {}
-        """The last kernel that reads a value."""
         self._orders: dict[Node, tuple[Order, int]] = {}
         self._computed: dict[Node, dict[Node, float]] = {}
-        """The bytes in memory that readers of a value read in its place, because they compute it."""
+        """Bytes read instead of a recomputed value."""
         for node in body:
             if not is_view(node) and node.target is not operator.getitem and not is_free(node):
                 self._add(node)
 
     def _add(self, node: Node) -> None:
-        """Let an operator join a kernel, or begin one, unless its readers compute its result."""
+        """Add an operator to a kernel, or start one, unless the readers compute its result."""
         order, size = self._order(node)
         sources = dict(self._sources(node))
         results = [user for user in node.users if user.target is operator.getitem] or [node]
@@ -167,7 +159,7 @@ class _Listing:
         if not self._is_written(first, sources):
             self._computed[first] = {**sources, node: _statistics_bytes(node)}
         sums = [each for each in results if each.args[1] in (1, 2) and "backward" in _name(node)]
-        if order is Order.ROWS and sums:  # weights' gradients
+        if order is Order.ROWS and sums:  # gradients of weights
             below = self._join(sums[0], Order.COLUMNS, size, {**sources, node: _statistics_bytes(node)})
             self._maker.update(dict.fromkeys(sums, below))
 
@@ -177,10 +169,10 @@ class _Listing:
         return self._orders[node]
 
     def _sources(self, node: Node) -> Iterator[tuple[Node, float]]:
-        """List the values in memory that an operator reads, through values that it computes again."""
+        """Yield the values in memory that an operator reads, directly or through recomputed values."""
         for source, size in reads(node, info(node).work):
             value = memory_of(source)
-            if size or not self._joins:  # autograd keeps what it was given
+            if size or not self._joins:  # in eager mode autograd keeps its inputs
                 for each, most in self._computed.get(value, {value: math.inf}).items():
                     yield each, min(size, most)
 
@@ -195,7 +187,7 @@ class _Listing:
         near = {*makers, *(self._reader[each] for each in sources if each in self._reader)}
         latest = sorted(near, key=lambda kernel: -kernel.place)
         kernel = next((each for each in latest if _takes(each, order, size, makers)), None)
-        waits = [] if kernel is None else self._kernels  # nothing waits for a new one
+        waits = [] if kernel is None else self._kernels  # nothing depends on a new kernel
         if kernel is None:
             kernel = Kernel(len(self._kernels), order, size)
             self._kernels.append(kernel)
@@ -216,7 +208,6 @@ class _Listing:
         return kernel
 
     def finished(self) -> list[Kernel]:
-        """Return the kernels, with what they write."""
         read = {value for kernel in self._kernels for value in kernel.reads}
         for value, kernel in self._maker.items():
             is_result = value.target is operator.getitem or not isinstance(value.meta.get("val"), tuple | list)
@@ -231,7 +222,7 @@ class _Listing:
 
 
 def _takes(kernel: Kernel, order: Order, size: int, makers: set[Kernel]) -> bool:
-    """Return whether an operator that reads values of some kernels can join one."""
+    """Return whether an operator that reads the results of `makers` can join a kernel."""
     if Order.ALONE in (kernel.order, order) or (kernel.order is Order.COLUMNS) is not (order is Order.COLUMNS):
         return False
     if len(kernel.nodes) >= MOST_NODES or any(each.before >> kernel.place & 1 for each in makers):
@@ -252,7 +243,7 @@ NORMALISATIONS = {
         ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
          "native_batch_norm_backward"), Order.COLUMNS),
 }  # fmt: skip
-"""Operators whose first result is elementwise once their statistics are known, by the order of these."""
+"""Operators with a result that is elementwise in their statistics, by the order of the statistics."""
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all",
                          "linalg_vector_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp"})  # fmt: skip
@@ -269,7 +260,6 @@ def _name(node: Node) -> str:
 
 
 def _readers_of(value: Node) -> Iterator[Node]:
-    """List the nodes that read a value, through its views."""
     for user in value.users:
         if is_view(user):
             yield from _readers_of(user)
@@ -278,13 +268,12 @@ def _readers_of(value: Node) -> Iterator[Node]:
 
 
 def _statistics_bytes(node: Node) -> float:
-    """Count two numbers a row."""
     value = next(tensors(node.all_input_nodes[0].meta["val"]))
     return 8.0 * math.prod(compat.size_hint(size) for size in value.shape[:-1])
 
 
 def _order_of(node: Node) -> tuple[Order, int]:
-    """Return the order in which an operator's kernel goes through memory, and over how many values."""
+    """Return the order of an operator's kernel, and its number of values."""
     name, target = _name(node), node.target
     if not is_bound_by_memory(target) or name in _STAY_ALONE or compat.is_in_place(target):
         return Order.ALONE, 0
@@ -304,7 +293,7 @@ def _order_of(node: Node) -> tuple[Order, int]:
     return (Order.ROWS if is_by_rows else Order.COLUMNS), over
 
 
-# Kernels beside forward and backward
+# Kernels outside of forward and backward
 
 _KINDS = {
     **dict.fromkeys((Role.PACK, Role.COPY, Role.PART), "pack"),
@@ -316,12 +305,11 @@ _KINDS = {
 }
 
 CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
-"""The values that a block takes, and the blocks and tensors in one kernel over lists (ATen/native/cuda/
-MultiTensorApply.cuh; of tensors for four lists)."""
+"""Limits of a kernel over lists: values per block, blocks, tensors (ATen/native/cuda/MultiTensorApply.cuh, 4 lists)."""
 
 
 def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
-    """Count the kernels that the host starts in a step, by kind, without collectives' own; some are listed."""
+    """Count the kernel launches of a step by kind, except in collectives."""
     found = {"forward and backward": len(listed)}
     rows = update_lists(gm, math.inf)
     together = {node for row in rows for node in row}
@@ -336,7 +324,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _over_lists(row: list[Node]) -> int:
-    """Return the number of kernel launches for one row of operators, split by ATen's limits for tensor lists."""
+    """Return the number of launches of a row of operators under ATen's limits."""
     is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
     if not is_listed:
         return 1

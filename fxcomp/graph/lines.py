@@ -1,11 +1,10 @@
-"""The lines of an emitted step, one entry a kind: who runs a line, with which arguments, at what cost and where.
+"""The kinds of lines of an emitted step: method, arguments, price and stream.
 
     %payload_0 = int8_compress(%pack_0, %residual_0, [8], 512)         the node
     payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))        its line
 
-The emitter writes lines from these entries; costs, streams, the watch on costs and the stopwatch read them. To add a
-line: an operator in `graph/ops.py`, an entry here, a method of that name in `runtime/runtime.py`, the pass that puts
-the node into the graph, and its task in `search/plan_tasks.py`.
+A new kind needs an operator in `graph/ops.py`, an entry here, a method in `runtime/runtime.py`, a pass that inserts the
+node, and a task in `search/plan_tasks.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from fxcomp.runtime.buffers import Numbers
 from fxcomp.runtime.stopwatch import Call
 from fxcomp.runtime.transfers import Cut
 
-# Arguments: nodes stand for their values, compressors and operators for themselves
+# Arguments: nodes stand for their values
 
 
 def _as_in_graph(node: Node) -> Sequence[Any]:
@@ -71,7 +70,7 @@ def _gradients_by_name(node: Node) -> Sequence[Any]:
 
 
 def _kind_value_cut_level(node: Node) -> Sequence[Any]:
-    """An all_reduce and a broadcast in place are one part."""
+    """Return the arguments of a launch. An in-place all_reduce or broadcast has one part."""
     target, arguments = cast("Any", node.target), node.args
     if target in MOVES:
         value, cut, _, level = cast("Any", arguments)
@@ -100,7 +99,7 @@ def _residual_own_bucket(node: Node) -> Sequence[Any]:
     return before_replacement(left_out), own, bucket
 
 
-# Results: the node whose name the line assigns
+# Results: the node that names the line's result
 
 
 def _itself(node: Node) -> Node | None:
@@ -131,7 +130,6 @@ def _packing(prices: Prices, node: Node, _: Device) -> float:
 
 
 def _rewriting(prices: Prices, node: Node, _: Device) -> float:
-    """Price a copy; it may read another type than it writes."""
     sources: Any = node.args[0]
     read = sum(map(value_bytes, sources if is_sequence(sources) else (sources,)))
     return prices.pack_us((read + value_bytes(node)) / 2)
@@ -142,7 +140,7 @@ def _scaling(prices: Prices, node: Node, _: Device) -> float:
 
 
 def _looking(prices: Prices, node: Node, _: Device) -> float:
-    return sum(prices.pack_us(value_bytes(value)) for value in node.all_input_nodes) / 2  # reads, and writes nothing
+    return sum(prices.pack_us(value_bytes(value)) for value in node.all_input_nodes) / 2  # reads only
 
 
 def _copying(prices: Prices, node: Node, _: Device) -> float:
@@ -167,33 +165,31 @@ def _decoding(prices: Prices, node: Node, device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A kind of line: `result = rt.method("name", arguments)`."""
+    """Kind of line: `result = rt.method("name", arguments)`."""
 
     method: str
-    """The runtime's method that runs it."""
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """The predicted time, in us; None if it takes none. Collectives are priced by their links instead."""
+    """Predicted time, in us; None for free lines, and collectives, which are priced by their links."""
     stream: Stream = Stream.COMPUTE
-    """The stream that it runs on: the pool only if its input lies there; `intra` for a collective inside one host."""
+    """The pool only if its input is there; `intra` for a collective in one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
-    """The runtime keeps its result in a buffer under the line's name, which is the first argument then."""
+    """The result is in a buffer under the line's name, its first argument."""
     keywords: Callable[[Node], Mapping[str, Any]] = _keywords
-    """Its arguments with names."""
     is_undoing: bool = False
-    """It runs only in a step that is taken back."""
+    """Runs only in a step that is rolled back."""
     is_free: bool = False
-    """It takes a few microseconds, which nobody predicts."""
+    """Takes a few unpredicted microseconds."""
 
     @property
     def is_timed(self) -> bool:
-        """True for lines whose time stands beside what was predicted."""
+        """True if the line's time is compared with a prediction."""
         return not self.is_undoing and not self.is_free and self.method not in ("exchange", "arrive")
 
     @property
     def is_work(self) -> bool:
-        """False for lines that wait, move what another line makes, or run only in a step that is taken back."""
+        """False for waits, copies of another line's result, and roll backs."""
         return not self.is_undoing and not self.is_free and self.method not in ("exchange", "wait", "d2h", "h2d")
 
 
@@ -224,7 +220,7 @@ BY_OPERATOR: dict[Any, Line] = {
 }
 
 COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
-"""A few bytes that travel while compute runs: they have no price, and no timing says what they cost."""
+"""Collective of a few bytes, without a price."""
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 
@@ -238,11 +234,10 @@ UNDOING: dict[Any, Line] = {
 TIMED_METHODS = tuple(
     dict.fromkeys(line.method for line in (*BY_OPERATOR.values(), *BY_ROLE.values()) if line.is_timed)
 )
-"""The runtime's methods that a stopwatch times."""
 
 
 def line_of(node: Node) -> Line | None:
-    """Look up a node's kind of line; None for plain operators and for parts of a line's result."""
+    """Return a node's kind of line; None for plain operators and parts of a result."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     role, target = info(node).role, cast("Any", node.target)
@@ -254,7 +249,7 @@ def line_of(node: Node) -> Line | None:
 
 
 def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
-    """Number the calls of each of the runtime's methods in a step; what is no line, like a region, is passed over."""
+    """Yield the timed lines of a step, with method and call number."""
     counts: dict[str, int] = {}
     for piece in pieces:
         line = line_of(piece) if isinstance(piece, Node) else None
@@ -264,7 +259,7 @@ def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
 
 
 def numbers_of(gm: GraphModule) -> Numbers:
-    """Read the numbers of a graph's lines that can change without another program."""
+    """Return the parameters of lines that can change without a new program."""
     compressors: dict[str, Compressor] = {}
     cuts: dict[str, Cut] = {}
     sizes: dict[str, Sequence[int]] = {}
@@ -287,19 +282,17 @@ def numbers_of(gm: GraphModule) -> Numbers:
 
 
 def compressor_at(node: Node) -> Compressor:
-    """Make the compressor that a node proposes, compresses or decompresses with."""
     target, arguments = cast("Any", node.target), cast("Any", node.args)
     return compressor_of(target, arguments[3:])
 
 
 def compressed_elements(node: Node) -> int:
-    """Count the values that a node proposes for, compresses or decompresses."""
     sizes: Any = node.args[2]
     return sum(sizes)
 
 
 def before_replacement(value: Any) -> Any:
-    """Find the input that a compress line replaces in place: emitted code calls a residual or state by its name."""
+    """Return the input that a compress line overwrites, or the value itself."""
     if not isinstance(value, Node) or value.target is not operator.getitem or info(value).role is not Role.COMPRESS:
         return value
     compress, place = cast("tuple[Node, int]", value.args)

@@ -1,4 +1,4 @@
-"""Say in which memory each value of a step lies: a buffer of the runtime's, an input, or what a region has made."""
+"""Find the memory of each value: a runtime buffer, an input, or an allocation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxcomp.graph.ops import D2H, H2D, IN_PLACE, KEEP, MOVES, ROLL_BACK, WAIT
 from fxcomp.plan.kinds import POOL, CollectiveKind
 
 Names = frozenset[str]
-"""Memories, each by the name of the line or value that it is made for. A value may lie in one of several."""
+"""Memories, named after lines or values. A value may be in one of several."""
 
 _NOTHING: Names = frozenset()
 
@@ -27,16 +27,16 @@ _MAY_BE_VIEWS = (
     *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten._to_copy.default),
     *(torch.ops.aten._reshape_alias.default, torch.ops.aten._unsafe_view.default),
 )
-"""Operators that copy, or make a view where they can."""
+"""Operators that copy, or make a view where possible."""
 
 _REPLACED: dict[Any, int] = {KEEP: 0, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
-"""The argument in whose memory a line's result lies."""
+"""Argument that shares its memory with the result."""
 
 
 class Memories:
-    """The memories of one graph's values.
+    """Memories of one graph's values.
 
-    `is_asynchronous`: the device has memory of its own; else what is copied to the host or back is the memory itself.
+    `is_asynchronous`: the device has its own memory; otherwise copies to and from the host share memory.
     """
 
     def __init__(self, gm: GraphModule, is_asynchronous: bool) -> None:
@@ -45,7 +45,7 @@ class Memories:
         self.inputs = list(gm.graph.find_nodes(op="placeholder"))
         self._known: dict[Node, Names] = {}
         self.passing: set[str] = set()
-        """Memories that regions and exchanges have made, which live as long as somebody holds a value in them."""
+        """Memories allocated by regions and exchanges."""
         for node in gm.graph.nodes:
             self._known[node] = self._find(node)
 
@@ -56,7 +56,6 @@ class Memories:
         return frozenset(memory for node in nodes for memory in self.of(node))
 
     def written_by(self, node: Node) -> Names:
-        """The memories that a line writes."""
         if info(node).role is Role.COMPRESS:
             replaced = [part for part in node.users if part.args[1] != 0]
             return self.of_all([*replaced, *(part for part in node.users if part.args[1] == 0)])
@@ -67,13 +66,12 @@ class Memories:
         return self.of(node)
 
     def lies_on_host(self, value: object) -> bool:
-        """Tell a value that lies in what the pool's lines keep: the main thread works on it by itself."""
+        """Return whether a value is in host memory of the pool's lines."""
         mine = self.of(value) if isinstance(value, Node) else _NOTHING
         return self.is_asynchronous and bool(mine) and mine <= self._of_pool
 
     @cached_property
     def _of_pool(self) -> Names:
-        """The memories of inputs that the pool's lines touch."""
         lines = [node for node in self._graph.nodes if info(node).stream in POOL and node.op == "call_function"]
         return self.of_all(source for node in lines for source in node.all_input_nodes if source.op == "placeholder")
 
@@ -113,7 +111,7 @@ class Memories:
         places = [place for place in written_nodes(node) if place in self._known]
         if places:
             return self.of_all(places)
-        sources = node.all_input_nodes  # none where an operator that also serves as a view is given numbers alone
+        sources = node.all_input_nodes  # some may have only numbers as inputs
         if sources and compat.is_operator(target) and compat.is_view(target):
             return self.of(sources[0])
         own = self._made(node)
@@ -125,6 +123,6 @@ class Memories:
 
 
 def _works_in_place(collective: Node) -> bool:
-    """Tell an all_reduce, and a broadcast without parts: they overwrite what they are given."""
+    """Return whether a collective overwrites its input."""
     kind = collective_kind(collective)
     return kind.is_in_place or (kind is CollectiveKind.BROADCAST and collective.target not in MOVES)

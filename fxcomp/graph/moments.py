@@ -1,13 +1,12 @@
-"""Find the mean of gradients that an optimizer keeps, so that ranks can exchange it in the place of gradients.
+"""Find the optimizer's mean of gradients, which ranks can exchange instead of gradients.
 
     %lerp_     update  f32[4]  lerp_(%exp_avg, %grad, %sub)                 the mean: linear in the gradient
     %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=%sub_1)  a magnitude, which is frozen
     %sqrt      update  f32[4]  sqrt(%addcmul_)
-    %div       update  f32[4]  div(%sqrt, %correction)                      the number that takes off v's start at zero
-    %add_      update  f32[4]  add_(%div, 1e-08)                            what the mean is divided by
+    %div       update  f32[4]  div(%sqrt, %correction)                      bias correction
+    %add_      update  f32[4]  add_(%div, 1e-08)                            the divisor of the mean
 
-The rules are read from operators, whatever the class is called. An update that does not fit is refused, and the reason
-says why.
+The rules follow operators, not the optimizer's class.
 """
 
 from __future__ import annotations
@@ -25,53 +24,53 @@ from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.graph.update_kinds import UpdateReading, divisors, name_of
 
 LARGEST_MEAN = 10.0
-"""The largest value that a shared mean may have, in units of the root of a frozen second moment.
+"""Largest absolute value of a shared mean, in units of the root of the frozen second moment.
 
-While a second moment goes on, no gradients bring the mean beyond (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))
-of its root, by Cauchy and Schwarz: 7.3 for Adam's defaults. So a value moves little further than Adam could move it.
+Cauchy-Schwarz bounds Adam's mean by (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) of this root: 7.3 by default.
+So updates are hardly larger than Adam's.
 """
 
 
 class NoMoment(Exception):
-    """The update of a parameter keeps no mean of gradients that ranks could exchange; the text says why."""
+    """The update has no mean of gradients to exchange; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The number that a frozen magnitude is divided by, because it began at zero: it grows to 1 with the steps."""
+    """Bias correction of a magnitude, which starts at zero; grows to 1."""
 
     number: Node
     power: int
-    """The magnitude itself is divided by this power of the number."""
+    """Power of the number that divides the magnitude itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """A second moment, and what the mean is divided by because of it."""
+    """A second moment and the divisor of the mean."""
 
     state: Node
     writes: tuple[Node, ...]
-    """The nodes that write it, in order."""
+    """Nodes that write it, in order."""
     divisor: Node
     correction: Correction | None
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The mean of gradients that one parameter's update keeps."""
+    """The mean of gradients in one parameter's update."""
 
     state: Node
     writes: tuple[Node, ...]
-    """The nodes that write it, in order."""
+    """Nodes that write it, in order."""
     entering: Node
-    """The value that the last write adds: the gradient, with weight decay where that is coupled."""
+    """Value added by the last write: the gradient, with coupled weight decay."""
     recovered: tuple[Node, ...]
-    """Nodes that use what enters beside the mean, as Nesterov's do: it is worked out from the mean again."""
+    """Other users of this value, as in Nesterov momentum."""
     magnitude: Magnitude | None
 
 
 class Update:
-    """The nodes of one parameter's update, with what comes into it."""
+    """Nodes and inputs of one parameter's update."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -79,7 +78,7 @@ class Update:
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Find the tensor that comes in and is no input of the graph. Raises NoMoment where there are several."""
+        """Return the only outer tensor that is no graph input. Raise NoMoment if there are several."""
         inside = set(self.nodes)
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
@@ -88,13 +87,12 @@ class Update:
         return found[0]
 
     def moment(self) -> Moment:
-        """Read the mean of gradients that it keeps. Raises NoMoment."""
+        """Find the mean of gradients. Raise NoMoment."""
         assert self.parameter is not None, "an update is of a parameter"
         return moment_of(self.nodes, self.gradient(), self.parameter, self.states)
 
 
 def updates_of(gm: GraphModule) -> dict[str, Update]:
-    """List the updates of a graph by parameter."""
     found: dict[str, Update] = {}
     for node in gm.graph.nodes:
         label = info(node)
@@ -111,7 +109,7 @@ def updates_of(gm: GraphModule) -> dict[str, Update]:
 
 
 def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Collection[Node]) -> Moment:
-    """Read one parameter's update. Raises NoMoment."""
+    """Find the mean of gradients in one parameter's update. Raise NoMoment."""
     _check_no_view_is_written(nodes, {gradient, *states})
     reading = UpdateReading(nodes, parameter, states)
     if not reading.means:
@@ -138,7 +136,7 @@ def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Co
 
 
 def _check_no_view_is_written(nodes: Sequence[Node], known: Collection[Node]) -> None:
-    """Refuse writes into a state or the gradient that go through a view: they are not followed."""
+    """Refuse writes through views, which are not tracked."""
     inside = set(nodes)
     for node in nodes:
         place = node.args[0] if compat.is_operator(node.target) and compat.is_in_place(node.target) else None
@@ -153,13 +151,12 @@ def _check_no_view_is_written(nodes: Sequence[Node], known: Collection[Node]) ->
 
 
 def _with_inputs(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
-    """All that these follow from, with what comes into the update."""
     made = _sources(ends, nodes)
     return made | {each for node in made for each in node.all_input_nodes}
 
 
 def memory_of(node: Node) -> Node:
-    """Find the input whose memory a chain of writes lies in."""
+    """Return the input that a chain of writes changes."""
     while node.op == "call_function" and compat.is_operator(node.target) and compat.is_in_place(node.target):
         place = node.args[0]
         assert isinstance(place, Node), "an operator writes into a node"
@@ -178,7 +175,6 @@ def _writes(nodes: Sequence[Node], state: Node) -> tuple[Node, ...]:
 
 
 def _entering(write: Node) -> Node:
-    """Find what the last write of a mean adds to it."""
     name = name_of(write)
     entering = write.args[1] if name in ("lerp", "add") else None
     is_number = name == "lerp" and isinstance(write.args[2], Node) and isinstance(write.args[2].meta["val"], Tensor)
@@ -188,7 +184,7 @@ def _entering(write: Node) -> Node:
 
 
 def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: Collection[Node]) -> tuple[Node, ...]:
-    """List the nodes beside the mean and the magnitude that use what enters; nothing else may use the gradient."""
+    """Return the other users of the entering value. Raise NoMoment for other uses of the gradient."""
     needed = _sources(known, nodes)
     follows = {gradient}
     found: list[Node] = []
@@ -208,7 +204,7 @@ def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: C
 
 
 def _sources(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
-    """All nodes of an update that these follow from, and themselves."""
+    """Return the nodes of an update that `ends` depend on, and `ends`."""
     inside, found, open_ = set(nodes), set[Node](), list(ends)
     while open_:
         node = open_.pop()
@@ -235,7 +231,7 @@ def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
 
 
 def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
-    """Refuse second moments that no plain formula verifies: Adam's has a name, a correction by beta2, and eps."""
+    """Refuse second moments other than Adam's: state `exp_avg_sq`, corrected by beta2."""
     source, correction = info(magnitude.state).source, magnitude.correction
     numbers = set[Node]() if correction is None else _leaves(correction.number, nodes)
     betas = {info(each).source.key for each in numbers if _is_input(each, InputKind.HYPER)}  # pyright: ignore[reportOptionalMemberAccess]
@@ -244,7 +240,7 @@ def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
 
 
 def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correction | None:
-    """Walk from the divisor to the magnitude; what depends on the step may stand in one division alone."""
+    """Return the bias correction between divisor and magnitude. Nothing else may depend on the step."""
     found: list[Correction] = []
     node, after_root = divisor, False
     roots = [each for each in _sources([divisor], nodes) if name_of(each) == "sqrt"]
@@ -281,7 +277,7 @@ def _counts(node: Node) -> bool:
 
 
 def _counts_steps(node: Node, nodes: Sequence[Node]) -> bool:
-    """Ask if a value follows from a state, as the number of steps does."""
+    """Return whether a value depends on a state, such as a step counter."""
     return any(_is_input(each, InputKind.STATE) for each in _leaves(node, nodes))
 
 

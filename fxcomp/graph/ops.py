@@ -1,6 +1,6 @@
-"""The graph's own operators: what the collectives need around them, functional and visible as nodes.
+"""Operators around collectives, functional and visible as nodes.
 
-They run as they stand, so that a rewritten graph is executable; emitted code calls the runtime instead.
+A rewritten graph is executable; emitted code calls the runtime instead.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
-    """Fill one scalar for each number: counters are mostly equal, and a fill waits for no copy."""
+    """Fill one scalar per distinct number: a fill waits for no copy."""
     known: dict[float, Tensor] = {}
     values = [float(counter) for counter in counters]
     for value, counter in zip(values, counters, strict=True):
@@ -127,7 +127,7 @@ def _seed_rng_fake(seed: int, device: torch.device) -> None:
 
 
 def _move(kind: str) -> None:
-    """Define a collective over parts that each rank owns: `place` is this rank's place in its group."""
+    """Define a collective over parts that each rank owns; `place` is this rank's index in its group."""
     pattern = pattern_of(kind)
 
     def run(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:
@@ -147,40 +147,36 @@ def _move(kind: str) -> None:
     _define(f"{kind}(Tensor value, int[] cut, int place, str level) -> Tensor", run, fake)
 
 
-# One flat bucket, scaled, by a live factor too, of a type if one is given; buffers of many types as bytes.
+# One flat bucket, scaled and multiplied by a live factor; mixed types become bytes.
 _define(
     "pack(Tensor[] gradients, float scale, *, ScalarType? dtype=None, Tensor? factor=None) -> Tensor",
     _pack,
     _pack_fake,
 )
-# Values of another type.
 _define("cast(Tensor value, ScalarType dtype) -> Tensor", _cast, _cast_fake)
-# A bucket that lies in somebody else's buffer, scaled there.
+# A bucket inside a caller's buffer, scaled there.
 _define("in_place(Tensor flat, int start, int stop, float scale) -> Tensor", _in_place, _in_place)
-# Rows of parts of these sizes, in the parts' order.
+# Rows of parts, reordered by part.
 _define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
 # To the host, for a compressor that runs there, and back.
 _define("d2h(Tensor value) -> Tensor", _copy, _like_first)
 _define("h2d(Tensor value) -> Tensor", _copy, _like_first)
-# A copy of what will be overwritten.
 _define("save(Tensor value) -> Tensor", _copy, _like_first)
-# Whether parameters may change.
 _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
-# The residual before it was replaced.
+# The residual before the step.
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _like_first)
 # The next state: the value where it is finite.
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
-# Counters that the host keeps, on the device of other tensors, where an operator reads them.
+# Host counters, on the device of other tensors.
 _define("counters_on(Tensor[] counters, Tensor[] there) -> Tensor[]", _counters_on, _counters_on_fake)
-# A collective that the loss function asks for.
 _define(
     "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",
     exchange,
     _exchange_fake,
 )
-# A bucket of gradients that a backward pass outside of the graph has made, so many us after the one before.
+# Gradients from a backward pass outside of the graph, `compute_us` after the previous bucket.
 _define("arrive(int bucket, float compute_us) -> Tensor[]", _arrive, _arrive)
-# The state of a device's random generator. The tag keeps all where they are: draws depend on them without a value.
+# A device's random generator. The tag fixes the order, on which draws depend.
 _define("rng_state(Device device) -> Tensor", rng_state, _rng_state_fake, [torch.Tag.nondeterministic_seeded])
 _define(
     "set_rng_state(Tensor state, Device device) -> ()",
@@ -190,7 +186,7 @@ _define(
 )
 _define("seed_rng(int seed, Device device) -> ()", seed_rng, _seed_rng_fake, [torch.Tag.nondeterministic_seeded])
 
-# Parts between ranks, each of its own size; the first rank is the root of the last three.
+# Collectives with a part per rank; the first rank is the root of the last three.
 for _kind in CollectiveKind:
     if _kind.has_parts:
         _move(_kind.value)
@@ -222,10 +218,10 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 OF_PARTS: dict[CollectiveKind, Any] = {
     kind: getattr(torch.ops.fxcomp, kind.value).default for kind in CollectiveKind if kind.has_parts
 }
-"""The operator of each collective whose ranks own parts of their own sizes."""
+"""Operators of collectives with a part per rank."""
 
 MOVES = {operator: kind for kind, operator in OF_PARTS.items()}
-"""The collectives with (value, cut, place, level): `runtime/transfers.py` says what a cut is."""
+"""Collectives with arguments (value, cut, place, level); `runtime/transfers.py` defines a cut."""
 
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     **MOVES,
@@ -234,4 +230,4 @@ COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
     BROADCAST: CollectiveKind.BROADCAST,
 }
-"""The collectives of gradients and buffers."""
+"""All collectives of gradients and buffers."""

@@ -1,8 +1,8 @@
-"""Count the device memory that a step needs at its peak, by part.
+"""Compute a step's peak device memory, by part.
 
-Inputs and the buffers of lines are there all the time. A value of forward and backward is there from the kernel that
-writes it to the last kernel or line that reads it; what only its own kernel reads is never there (`kernels.py`).
-Workspaces of libraries, the allocator's rounding and CUDA's context are not counted.
+Inputs and line buffers are allocated throughout, values of forward and backward from the first write to the last read,
+unless only their own kernel reads them (`kernels.py`). Library workspaces, allocator rounding and CUDA's context are
+excluded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from fxcomp.graph.regions import BODY
 from fxcomp.graph.work import tensor_bytes
 
 PARTS = ("parameters", "optimizer", "residuals", "buckets", "payloads", "gradients", "activations", "inputs")
-"""The parts of a step's memory."""
 
 _OF_INPUTS = {
     InputKind.PARAMETER: "parameters",
@@ -30,7 +29,7 @@ _OF_INPUTS = {
 
 
 def peak_memory(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
-    """Return the bytes of each part at the step's peak; the kernels are those of the graph."""
+    """Return the bytes of each part at the peak."""
     kept: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     memories = Memories(gm, is_asynchronous=True)
     for node in gm.graph.nodes:
@@ -61,7 +60,7 @@ def peak_memory(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
 
 
 def _turns(gm: GraphModule, listed: Sequence[Kernel]) -> Iterator[tuple[list[Node], list[Node]]]:
-    """List what kernels and lines read and write, each after what it waits for."""
+    """Yield the values read and written by each kernel and line, dependencies first."""
     of = {node: kernel for kernel in listed for node in kernel.nodes}
     maker = {value: kernel for kernel in listed for value in kernel.writes}
     done: set[Kernel] = set()
@@ -88,7 +87,6 @@ def _turns(gm: GraphModule, listed: Sequence[Kernel]) -> Iterator[tuple[list[Nod
 
 
 def _part_kept(node: Node) -> str:
-    """Return the part of a value that stays in memory from step to step."""
     source = info(node).source
     if source is not None:
         return _OF_INPUTS.get(source.kind, "inputs")

@@ -1,7 +1,7 @@
 """Cut a graph into compute regions and the lines between them.
 
-A region is a run of plain operators. It becomes one function of the emitted source, one task of the prediction, and may
-be compiled as a whole. Everything asynchronous stays between regions: inside one, Inductor would wait at once.
+A region of plain operators becomes one function and one task of the prediction. Asynchronous operators stay outside,
+because Inductor would wait for them at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that run as one function, with its arguments and its results."""
+    """Nodes that run as one function."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -39,12 +39,12 @@ class Region:
 
     @property
     def updates(self) -> bool:
-        """True for regions that unpack, clip or change parameters."""
+        """True if the region unpacks, clips or updates."""
         return info(self.nodes[0]).role not in BODY
 
 
 def cut(gm: GraphModule) -> list[Region | Node]:
-    """List the graph's calls in order, each run of plain nodes as one region."""
+    """List the calls of a graph, each run of plain nodes as one region."""
     pieces: list[Region | Node] = []
     counts = {"region": 0, "update": 0}
     for run in _runs(gm):
@@ -58,12 +58,11 @@ def cut(gm: GraphModule) -> list[Region | Node]:
 
 
 def regions(gm: GraphModule) -> list[Region]:
-    """List the graph's regions in order."""
     return [piece for piece in cut(gm) if isinstance(piece, Region)]
 
 
 def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
-    """Runs end at a line, and where backward ends and updates begin."""
+    """Yield runs of plain nodes, up to a line or the end of backward."""
     run: list[Node] = []
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -81,7 +80,10 @@ def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
 
 
 def _telling(values: Sequence[Node]) -> list[Node]:
-    """List the batch's tensors that tell what sizes of values stand for: of s0·s1 rows nobody could tell s0 and s1."""
+    """Return batch tensors whose shapes determine the symbolic sizes of values.
+
+    A size s0·s1 alone determines neither s0 nor s1.
+    """
     found: list[Node] = []
     while missing := compat.unbound_symbols(node.meta.get("val") for node in (*values, *found)):
         others = (node for node in values[0].graph.find_nodes(op="placeholder") if node not in found)

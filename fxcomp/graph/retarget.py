@@ -1,9 +1,7 @@
-"""Put a step that was captured on the CPU on a device that is not here: the step that an accelerator would be given.
+"""Move a step captured on the CPU to an absent accelerator, to emit and price it.
 
-Tracing with fake tensors of a device ends in an abort where torch was built without it, so a graph that is whole is
-changed: fakes lie on the device, and so does what operators make there. Operators that torch chooses by the device stay
-those of the CPU, but for attention: libraries' convolutions and batch norms, layouts that these prefer. Forward and
-backward are only counted, so they need not run.
+The finished graph is changed, because tracing aborts if torch was built without the device. Operators chosen by device
+(convolutions, batch norms), except attention, stay as on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ IMAGINED = torch.device("cuda", 0)
 
 @compat.outside_function_modes()
 def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> Captured:
-    """Put everything on an accelerator, but counters of steps of parameters whose optimizer keeps them on the host."""
+    """Move all but the step counters of parameters in `host_counters`."""
     gm = clone(captured.graph)
     on_host: set[Node] = set()
     for node in gm.graph.nodes:

@@ -1,7 +1,6 @@
-"""Run passes over a copy of a graph, at once or in turns between the steps of a running job, and check the result.
+"""Run passes over a copy of a graph, at once or in turns between training steps.
 
-Passes are data: a tuple of turns, each a tuple of passes with their arguments. What must hold of a graph is checked
-after the last one; where the result of each pass is kept, after each, and every pass works on a copy of its own.
+Invariants are checked after the last pass; with a history, after each.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from fxcomp.graph.work import is_sequence
 
 
 def check(gm: GraphModule) -> list[str]:
-    """List the broken invariants of a labelled graph, as `%node: problem`; an empty list is a good graph."""
+    """Return the broken invariants of a labelled graph, as `%node: problem`."""
     labelled = [node for node in gm.graph.nodes if has_info(node)]
     if len(labelled) < len(gm.graph.nodes):
-        return []  # not labelled yet: nothing can be said
+        return []  # not labelled yet
     found = [*_unawaited(gm), *_reduced_twice(gm), *_lost_state(gm), *_early_updates(gm)]
     if any(info(node).stream is None for node in labelled):
-        return found  # nothing runs it yet
+        return found  # no streams yet
     return [*found, *_torn_apart(gm), *(f"%{race.second}: {race.problem}" for race in races(gm))]
 
 
 def _unawaited(gm: GraphModule) -> list[str]:
-    """A collective is awaited once, and nothing else touches its result."""
+    """Check that each collective has one wait, and no other user."""
     found: list[str] = []
     for node in filter(is_collective, gm.graph.nodes):
         waits = [user for user in node.users if user.target is WAIT]
@@ -44,7 +43,7 @@ def _unawaited(gm: GraphModule) -> list[str]:
 
 
 def _reduced_twice(gm: GraphModule) -> list[str]:
-    """An element that goes to a collective or bucket goes nowhere else, so it is reduced on exactly one path."""
+    """Check that each element of a gradient is reduced on exactly one path."""
     found: list[str] = []
     for name, node in gradients(gm).items():
         users = [(part, user) for part in with_parts(node) for user in part.users]
@@ -59,13 +58,13 @@ def _reduced_twice(gm: GraphModule) -> list[str]:
 
 
 def _extent(part: Node) -> range:
-    """Find the elements of the parameter that a gradient or a part of one has; a scalar or nothing counts as one."""
+    """Return the range of elements in a gradient or part. An empty part counts as one element."""
     start = info(part).start
     return range(start, start + max(1, part.meta["val"].numel()))
 
 
 def _lost_state(gm: GraphModule) -> list[str]:
-    """Every residual and state of a compressor that comes in goes out."""
+    """Check that every residual and compressor state that enters the graph is returned."""
     entering = [n for n in gm.graph.nodes if _is_carried(n)]
     returned: Any = gm.graph.output_node().args[0]
     leaving = len(returned[2]) if is_sequence(returned) and len(returned) > 2 else 0
@@ -83,7 +82,7 @@ _CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _early_updates(gm: GraphModule) -> list[str]:
-    """Updates write parameters in place, so no forward or backward node may follow one."""
+    """Check that no update precedes forward or backward, since it writes parameters in place."""
     updated = False
     found: list[str] = []
     for node in gm.graph.nodes:
@@ -94,7 +93,7 @@ def _early_updates(gm: GraphModule) -> list[str]:
 
 
 def _torn_apart(gm: GraphModule) -> list[str]:
-    """No region hands on several results as one: a region that is compiled returns tensors and numbers."""
+    """Check that regions return only tensors and numbers."""
     torn = [(region, node) for region in regions(gm) for node in region.outputs if is_sequence(node.meta.get("val"))]
     return [
         f"%{node.name}: its results are taken apart outside of {region.name}, which makes them" for region, node in torn
@@ -106,14 +105,13 @@ _BEFORE_UPDATES = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.RANDOM_STATE, 
 T = TypeVar("T")
 
 Turns = Generator[None, None, T]
-"""Work that is done a part at a time, between the steps of a running job."""
 
 Passes = tuple[tuple[partial[GraphModule], ...], ...]
-"""The passes of each turn, in order, with their arguments."""
+"""Passes of each turn, in order."""
 
 
 def run(graph: GraphModule, passes: Passes, history: dict[str, GraphModule] | None = None) -> GraphModule:
-    """Run all passes at once. A history gets what each one returns, by the pass's name."""
+    """Run all passes. `history` receives the graph after each pass, by name."""
     gm = clone(graph)
     for turn in passes:
         gm = _run_turn(gm, turn, history)
@@ -121,7 +119,7 @@ def run(graph: GraphModule, passes: Passes, history: dict[str, GraphModule] | No
 
 
 def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule], T]) -> Turns[T]:
-    """Run the passes of a turn at a time; checking the graph and what follows take a turn each."""
+    """Run one turn of passes at a time. The check and `then` take one turn each."""
     gm = clone(graph)
     for turn in passes:
         gm = _run_turn(gm, turn, None)
@@ -133,7 +131,7 @@ def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule
 
 @gc_paused()
 def finished(turns: Turns[T]) -> T:
-    """Take all turns at once."""
+    """Run all turns at once."""
     while True:
         try:
             next(turns)
@@ -142,7 +140,7 @@ def finished(turns: Turns[T]) -> T:
 
 
 def assert_whole(gm: GraphModule, made_by: str) -> GraphModule:
-    """Check the invariants of every graph that a pass returns."""
+    """Assert the graph's invariants."""
     gm.graph.lint()
     violations = check(gm)
     assert not violations, f"{made_by} broke the graph: " + "; ".join(violations)

@@ -1,17 +1,16 @@
-"""Reshape where a view was traced of a tensor whose strides are uncertain.
+"""Replace views by reshapes where a tensor's strides are uncertain.
 
-    %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake keeps the strides of %x, the operator does not
+    %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake has the strides of %x, the real result not
     %view  f32[32,16]   view(%norm, [32, 16])
  -->
     %norm  f32[4,8,16]  native_batch_norm(%x, ...)
     %view  f32[32,16]   reshape(%norm, [32, 16])
 
-A view is traced where a fake's strides allow one. Fakes follow torch's rules for strides, but not every kernel does,
-and devices differ. A reshape is a view wherever one is possible, so it costs nothing where the fake was right.
-`as_strided`, whose meaning depends on the strides, is refused there unless it moves nothing.
+Some kernels and devices return other strides than the fake. A reshape is a view wherever possible, so it is free if the
+fake was right. `as_strided` is refused unless it moves nothing.
 """
 
-# Names of operators begin with an underscore where they are not for users.
+# Operators' names may begin with an underscore.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _CERTAIN = frozenset(
         aten.constant_pad_nd.default,
     }
 )
-"""Operators whose results lie where their fakes say, if their arguments do, as found on the CPU with 470 operators and
-the layouts that transposing, channels_last and expanding give. So do those that work value by value, but for a few."""
+"""Operators whose results have their fakes' strides if their arguments have; so have elementwise ones, except
+_UNCERTAIN. Found on the CPU with 470 operators and transposed, channels_last and expanded layouts."""
 
 _IN_ROWS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
-"""Operators whose results lie row by row, wherever their arguments lie."""
+"""Operators with contiguous results for any arguments."""
 
 _UNCERTAIN = frozenset(
     {
@@ -58,13 +57,13 @@ _UNCERTAIN = frozenset(
         *(aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default),
     }
 )
-"""Operators that work value by value, and whose fakes were found to lie otherwise."""
+"""Elementwise operators found to have other strides."""
 
 
 def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = True) -> GraphModule:
-    """Turn views of tensors with uncertain strides into reshapes, in place.
+    """Replace views of tensors with uncertain strides by reshapes, in place.
 
-    What enters a backward graph was made by the forward one, so only its fakes are known.
+    Inputs of a backward graph are known only by their fakes.
     """
     certain: set[Node] = set()
     for node in body.graph.nodes:
@@ -85,7 +84,7 @@ def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = Tru
 
 
 def _is_certain(node: Node, certain: set[Node]) -> bool:
-    """Return whether a node's results surely lie in memory as their fakes do."""
+    """Return whether a node's results have their fakes' strides."""
     target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
     if not compat.is_operator(target):  # getitem, arithmetic of sizes
         return inputs_are
@@ -96,14 +95,14 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
 
 
 def _lies_in_one_way(value: object) -> bool:
-    """Return whether no other strides are possible: a number, or a vector without gaps."""
+    """Return whether no other strides are possible: a number, or a contiguous vector."""
     if not isinstance(value, Tensor):
         return not isinstance(value, tuple | list)
     return value.dim() == 0 or (value.dim() == 1 and not compat.is_open(value.stride(0)) and value.stride(0) == 1)
 
 
 def _refuse_unless_nothing_moves(node: Node, tensor: Node) -> None:
-    """Allow as_strided that moves nothing: pooling to one pixel sets strides of dimensions with one element."""
+    """Refuse as_strided unless it moves nothing, as in pooling to one pixel."""
     size, stride, *offset = node.args[1:]
     value: Any = tensor.meta["val"]
     wanted, present = (

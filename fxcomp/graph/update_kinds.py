@@ -1,12 +1,12 @@
-"""Read updates by their operators, whatever the class: how each depends on the gradient, and which run as lists.
+"""Classify optimizer updates by their operators: dependence on the gradient, and grouping into lists.
 
     %mul_      update  f32[4]  mul_(%exp_avg_sq, %beta)                     neutral
     %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=0.001)   magnitude: written into a state
     %sqrt      update  f32[4]  sqrt(%addcmul_)                              magnitude
     %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by it: a second moment
 
-Every value is neutral, linear in the gradient, a magnitude of it, or bent: some other function. The rules are those of
-sums and products; an operator without a rule bends what is linear. So SGD, momentum, Adam and LAMB are told apart.
+Each value is neutral, linear in the gradient, a magnitude of it, or bent (any other function). An operator without a
+rule bends linear values.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.plan.error_feedback import UpdateKind
 
 LISTED_ON_CPU = 2048
-"""Elements of parameters that are updated at once on the CPU, where lists only save starting operators.
+"""Most elements of a tensor that is updated in a list on the CPU.
 
-Measured, one core, torch 2.13, 2026-11, AdamW on 200 tensors: 3.3 instead of 5.3 ms at 256 elements in the larger ones,
-9.3 instead of 10.2 at 4096, but 17.6 instead of 15.2 at 9216, where values between operators leave the cache.
+Measured, one core, torch 2.13, 2026-11, AdamW on 200 tensors, with and without lists: 3.3 and 5.3 ms at 256 elements in
+the larger tensors, 9.3 and 10.2 at 4096, 17.6 and 15.2 at 9216, where values leave the cache.
 """
 
 
 def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
-    """List the nodes that are one operator over a list; updates of tensors with more elements run alone.
+    """List the nodes that run as one operator over a list. Updates of larger tensors run alone.
 
         %mul_    update  f32[4,2]  mul_(%fc_weight_exp_avg, %beta)   fc.weight  ┐ one operator over a list of two
         %mul__1  update  f32[4]    mul_(%fc_bias_exp_avg, %beta)     fc.bias    ┘
 
-    Such parameters share what starting an operator takes. `codegen/region_source.py` writes lists bucket by bucket.
-    Here a rule's parameters are one list: what a bucket more starts again is short beside a bucket's bytes.
+    A rule's parameters form one list. `codegen/region_source.py` writes a list per bucket; its launches cost little
+    more.
     """
     updates: defaultdict[str | None, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
@@ -57,7 +57,7 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
 
 
 def _elements(nodes: Sequence[Node]) -> float:
-    """Count the elements of the largest tensor; endless for numbers of 16 bits on the CPU, which run alone there."""
+    """Return the size of the largest tensor; infinity for 16-bit numbers on the CPU."""
     inputs = (each for node in nodes for each in (node, *node.all_input_nodes))
     tensors = [value for each in inputs if isinstance(value := each.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
@@ -65,7 +65,7 @@ def _elements(nodes: Sequence[Node]) -> float:
 
 
 def _rule(nodes: Sequence[Node]) -> Hashable:
-    """Describe one parameter's update without its names and shapes."""
+    """Return a key of one update, without names and shapes."""
     places = {node: place for place, node in enumerate(nodes)}
 
     def described(node: Node) -> Any:
@@ -88,7 +88,7 @@ def _has_list_form(target: Any) -> bool:
 
 
 def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], launch_us: float) -> dict[Node, float]:
-    """Time the nodes of lists, by what each takes beside starting it: a list takes its sum, at least one start."""
+    """Return each node's time in a list, which takes at least one launch."""
     found: dict[Node, float] = {}
     for row in lists:
         total_us = sum(us[node] for node in row)
@@ -98,12 +98,12 @@ def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], lau
 
 
 class Form(IntEnum):
-    """A value's form as a function of the gradient."""
+    """Form of a value as a function of the gradient."""
 
-    NEUTRAL = 0  # it does not depend on it
+    NEUTRAL = 0  # independent of it
     LINEAR = 1
-    MAGNITUDE = 2  # the same for the gradient and its negative: a square, a norm, a root of one
-    BENT = 3  # anything else
+    MAGNITUDE = 2  # even in the gradient: a square, a norm, a root of one
+    BENT = 3
 
 
 def update_kinds(gm: GraphModule) -> set[UpdateKind]:
@@ -128,7 +128,7 @@ def update_kinds(gm: GraphModule) -> set[UpdateKind]:
 
 
 def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[Node]) -> UpdateKind:
-    """Return the kind of one parameter's update. The gradient is what else comes in as a tensor."""
+    """Return the kind of one parameter's update."""
     reading = UpdateReading(nodes, parameter, states)
     if reading.divides_by(reading.magnitudes):
         return UpdateKind.TRUST_RATIO if reading.has_norm_of_parameter() else UpdateKind.SECOND_MOMENT
@@ -138,18 +138,16 @@ def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[No
 
 
 class UpdateReading:
-    """The forms of an update's values, in the order in which they are computed."""
+    """Forms of an update's values, in program order."""
 
     def __init__(self, nodes: Sequence[Node], parameter: Node, states: Collection[Node]):
         self._nodes, self._parameter = nodes, parameter
         self._memory: dict[Node, Node] = {}
-        """By node: the node whose memory its value lies in."""
+        """Node whose memory holds each node's value."""
         self.form: dict[Node, Form] = {parameter: Form.NEUTRAL, **dict.fromkeys(states, Form.NEUTRAL)}
-        """By memory: what lies in it by now."""
+        """Form of each memory's present content."""
         self.means: set[Node] = set()
-        """States that keep gradients."""
         self.magnitudes: set[Node] = set()
-        """States that keep magnitudes of gradients."""
         inside = set(nodes)
         for node in nodes:
             for outer in node.all_input_nodes:
@@ -180,7 +178,7 @@ class UpdateReading:
         return [self._at(each) for each in written if isinstance(each, Node)]
 
     def _memory_of_result(self, node: Node) -> Node:
-        """Of an operator in place, what it writes; of a view, what it looks at."""
+        """Return the memory that an operator writes or looks at, else the node."""
         if written := self._written(node):
             return written[0]
         is_view = compat.is_operator(node.target) and compat.is_view(node.target)
@@ -219,15 +217,15 @@ class UpdateReading:
         same = isinstance(first, Node) and isinstance(second, Node) and self._at(first) is self._at(second)
         return Form.MAGNITUDE if same or Form.BENT not in forms else Form.BENT
 
-    # What follows from states and parameters
+    # Dependence on states and parameters
 
     def divides_by(self, states: Collection[Node]) -> bool:
-        """Return whether anything is divided by what follows from one of these states."""
+        """Return whether any divisor depends on one of these states."""
         follows = self._following(states) if states else set[Node]()
         return any(self._at(each) in follows for node in self._nodes for each in divisors(node))
 
     def has_norm_of_parameter(self) -> bool:
-        """Return whether the whole parameter is reduced to one number."""
+        """Return whether the parameter is reduced to one number."""
         values = self._following([self._parameter])
         norms = [node for node in self._nodes if name_of(node) in _REDUCTIONS and _is_scalar(node)]
         return any(self._at(each) in values for node in norms for each in node.all_input_nodes)
@@ -241,19 +239,19 @@ class UpdateReading:
 
 
 def _is_gradient(outer: Node) -> bool:
-    """Return whether what comes into an update is its gradient, and no number of the optimizer's."""
+    """Return whether an input of an update is its gradient, not an input of the graph."""
     is_input = has_info(outer) and info(outer).source is not None
     return isinstance(outer.meta.get("val"), Tensor) and outer.op != "get_attr" and not is_input
 
 
 def _sum(forms: Iterable[Form]) -> Form:
-    """Of a sum of values: one form and neutral ones keep it; a magnitude plus a linear value is neither."""
+    """Return the form of a sum. A magnitude plus a linear value is bent."""
     found = set(forms) - {Form.NEUTRAL}
     return found.pop() if len(found) == 1 else Form.BENT if found else Form.NEUTRAL
 
 
 def name_of(node: Node) -> str:
-    """Name what a node does, in place or not, of tensors or of numbers."""
+    """Return an operator's name, without the suffix of in-place operators."""
     name = compat.bare_name(node.target) if compat.is_operator(node.target) else getattr(node.target, "__name__", "")
     return name.removesuffix("_")
 
@@ -273,7 +271,7 @@ def _is_scalar(node: Node) -> bool:
 
 _DIVISORS = {"div": 1, "truediv": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}
 _FACTORS = {"mul": (0, 1), "addcmul": (1, 2), "div": (0, 1), "truediv": (0, 1), "addcdiv": (1, 2)}
-"""Products and quotients of two arguments, by their places. What comes before them is added."""
+"""Positions of two factors, or of dividend and divisor; earlier arguments are added."""
 _EVEN = {"abs", "square", "norm", "linalg_vector_norm", "_foreach_norm"}
 _FILLS = {"zero", "fill", "zeros_like", "ones_like", "empty_like", "full_like"}
 _LINEAR = {

@@ -1,4 +1,4 @@
-"""Count a plain operator's work: floating-point operations, bytes touched, and the key of its measured cost."""
+"""Count a plain operator's work: floating-point operations, bytes, and the key of its measured cost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
 
 
 def is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Return whether a node's argument or value is made of several."""
     return isinstance(value, list | tuple)
 
 
 def type_text(value: Any) -> str:
-    """Write a fake value's type: `f32[8,16]`, or a tuple of such."""
+    """Format a fake value's type: `f32[8,16]`, or a tuple of types."""
     if isinstance(value, Tensor):
         dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{','.join(map(str, value.shape))}]"
@@ -38,7 +37,7 @@ def type_text(value: Any) -> str:
 
 
 def operator_text(target: Any) -> str:
-    """Write an operator as people do: `aten.mm`, `all_gather`."""
+    """Format an operator's name: `aten.mm`, `all_gather`."""
     if not compat.is_operator(target):
         return getattr(target, "__name__", str(target))
     namespace, name, variant = str(target).split(".")
@@ -49,40 +48,40 @@ def operator_text(target: Any) -> str:
 
 
 def work_key(node: Node) -> str:
-    """Build the key of a measured cost: operator and argument types."""
+    """Return the key of a measured cost."""
     types = [type_text(n.meta["val"]) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     return " ".join([operator_text(node.target), *types])
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """The data that a plain operator's price is looked up by or estimated from."""
+    """Facts that price a plain operator."""
 
     key: str
     flops: float
     touched_bytes: float
     math_type: str
     read_bytes: tuple[float, ...]
-    """Bytes that it reads of each argument, as `reads` lists them."""
+    """Bytes read of each argument, in the order of `reads`."""
 
 
 def work(node: Node) -> OperatorWork:
-    """Collect what prices a node; `NodeInfo.work` keeps it."""
+    """Compute the facts that price a node."""
     sizes = tuple(size for _, size in _counted_reads(node))
     return OperatorWork(work_key(node), flops(node), sum(sizes) + _made_bytes(node), math_type(node), sizes)
 
 
 class Basis(Enum):
-    """The grounds on which a plain operator's time can be estimated."""
+    """Basis for estimating a plain operator's time."""
 
     NOTHING_TO_DO = "free"  # a view, an allocation, or arithmetic on plain numbers
-    WORK = "floating-point operations and bytes"  # torch's formula, or an operator known to be bound by memory
-    BYTES = "bytes alone"  # what it computes is unknown: another library's operator, a decomposition of a matrix
-    NONE = "unpriced"  # neither: it takes no tensor and makes none
+    WORK = "floating-point operations and bytes"  # torch's formula, or an operator bound by memory
+    BYTES = "bytes alone"  # arithmetic unknown: a foreign operator, a matrix decomposition
+    NONE = "unpriced"  # has no tensors
 
 
 def basis(node: Node) -> Basis:
-    """Say what this node's time can be estimated from. Never fails, whatever the operator."""
+    """Return the basis for estimating a node's time, for any operator."""
     known = _basis_of(node.target)
     if known is not Basis.BYTES:
         return known
@@ -97,7 +96,6 @@ def is_free(node: Node) -> bool:
 
 @cache
 def _basis_of(target: Any) -> Basis:
-    """Say it of an operator, as if it had tensors to count."""
     if compat.is_higher_order(target):
         return Basis.BYTES
     if not compat.is_operator(target):
@@ -115,26 +113,25 @@ def _basis_of(target: Any) -> Basis:
 
 @cache
 def is_bound_by_memory(target: Any) -> bool:
-    """Return whether the arithmetic of one of torch's operators is a few operations a value."""
+    """Return whether a torch operator does only a few operations per value."""
     known = compat.is_operator(target) and _is_torchs(target)
     return known and (compat.is_bound_by_memory(target) or name_of(target) in _BOUND_BY_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
 class Unknowns:
-    """Operators whose time the model cannot know from what they compute, by name, with how often they run."""
+    """Names and counts of operators of unknown time."""
 
     unpriced: tuple[tuple[str, int], ...] = ()
-    """Counted as taking no time."""
+    """Counted as free."""
     by_bytes: tuple[tuple[str, int], ...] = ()
-    """Counted as if they only moved their tensors."""
+    """Counted as moving their tensors."""
 
 
 NO_UNKNOWNS = Unknowns()
 
 
 def unknowns(gm: GraphModule) -> Unknowns:
-    """List them, in the order in which they first run."""
     counts: dict[Basis, dict[str, int]] = {Basis.NONE: {}, Basis.BYTES: {}}
     for node in gm.graph.nodes:
         if node.op != "call_function" or _is_ours(node.target) or compat.communicates(node.target):
@@ -147,10 +144,9 @@ def unknowns(gm: GraphModule) -> Unknowns:
 
 
 def flops(node: Node) -> float:
-    """Count floating-point operations; 0 where there is no formula (then bytes decide).
+    """Count floating-point operations by torch's formula; 0 without one.
 
-    Torch's own counter, but for attention: its kernel on CPUs is not listed there. A causal mask halves attention:
-    kernels skip the blocks that it hides.
+    Attention has its own formula, because torch lacks the CPU kernel. A causal mask halves the count.
     """
     target, made = node.target, _values(node.meta.get("val"))
     if compat.is_operator(target) and _is_attention(target):
@@ -161,9 +157,9 @@ def flops(node: Node) -> float:
 
 
 def math_type(node: Node) -> str:
-    """Name the number type that the operator multiplies in: `f32`, `bf16`, `f8`.
+    """Return the number type of an operator's products: `f32`, `bf16`, `f8`; `tf32` where torch's settings allow it.
 
-    It is `tf32` where torch's settings ask for it. Attention in float32 is computed in float32 whatever they ask for.
+    Attention in float32 ignores these settings.
     """
     types = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:
@@ -179,20 +175,19 @@ def math_type(node: Node) -> str:
 
 
 def touched_bytes(node: Node) -> float:
-    """Count the bytes that the operator must read and write."""
+    """Count the bytes that an operator reads and writes."""
     return sum(size for _, size in _counted_reads(node)) + _made_bytes(node)
 
 
 def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node, float]]:
-    """List the arguments that an operator must read, and the bytes of each; its work, where known, has them."""
+    """Return the arguments that an operator reads, with the bytes of each."""
     return zip(node.all_input_nodes, known.read_bytes, strict=False) if known is not None else _counted_reads(node)
 
 
 def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """Count the bytes that an operator must read of each argument.
+    """Yield the bytes that an operator reads of each argument.
 
-    A lookup reads the rows that it returns, a fill reads nothing, a copy overwrites its first argument, batch norm
-    reads its input once for the statistics and once more to apply them.
+    A lookup reads the returned rows. Batch norm reads its input twice: for the statistics and to apply them.
     """
     name = name_of(node.target) if compat.is_operator(node.target) else ""
     sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
@@ -201,15 +196,15 @@ def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
         if place == 0 and name in _PART_READ:
             size = max(made, sizes[1]) if name == "nll_loss_forward" else made
         if place == 0 and name in _SCATTERS and compat.is_in_place(node.target):
-            size = sum(sizes[1:])  # of the table: what is added to
+            size = sum(sizes[1:])  # the part of the table that is added to
         times = 0 if place == _UNREAD.get(name) else 2 if place < again else 1
         if name not in _FILLS:
             yield source, float(size * times)
 
 
 def _made_bytes(node: Node) -> float:
-    """Count the bytes that an operator writes: its results, or what it changes in place."""
-    if compat.is_operator(node.target) and not compat.has_results(node.target):  # optimizers' operators on lists
+    """Count the bytes of results, or of arguments changed in place."""
+    if compat.is_operator(node.target) and not compat.has_results(node.target):  # list operators of optimizers
         return float(sum(tensor_bytes(t) for value in _written(node) for t in tensors(value)))
     if compat.is_operator(node.target) and name_of(node.target) in _SCATTERS and compat.is_in_place(node.target):
         return float(sum(tensor_bytes(t) for n in node.all_input_nodes[1:] for t in tensors(n.meta.get("val"))))
@@ -230,10 +225,9 @@ _FILLS = frozenset(
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "_unsafe_index", "take", "take_along_dim"})
 
 _PART_READ = _LOOKUPS | {"nll_loss_forward"}
-"""Operators that read a part of their first argument: what they return, or a value for each target."""
 
 _UNREAD = {"copy": 0, "nll_loss_backward": 1}
-"""The argument whose values are not read."""
+"""Position of the argument whose values are not read."""
 
 _SCATTERS = frozenset({"index_put", "_unsafe_index_put", "scatter", "scatter_add", "scatter_reduce", "index_add",
                        "index_copy", "index_fill", "masked_scatter"})  # fmt: skip
@@ -246,7 +240,7 @@ _READ_TWICE = {
     "batch_norm_backward": 2, "embedding_dense_backward": 1, "native_group_norm": 1,
     "native_layer_norm_backward": 2,
 }  # fmt: skip
-"""The number of first arguments that are read a second time."""
+"""Number of leading arguments that are read twice."""
 
 _BOUND_BY_MEMORY = frozenset(
     {*_FILLS, *_LOOKUPS, *_SCATTERS, *_READ_TWICE,
@@ -264,7 +258,7 @@ _BOUND_BY_MEMORY = frozenset(
      "max", "min", "_amp_foreach_non_finite_check_and_unscale", "_amp_update_scale", "_index_put_impl", "equal",
      "split_with_sizes_copy"}
 )  # fmt: skip
-"""Of ATen's operators those without a tag that says so, whose arithmetic is a few operations a value."""
+"""ATen operators with a few operations per value, without a tag for it."""
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?(_backward)?")
 
@@ -274,13 +268,13 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_ours(target: Any) -> bool:
-    """Operators that the compiler puts in, and collectives, have prices of their own."""
+    """Return whether an operator has a separate price, as the compiler's and collectives do."""
     return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
 
 
 @cache
 def name_of(target: Any) -> str:
-    """An operator's bare name; one that works in place has the name of the other."""
+    """Return an operator's bare name, without the suffix of in-place operators."""
     name = str(target).split(".")[1]
     return name.rstrip("_") if not name.endswith("__") else name
 
@@ -295,7 +289,7 @@ def _is_attention(target: Any) -> bool:
 
 
 def _attention_flops(node: Node) -> float:
-    """Two products of q·kᵀ's size forward, five backward, as torch counts them; heads are those of the queries."""
+    """Count two products of q·kᵀ's size forward, five backward, like torch, with the queries' heads."""
     is_backward = name_of(node.target).endswith("_backward")
     names = ("query", "key", "value")
     shapes = [_values(argument(node, name)) for name in names]
@@ -310,7 +304,7 @@ def _attention_flops(node: Node) -> float:
 
 
 def argument(node: Node, name: str) -> Any:
-    """Find an argument by name; None if the operator has none, or it was left out."""
+    """Return an argument by name; None if it is missing."""
     if name in node.kwargs:
         return node.kwargs[name]
     place = compat.places_of_arguments(node.target).get(name) if compat.is_operator(node.target) else None
@@ -318,7 +312,6 @@ def argument(node: Node, name: str) -> Any:
 
 
 def _written(node: Node) -> list[Any]:
-    """List what an operator without results writes."""
     return [_values(argument(node, name)) for name in compat.written_arguments(node.target)]
 
 
@@ -347,7 +340,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """A symbolic size counts with the size that it was traced with, an expanded dimension as the one value it is."""
+    """Return a tensor's bytes: symbolic sizes as traced, expanded dimensions as one value."""
     sizes = [compat.size_hint(size) for size in tensor.shape]
     steps = [compat.size_hint(step) for step in compat.strides(tensor)]
     kept = [size if step else min(size, 1) for size, step in zip(sizes, steps, strict=True)]

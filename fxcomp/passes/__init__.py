@@ -1,1 +1,1 @@
-"""Rewrite a graph towards a plan: one pass a file, and no pass knows another."""
+"""Rewrite a graph towards a plan: one pass per file. Passes do not import each other."""

@@ -6,12 +6,11 @@
     - %mm     gradient  f32[4,2]          aten.mm(%t_1, %x)                  fc.weight
     + %mm     gradient  f32[4,2]  2.0 us  aten.mm(%t_1, %x)                  fc.weight
 
-Plain operators cost what was measured for them, else what the roofline says of their floating-point operations and
-bytes; of which `graph/work.py` knows neither cost nothing, and its `unknowns` lists them. On a device that is not here
-forward and backward cost what their kernels do (`graph/kernels.py`): as Inductor joins operators, or, where `joins` is
-false, each operator alone, as in eager mode. Operators of updates that run over lists are started once for all
-parameters of a rule (`graph/update_kinds.py`). The rest is priced by bytes and links. A collective of the loss
-function's own takes compute's time, which stands still for it, as if it were over all ranks.
+A plain operator's time is measured, or estimated by the roofline; without known operations or bytes it is free, and
+listed by `unknowns` (`graph/work.py`). On an absent device forward and backward are priced per kernel
+(`graph/kernels.py`), fused as by Inductor or, if `joins` is false, one operator each. Update operators over lists share
+launches (`graph/update_kinds.py`). Other lines are priced by bytes and links. A collective of the loss function blocks
+compute and counts as one over all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
             price = costs.collective(collective_kind(node), level_of(node), sent_bytes(node), cluster)
-            # The thread that has just made buffers starts their broadcast; that start is not counted.
+            # Broadcasts of buffers are launched for free.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
             update_info(node, cost_us=price.us, starting_us=launch_us, launcher_load=pool_load)
             update_info(node, load=price.load, overlap_speed=price.overlap_speed)
@@ -60,14 +59,14 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
 
 
 def note_work(gm: GraphModule) -> None:
-    """Let plain operators know what prices them: every copy of the graph inherits it, and asking takes long."""
+    """Store the work of plain operators, which is slow to compute; copies of the graph inherit it."""
     for node in gm.graph.nodes:
         if has_info(node) and info(node).work is None and _is_priced_by_work(node):
             update_info(node, work=work(node))
 
 
 def cost_key(node: Node) -> str:
-    """Return the key that a plain operator's cost is looked up by: the one it was asked for first, if it was."""
+    """Return the key of a plain operator's cost."""
     known = info(node).work
     return known.key if known is not None else work_key(node)
 
@@ -93,17 +92,13 @@ def _cost_us(node: Node, costs: CostTable, cluster: Cluster, device: Device) -> 
 
 
 def _work_of(node: Node) -> OperatorWork | None:
-    """Return the work of a plain operator, which its node remembers; None for one that is free."""
     if info(node).work is None and _is_priced_by_work(node):
         update_info(node, work=work(node))
     return info(node).work
 
 
 def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
-    """Estimate the operators of updates that run over lists, and so are started once for several parameters.
-
-    What was measured holds already what it took in lists.
-    """
+    """Estimate update operators over lists. Measured costs include sharing already."""
     updates = [n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.UPDATE and _is_priced_by_work(n)]
     works = {node: known for node in updates if (known := _work_of(node)) is not None}
     estimated = {node for node, known in works.items() if known.key not in costs.compute}
@@ -118,7 +113,7 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
 
 
 def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, float]:
-    """Estimate forward and backward as the kernels of a GPU; each kernel's time stands at its first operator."""
+    """Estimate forward and backward per kernel, on its first operator."""
     found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
     for kernel in kernels(gm, joins=joins):
         found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)
@@ -126,7 +121,7 @@ def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, fl
 
 
 def _joins_parts(node: Node) -> bool:
-    """Return whether parts of a gradient, which came in several buckets, are copied into one tensor."""
+    """Return whether a node concatenates a gradient from several buckets."""
     label = info(node)
     return node.target is torch.ops.aten.cat.default and label.role is Role.UNPACK and label.bucket is not None
 
@@ -144,14 +139,14 @@ _EXCHANGES = {
 
 
 def _exchange_kind(node: Node) -> CollectiveKind | None:
-    """The collective that one of the loss function's own is priced as; None for a wait."""
+    """Return the collective that prices an exchange of the loss function; None for a wait."""
     target: Any = node.target
     name = str(node.args[0]) if target is EXCHANGE_OPERATOR else compat.bare_name(target).removesuffix("_coalesced")
     return _EXCHANGES.get(name)
 
 
 def _sent_bytes(node: Node) -> int:
-    """Count the bytes that go out, or where this rank only receives, those that come in."""
+    """Count the sent bytes, or the received ones of a receiving rank."""
     arguments: Any = node.args
     values = arguments[:1] if node.target is not EXCHANGE_OPERATOR else arguments[1] or arguments[2]
     return sum(value_bytes(value) for value in pytree.tree_leaves(values))

@@ -1,4 +1,4 @@
-"""Say on which stream each node runs.
+"""Assign a stream to each node.
 
     - %reduce_scatter_0_intra  collective  f32[6]  5.0 us          reduce_scatter(%pack_0, [6, 6], 0, intra)
     + %reduce_scatter_0_intra  collective  f32[6]  5.0 us  @intra  reduce_scatter(%pack_0, [6, 6], 0, intra)
@@ -7,11 +7,11 @@
     - %all_gather_0_int8       collective  u8[32]  25.3 us         all_gather(%payload_0, 2, inter)
     + %all_gather_0_int8       collective  u8[32]  25.3 us @inter  all_gather(%payload_0, 2, inter)
 
-The table of lines says where each line runs: compressors on the host's processor between a copy to the host and the
-copy back, collectives on the links of their level, everything else with compute.
+Compressors on the host run between the copies to the host and back, collectives on the links of their level, other
+lines with compute (`graph/lines.py`).
 
-On a device that works later, the lines of a bucket that is compressed, or sent in several stages, go aside: one stage
-waits for another there, and compute for neither. Prices take them for compute's, whose device they share.
+On an asynchronous device, a bucket that is compressed or sent in stages runs on the side stream, so that compute does
+not wait. It is priced as compute, whose device it shares.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _lines_by_bucket(gm: GraphModule) -> Iterable[Sequence[Node]]:
 
 
 def _go_aside(lines: Sequence[Node]) -> bool:
-    """Tell a bucket's lines that may wait in the middle, or compress; what the pool does, compute waits for anyway."""
+    """Return whether a bucket runs on the side stream. Compute waits for the pool in any case."""
     if not compat.is_accelerator(lines[0].meta["val"].device) or any(node.target is D2H for node in lines):
         return False
     return sum(map(is_collective, lines)) > 1 or any(info(node).role is Role.COMPRESS for node in lines)
@@ -60,7 +60,7 @@ def _go_aside(lines: Sequence[Node]) -> bool:
 
 def _stream(node: Node, on_host: bool, cluster: Cluster) -> Stream:
     line = line_of(node)
-    if line is None:  # a part of a result is where the whole is
+    if line is None:  # part of a result
         source = node.args[0] if node.target is operator.getitem else None
         return info(source).stream or Stream.COMPUTE if isinstance(source, Node) else Stream.COMPUTE
     if line is LAUNCH:

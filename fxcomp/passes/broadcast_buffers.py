@@ -1,4 +1,4 @@
-"""Give every rank rank 0's buffers (batch norm's running statistics), while backward still runs.
+"""Broadcast rank 0's buffers (batch norm's running statistics) during backward.
 
       %mean                      compute     f32[4]    aten.mean.dim(%addmm, [0])
     + %pack_buffers              pack        f32[4]    pack([%mean], 1.0)
@@ -11,12 +11,10 @@
     + %view_default              unpack      f32[4]    aten.view(%getitem, [4])
     + %copy__default             unpack      f32[4]    aten.copy_(%running_mean, %view_default)
 
-DDP broadcasts before each forward pass, where it always costs time. After the step it comes to the same, is hidden
-after the backward pass, and leaves the same buffers on all ranks.
+DDP broadcasts before each forward pass, without overlap. A broadcast after the step has the same result.
 
-Which buffers travel, and whether before or after the gradients, is agreed beforehand (`leaves_early`): a rank whose
-batch writes none of them sends what they are. Buffers of several types travel as bytes, in one broadcast. On an
-accelerator those of one type are copied back by one operator.
+Ranks agree on the buffers and on their place before or after the gradients (`leaves_early`). Buffers of several types
+travel as bytes. On an accelerator one operator copies back all buffers of a type.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
     shared = [node for node in gm.graph.find_nodes(op="placeholder") if info(node).leaves_early is not None]
     if world_size == 1 or not shared:
         return gm
-    shared.sort(key=lambda node: -node.meta["val"].element_size())  # bytes of wide types lie where they must
+    shared.sort(key=lambda node: -node.meta["val"].element_size())  # wide types first, for alignment
     writes = last_writes(gm)
     known = {buffer: writes[buffer].value if buffer in writes else buffer for buffer in shared}
     _broadcast(gm, known, _place(gm, shared))
@@ -51,7 +49,7 @@ def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
 
 
 def _place(gm: GraphModule, shared: list[Node]) -> Node:
-    """The node after which the buffers leave: all values are known there, and it is on the agreed side of backward."""
+    """Return the node after which all values are known, on the agreed side of backward."""
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     writes = last_writes(gm)
     after = [writes[buffer].ready for buffer in shared if buffer in writes]
@@ -62,7 +60,6 @@ def _place(gm: GraphModule, shared: list[Node]) -> Node:
 
 
 def _broadcast(gm: GraphModule, known: dict[Node, Node], after: Node) -> None:
-    """Send what is known of each buffer, and copy what arrives into it at the end of the step."""
     graph, values = gm.graph, [value.meta["val"] for value in known.values()]
     with graph.inserting_after(after):
         packed = call(graph, PACK, (list(known.values()), 1.0), NodeInfo(Role.PACK), name="pack_buffers")
@@ -88,7 +85,6 @@ def _broadcast(gm: GraphModule, known: dict[Node, Node], after: Node) -> None:
 
 
 def _copy_in_lists(graph: Graph, arrived: Mapping[Node, Node]) -> None:
-    """Copy all buffers of a type by one operator."""
     for dtype in dict.fromkeys(buffer.meta["val"].dtype for buffer in arrived):
         alike = [buffer for buffer in arrived if buffer.meta["val"].dtype is dtype]
         given = alike, [arrived[buffer] for buffer in alike]

@@ -1,4 +1,4 @@
-"""Send the gradients of a bucket as one.
+"""Reduce the gradients of each bucket with one collective.
 
       %sum_1                     gradient    f32[4]            aten.sum.dim_IntList(%mul_1, [0])       fc.bias
     - %all_reduce_default        collective  f32[4]            all_reduce(%sum_1, avg, world)          fc.bias
@@ -15,8 +15,7 @@
     + %getitem_1                 unpack      f32[8]            %split_with_sizes_default[1]            fc.weight
     + %view_default_1            unpack      f32[4,2]          aten.view(%getitem_1, [4, 2])           fc.weight
 
-A gradient that is cut goes as slices into several buckets, and the update takes what arrives of them joined.
-One rank alone has no collectives, and keeps its gradients as they are.
+A gradient may be cut into slices for several buckets. A single rank has no collectives.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
     parts = plan.parts
     found = {name: _PlacedGradient(gm.graph, name, node, parts[name]) for name, node in local.items()}
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # what one bucket adds is nothing to the next
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}  # added nodes are not looked up
     for number, bucket in enumerate(plan.buckets):
         _gather_bucket(gm.graph, number, bucket, found, order)
     for name, gradient in found.items():
@@ -57,24 +56,22 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _PlacedGradient:
-    """A local gradient, the parts of it that buckets take, and what comes back of each."""
+    """A local gradient, its parts, and their means."""
 
     def __init__(self, graph: Graph, name: str, local: Node, extents: Sequence[range]) -> None:
         self.name, self.local = name, local
         self.reduction = _reduction(name, local)
         self.wait = wait_of(self.reduction)
         self.parts = {0: local} if len(extents) == 1 else _cut(graph, name, local, extents)
-        """By the place of the first element."""
         self.arrived: dict[int, Node] = {}
-        """Of a gradient that is cut: the flat means of parts, by the place of the first element."""
+        """Flat means of parts, by offset of the first element."""
 
     @property
     def last(self) -> Node:
-        """The last node of the local gradient in the graph."""
         return next(reversed(self.parts.values()))
 
     def join(self, graph: Graph, number: int, order: Mapping[Node, int]) -> None:
-        """Join the parts, which are complete with a bucket of this number."""
+        """Join the parts; `number` is the bucket that completes them."""
         parts = [self.arrived[start] for start in sorted(self.arrived)]
         label = NodeInfo(Role.UNPACK, self.name, bucket=number)
         with graph.inserting_before(min(self.wait.users, key=order.__getitem__)):
@@ -82,7 +79,6 @@ class _PlacedGradient:
             self.put_back(graph, joined, label)
 
     def put_back(self, graph: Graph, mean: Node, label: NodeInfo) -> None:
-        """Give a flat mean the gradient's shape, and hand it to whoever waited."""
         value = self.local.meta["val"]
         known = value if value.is_contiguous() else None
         shaped = call(graph, torch.ops.aten.view.default, (mean, list(value.shape)), label, value=known)
@@ -91,7 +87,7 @@ class _PlacedGradient:
 
 
 def _cut(graph: Graph, name: str, local: Node, extents: Sequence[range]) -> dict[int, Node]:
-    """Take parts of a gradient: rows where a part is whole rows, else elements of the flat gradient."""
+    """Take parts of a gradient: whole rows if possible, else flat slices."""
     shape = local.meta["val"].shape
     found: dict[int, Node] = {}
     last, flat = last_result(local), None
@@ -138,7 +134,7 @@ def _gather_bucket(
 
 
 def _scale_in_place(gradient: Node) -> None:
-    """Clip where the gradient lies: the bucket is ours, and the unscaled gradient has no other user."""
+    """Clip in place: the unscaled gradient has no other user."""
     for user in gradient.users:
         if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
             user.target = torch.ops.aten.mul_.Tensor

@@ -1,4 +1,4 @@
-"""Bring every gradient's synchronisation into one form: gradient, collective, wait.
+"""Bring every gradient's reduction into one form: gradient, collective, wait.
 
       %mm                     gradient    f32[4,2]  aten.mm(%t_1, %x)                                     fc.weight
     - %sub_                   update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %mm)                     fc.weight
@@ -6,8 +6,8 @@
     + %wait_tensor_default_1  wait        f32[4,2]  wait(%all_reduce_default_1)                           fc.weight
     + %sub_                   update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %wait_tensor_default_1)  fc.weight
 
-A mean over all ranks goes in where the user reduces nothing. A reduction that the user wrote is kept and never doubled:
-a sum divided by the number of ranks becomes the mean that it is. With one rank there is nothing to do.
+A mean over all ranks is inserted where the user reduces nothing. A reduction by the user is kept: a sum divided by the
+number of ranks becomes a mean. A single rank needs none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORLD = "world"
 def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
     if world_size == 1:
         return gm
-    last: dict[Node, Node] = {}  # all results of an operator come before the collective of one of them
+    last: dict[Node, Node] = {}  # collectives follow all results of an operator
     for name, gradient in gradients(gm).items():
         reduction = collective_of(gradient)
         if reduction is None:
@@ -40,7 +40,6 @@ def canonicalize_sync(gm: GraphModule, world_size: int) -> GraphModule:
 
 
 def _insert_mean(gm: GraphModule, gradient: Node, name: str, after: Node) -> Node:
-    """Insert a collective and the wait for it, which it returns."""
     users, value = list(gradient.users), gradient.meta["val"]
     with gm.graph.inserting_after(after):
         reduction = call(gm.graph, ALL_REDUCE, (gradient, "avg", WORLD), NodeInfo(Role.COLLECTIVE, name), value=value)
@@ -52,7 +51,6 @@ def _insert_mean(gm: GraphModule, gradient: Node, name: str, after: Node) -> Nod
 
 
 def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None:
-    """Turn a reduction that the user wrote into ours."""
     operation = str(reduction.args[1])
     if reduction.target is not ALL_REDUCE or operation not in ("sum", "avg"):
         raise Unsupported(
@@ -65,7 +63,6 @@ def _adopt(gm: GraphModule, reduction: Node, name: str, world_size: int) -> None
 
 
 def _drop_division(gm: GraphModule, wait: Node, name: str, world_size: int) -> None:
-    """Remove the division that made a mean of the sum."""
     users = list(wait.users)
     division = users[0] if len(users) == 1 else None
     factor: dict[Any, float] = {torch.ops.aten.div.Tensor: 1 / world_size, torch.ops.aten.mul.Tensor: world_size}

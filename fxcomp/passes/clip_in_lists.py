@@ -11,8 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-A bucket is clipped where it lies, and its gradients are views of it. Gradients that have no bucket, or came in several,
-are in a list of their own. Rounding differs in last bits from a norm of each gradient's norm.
+Gradients that are not views of one bucket form a separate list. The last bits differ from a norm of each gradient's
+norm.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def _is_product(node: Node) -> bool:
 
 
 def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node]) -> None:
-    """Take norms of whole buckets: all that is in one is clipped."""
     one, wholes = norms[0].meta["val"], dict[Node, None]()
     for norm in norms:
         gradient = cast("Node", norm.args[0])
@@ -69,7 +68,7 @@ def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node]) -> None:
 
 
 def _join_products(graph: Graph, products: Sequence[Node]) -> None:
-    """Multiply whole buckets in place, of which gradients are views; the others by lists of their own."""
+    """Multiply whole buckets in place, and other gradients in lists."""
     buckets = dict[Node, None]()
     others: list[Node] = []
     for product in products:
@@ -99,12 +98,11 @@ def _join_products(graph: Graph, products: Sequence[Node]) -> None:
 
 
 def _operands(product: Node) -> tuple[Node, Node]:
-    """Return the gradient and the factor of a product."""
     return cast("tuple[Node, Node]", product.args)
 
 
 def _buckets_of(gradient: Node) -> list[Node]:
-    """Find the buckets that a gradient, or the parts that it is joined of, came in; none where it never left."""
+    """Return the buckets that hold a gradient or its parts."""
     if (bucket := _seen_in(gradient)) is not None:
         return [bucket]
     joined: Any = gradient.args[0] if gradient.target is _aten.view.default else gradient
@@ -114,7 +112,7 @@ def _buckets_of(gradient: Node) -> list[Node]:
 
 
 def _seen_in(gradient: Node) -> Node | None:
-    """Find the bucket that a gradient is a view of."""
+    """Return the bucket that a gradient is a view of."""
     return _source_of(gradient.args[0]) if gradient.target is _aten.view.default else None
 
 

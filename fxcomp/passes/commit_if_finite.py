@@ -1,17 +1,16 @@
-"""Let parameters change only if what arrived is finite; otherwise take back what compression has changed.
+"""Update parameters only if the received means are finite; otherwise roll back compression's state.
 
       %sub__1    update     f32[4]   aten.sub_.Tensor(%fc_bias, %view_default)           fc.bias
     + %own_0     roll back  f32[12]  int4_decompress(%payload_0, 1, [4, 8], 128, False)
     + %before_0  roll back  f32[12]  roll_back(%left_out_0, %own_0, %pack_0)
     + %finite    commit     b8[]     all_finite([%mean_0])
 
-Every payload decodes to something not finite where a rank's gradient was not, and sums on the wire keep what is not
-finite: all ranks find the same in what arrived, without a word to each other. A residual that a kernel has replaced is
-what it was, to rounding, once the rank's own payload is added and its bucket taken off; where something was not finite
-the kernel has left it alone. With a live scale of the loss, where such steps are routine, residuals are saved and put
-back to the bit. A payload that is summed in place is saved before it leaves; so is a compressor's state.
+A non-finite gradient makes the means of all ranks non-finite, so they decide alike without communication. The old
+residual is the new one plus the rank's own decompressed payload minus its bucket, up to rounding; where values are not
+finite, the kernel has not changed it. With a live loss scale, residuals are saved and restored exactly, as are payloads
+summed in place and compressor states.
 
-The emitted step does the roll back in the branch where it returns early. order_for_overlap moves the updates after it.
+order_for_overlap moves the updates after the emitted step's early return.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def commit_if_finite(gm: GraphModule, skip_nonfinite: bool) -> GraphModule:
 
 
 def _arrived(gm: GraphModule) -> list[Node]:
-    """The means of the buckets; the gradients themselves where one rank trains alone."""
+    """Return the means of buckets, or a single rank's gradients."""
     splits = [n for n in gm.graph.nodes if n.target is torch.ops.aten.split_with_sizes.default]
     means = [_behind_views(n) for n in splits if info(n).role is Role.UNPACK and info(n).bucket is not None]
     return means or list(gradients(gm).values())
@@ -79,7 +78,7 @@ def _roll_back(gm: GraphModule, compress: Node) -> None:
 
 
 def _restore(gm: GraphModule, node: Node, state: Node, kind: str) -> None:
-    """The node changes the state in place, and nothing that is left tells what it was: keep a copy."""
+    """Save a state that a node changes in place, to restore it."""
     with gm.graph.inserting_before(node):
         saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{slot_text(node)}")
     with gm.graph.inserting_before(gm.graph.output_node()):
@@ -97,5 +96,4 @@ def _beside(node: Node) -> NodeInfo:
 
 
 def _result(compress: Node, index: int) -> Node | None:
-    """One of the results of a compressor, where it is used."""
     return next((user for user in compress.users if user.target is operator.getitem and user.args[1] == index), None)

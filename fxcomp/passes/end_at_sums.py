@@ -1,10 +1,10 @@
-"""Drop what comes after the sums of gradients: a micro-batch that ends no group neither sends nor updates anything.
+"""Drop everything after the sums of gradients, for a micro-batch that does not end its group.
 
       %summed_1  gradient  f32[4,2]  aten.add_.Tensor(%sum_fc_weight, %mm)  fc.weight
     - %sub_      update    f32[4,2]  aten.sub_.Tensor(%fc_weight, %summed_1)  fc.weight
     - %sub__1    update    f32[4]    aten.sub_.Tensor(%fc_bias, %summed)      fc.bias
 
-Runs on a graph in which nothing is reduced yet. What the forward pass writes and sends of its own stays.
+Runs before any reduction is inserted. Writes and communication of the forward pass stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Let one operator do a parameter's whole update, on an accelerator, where torch has one for the optimizer's class.
+"""Replace a parameter's update by the optimizer's fused operator, on an accelerator.
 
     - %add_         update  f32[]     aten.add_.Tensor(%weight_step, 1)                  weight
     - %mul_2        update  float     mul(%lr, %weight_decay)                            weight
@@ -10,11 +10,10 @@
 
 and aten._fused_adamw_([%weight], [%gradient], [%weight_exp_avg], [%weight_exp_avg_sq], [], [%add__tensor], ...).
 
-It passes over memory once, and `codegen/region_source.py` joins the parameters of a region in one call. A counter of
-steps that the host keeps is counted there, and what the operator reads is filled in on the device. The exchange of
-momenta needs the operators as they were traced, so updates that it has changed stay; so do those whose gradient lies
-in memory otherwise than the parameter. Updates in fp16 stay too: there the traced operators lose small squares, which
-the fused one, in fp32, does not, so that a parameter would move otherwise than the user's optimizer moves it.
+It passes over memory once; `codegen/region_source.py` joins the parameters of a region. A host counter is incremented
+on the host and copied. Updates stay if they exchange momenta, if gradient and parameter differ in layout, or in fp16:
+there the traced operators lose small squares and the fused one does not, so results would differ from the user's
+optimizer.
 """
 
 from __future__ import annotations
@@ -49,13 +48,12 @@ def fuse_updates(gm: GraphModule) -> GraphModule:
 
 
 def _live_numbers(gm: GraphModule) -> dict[tuple[int, str], Node]:
-    """List the numbers of parameter groups that are inputs, by group and key."""
     sources = ((node, info(node).source) for node in gm.graph.find_nodes(op="placeholder"))
     return {(s.index, s.key): node for node, s in sources if s is not None and s.kind is InputKind.HYPER}
 
 
 class _Fusion:
-    """Puts one operator in the place of one parameter's update."""
+    """Replaces one parameter's update."""
 
     def __init__(self, gm: GraphModule, name: str, update: Update, parameter: Node, rule: FusedUpdate) -> None:
         self._graph, self._rule = gm.graph, rule
@@ -63,13 +61,13 @@ class _Fusion:
         self._parameter = parameter
         self._nodes = list(update.nodes)
         self._states = {source.key: node for node in update.states if (source := info(node).source) is not None}
-        if self._nodes[0].target is _aten.clamp.default:  # clipping by value: it stays, and makes the gradient
+        if self._nodes[0].target is _aten.clamp.default:  # clipping by value stays and computes the gradient
             self._gradient: Node | None = self._nodes.pop(0)
         else:
             self._gradient = _gradient_of(update)
 
     def fits(self) -> bool:
-        """Return False for what is fused already, is in fp16, lacks a state, or lies in memory in several ways."""
+        """Return False if the update is fused already, in fp16, lacks a state, or mixes layouts."""
         if any(node.target is self._rule.operator for node in self._nodes):
             return False
         if self._parameter.meta["val"].dtype is torch.float16:
@@ -95,7 +93,7 @@ class _Fusion:
         set_info(fused, self._label)
 
     def _counted(self, counter: Node) -> Any:
-        """Count a step; returns the counters as the operator takes them, on the parameter's device."""
+        """Increment the counter. Returns it on the parameter's device."""
         value, device = counter.meta["val"], self._parameter.meta["val"].device
         counted = call(self._graph, _aten.add_.Tensor, (counter, 1), self._label, value=value)
         if value.device == device:
@@ -112,7 +110,7 @@ def _gradient_of(update: Update) -> Node | None:
 
 
 def _lie_alike(nodes: list[Node]) -> bool:
-    """Return whether tensors have one type, and their elements one order in memory without gaps."""
+    """Return whether tensors share type, device and a contiguous layout."""
     values: list[Tensor] = [node.meta["val"] for node in nodes]
     first = values[0]
     alike = (v.dtype is first.dtype and v.stride() == first.stride() and v.device == first.device for v in values)

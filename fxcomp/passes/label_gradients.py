@@ -1,4 +1,4 @@
-"""Give every node a role, and what belongs to one gradient that parameter's name.
+"""Give every node a role, and the lines of one gradient its parameter's name.
 
       %mul          gradient    f32[4]  aten.mul.Tensor(%x, 1.0)      fc.weight
     - %all_reduce   ?           f32[4]  all_reduce(%mul, avg, world)
@@ -6,7 +6,7 @@
     + %all_reduce   collective  f32[4]  all_reduce(%mul, avg, world)  fc.weight
     + %wait_tensor  wait        f32[4]  wait(%all_reduce)             fc.weight
 
-Capture labels what it alone knows (inputs, gradients, updates); this labels the rest.
+Capture has labelled inputs, gradients and updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def _role(node: Node) -> Role:
 
 
 def _parameter(node: Node) -> str | None:
-    """A collective or a wait belongs to the gradient that it carries."""
     source = node.args[0] if is_collective(node) or node.target is WAIT else None
     if isinstance(source, Node) and info(source).role in (Role.GRADIENT, Role.COLLECTIVE):
         return info(source).parameter

@@ -1,4 +1,4 @@
-"""Put each bucket's strategy into the graph: its steps become nodes, in the order of its route.
+"""Replace each bucket's collective by the steps of its strategy, in the order of its route.
 
       %pack_0             pack        f32[12]                   pack([%sum_1, %mm], 1.0)
     - %all_reduce_0       collective  f32[12]                   all_reduce(%pack_0, avg, world)
@@ -9,13 +9,11 @@
     + %payloads_0         wait        u8[40]                    wait(%all_gather_0_int8)
     + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
-A dense bucket is scaled while it is packed and summed on the wire: gloo has no mean, and a pass over memory is saved.
-On an accelerator the wire makes the mean: there a list of gradients is packed by one operator, which does not scale.
-Where ranks agree before they compress, the agreement is a stage of its own. What a compressor on the cpu reads is
-copied to the host before it, and copied back before what runs on the device. Compressors take and give fp32: gradients
-of another type are packed as fp32 or cast, and dense values are cast back before they travel. Each rank lowers its own
-part: shards may differ, and with a rooted collective all but the first rank have nothing; the collectives are the same
-on all of them.
+A dense bucket is scaled while packed and summed on the wire: gloo has no mean, and this saves a pass over memory. On an
+accelerator the collective takes the mean, because one operator packs a list and does not scale. An agreement is a stage
+of its own. Values are copied to the host before a compressor on the cpu, and back after it. Compressors take and return
+fp32, so other gradients are cast, and dense values are cast back before they are sent. Each rank lowers its own part,
+since shards differ; all ranks have the same collectives.
 """
 
 from __future__ import annotations
@@ -58,11 +56,11 @@ class _Lowering:
         assert flat is not None, f"bucket {number} has no collective"
         self.flat, self.done = flat, wait_of(flat)
         self.value = pack
-        """The input of the next line."""
+        """Input of the next line."""
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.sizes: Iterator[int] = iter(())
-        """The bytes that all ranks price the collectives by that are still to come."""
+        """Bytes that price the remaining collectives, on all ranks."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
@@ -92,7 +90,7 @@ class _Lowering:
         self.graph.erase_node(self.flat)
 
     def packed(self, _: BucketLine) -> None:
-        """Leave it: the graph has it already."""
+        """Do nothing: the pack exists already."""
 
     def cast(self, _: BucketLine) -> None:
         is_fp32 = self.value.meta["val"].dtype is torch.float32
@@ -145,7 +143,7 @@ class _Lowering:
             self.value = self._exchanged(line, self.value, "wait", suffix)
 
     def _exchanged(self, line: BucketLine, sent: Node, arrived: str, suffix: str) -> Node:
-        """Start a collective, and wait for it in the next stage; in a group of one there is nothing to do."""
+        """Insert a collective and its wait, which begins the next stage. One rank needs neither."""
         leg, size = line.send, next(self.sizes)
         if leg.ranks == 1:
             self.stage += 1
@@ -164,7 +162,7 @@ class _Lowering:
         return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
 
     def _named(self, name: str) -> str:
-        """Number a name that comes again after the bucket: torch.fx would count the bucket's own number up."""
+        """Number a repeated name, as torch.fx would increase the bucket's number."""
         again = self.names[name]
         self.names[name] += 1
         return f"{name}_{again}" if again else name

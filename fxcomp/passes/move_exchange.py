@@ -1,4 +1,4 @@
-"""Let ranks exchange the optimizer's mean of gradients in the place of gradients.
+"""Exchange the optimizer's mean of gradients instead of gradients.
 
     - %t_3            gradient    f32[2,3]    aten.t(%t_2)                                                        weight
     - %pack_0         pack        f32[6]      pack([%t_3], 1.0)
@@ -13,19 +13,18 @@
     + %mul_tensor     update      f32[2,3]    aten.mul.Tensor(%clamp_default, %add__1)                            weight
     + %copy__default  update      f32[2,3]    aten.copy_(%weight_exp_avg, %mul_tensor)                            weight
 
-A rank sends the mean that its optimizer would make of the shared mean and its own gradient, in units of the root of the
-second moment. The mean of those is the next shared mean, which the update reads: the user's operators stay, but for
-those that wrote the mean and the second moment. That is frozen. It grows as its correction for a start at zero does, so
-that what it stands for stays, and the user's optimizer could go on from it at any step. It takes in no jump of the
-gradients: what arrives is cut off beyond the furthest that Adam's own update reaches.
+A rank sends the mean that its optimizer would compute from the shared mean and its own gradient, in units of the root
+of the second moment. The average over ranks is the next shared mean, which the update reads. The second moment is
+frozen: it grows only with its bias correction, so that its corrected value is constant and the user's optimizer can
+resume at any step. Received values are clamped to the furthest that Adam's own update reaches.
 
-Where an update uses the gradient beside its mean, as Nesterov's does, it is worked out from the mean before and after:
+If an update also uses the gradient, as in Nesterov momentum, it is computed from the means before and after:
 
     + %mul_tensor_1   update      f32[2,3]    aten.mul.Tensor(%weight_momentum_buffer, %momentum)            weight
     + %sub_tensor     update      f32[2,3]    aten.sub.Tensor(%view_default, %mul_tensor_1)                  weight
     + %copy__default  update      f32[2,3]    aten.copy_(%weight_momentum_buffer, %view_default)             weight
 
-Nothing of the optimizer's state is written before the means have arrived: a step that is left out leaves it as it was.
+No optimizer state is written before the means arrive, so a skipped step leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def move_exchange(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _Move:
-    """Moves the exchange of one parameter from its gradient to the mean that its update keeps."""
+    """Moves one parameter's exchange from its gradient to its mean."""
 
     def __init__(self, gm: GraphModule, name: str, local: Node, update: Update) -> None:
         self._graph: Graph = gm.graph
@@ -83,10 +82,9 @@ class _Move:
         self._send()
         self._receive()
         if self._update.parameter is not None:
-            update_info(self._update.parameter, fused=None)  # it is another update now
+            update_info(self._update.parameter, fused=None)  # the traced update has changed
 
     def _send(self) -> None:
-        """Let this rank send its own mean."""
         moment, local = self._moment, self._local
         users = [user for user in local.users if info(user).role in (Role.PACK, Role.PART)]
         update_info(local, role=Role.COMPUTE)
@@ -102,18 +100,17 @@ class _Move:
             user.replace_input_with(local, sent)
 
     def _weighed(self, own: _Copies, users: Iterable[Node]) -> Node:
-        """Multiply the gradient before the mean, where its pack does so otherwise."""
+        """Multiply the gradient by its pack's factor."""
         packs = (pack for user in users for pack in (user, *user.users) if info(pack).role is Role.PACK)
         factor = next((pack.kwargs["factor"] for pack in packs if "factor" in pack.kwargs), None)
         return self._local if factor is None else own.call(_aten.mul.Tensor, self._local, factor)
 
     def _not_counted(self) -> dict[Node, Node]:
-        """Let numbers of steps be those before this step."""
+        """Map step counters to their values before this step."""
         nodes = self._update.nodes
         return {n: memory_of(n) for n in nodes if memory_of(n) in self._update.states and name_of(n) == "add"}
 
     def _receive(self) -> None:
-        """Let the update take the shared mean."""
         moment, label = self._moment, NodeInfo(Role.UPDATE, self._name)
         last, mean = moment.writes[-1], self._arrived
         frozen = self._freeze(label) if moment.magnitude is not None else None
@@ -141,7 +138,7 @@ class _Move:
         return {node: number for number, node in enumerate(self._graph.nodes)}
 
     def _recover(self, here: _Copies, mean: Node) -> None:
-        """Work out what enters the mean from the mean before and after."""
+        """Compute the value entering the mean from the means before and after."""
         moment = self._moment
         last = moment.writes[-1]
         rest: Any = last.args[0]
@@ -156,7 +153,7 @@ class _Move:
             user.replace_input_with(moment.entering, entered)
 
     def _freeze(self, label: NodeInfo) -> Node:
-        """Let the magnitude stay what it stands for; returns what the mean is divided by."""
+        """Keep the corrected magnitude constant. Return the mean's divisor."""
         magnitude = self._moment.magnitude
         assert magnitude is not None, "there is one to freeze"
         last, kept = magnitude.writes[-1], magnitude.state
@@ -185,11 +182,11 @@ class _Move:
 
 
 class _Copies:
-    """Writes operators after a node, one after the other: copies that change nothing in place, and new ones."""
+    """Appends new operators and out-of-place copies after a node."""
 
     def __init__(self, graph: Graph, after: Node, label: NodeInfo) -> None:
         self._graph, self.last, self._label = graph, after, label
-        """`last` is the node after which the next one stands."""
+        """`last` is the node to insert after."""
         self._made: dict[Node, Node] = {}
 
     def call(self, target: Callable[..., Any], *arguments: Any, **keywords: Any) -> Node:
@@ -198,7 +195,7 @@ class _Copies:
         return self.last
 
     def of(self, node: Node, known: Mapping[Node, Node]) -> Node:
-        """Copy a value of an update with all that it follows from there; `known` has others in the place of some."""
+        """Copy a value of an update with its inputs; `known` replaces some of them."""
         if node in known:
             return known[node]
         if node.op != "call_function" or info(node).role is not Role.UPDATE:

@@ -1,4 +1,4 @@
-"""Start every collective as soon as its bucket is complete, and wait as late as the update.
+"""Start every collective once its bucket is complete, and wait just before the update.
 
       %all_gather_1_int4         collective  u8[16]    25.1 us @inter   all_gather(%payload_1, 2, world)
     + %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
@@ -8,15 +8,14 @@
     - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
 
-1. Compute down to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow;
-   where the pool decompresses what arrives last, it is asked to as well, because nothing waits for it here.
-2. The rest of the compute.
-3. Bucket by bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all
-   waits, other ranks' buffers, the commit, the norm, all updates.
+1. Compute up to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow,
+   with the pool's last decompression.
+2. The rest of compute.
+3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all waits,
+   received buffers, the commit, the norm, all updates.
 
-The order follows the plan's schedule alone, so every rank starts its collectives in the same order, whatever its batch;
-the broadcast of buffers goes before all of them or after all of them, as was agreed.
-Updates write parameters in place and come after all compute that reads them.
+The order depends only on the plan's schedule, so all ranks start collectives in the same order; buffers are broadcast
+before or after all of them, as agreed. Updates write parameters in place, so they follow all compute.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def order_for_overlap(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _is_body(node: Node) -> bool:
-    """Forward and backward; the broadcast of buffers starts in the middle of it and stays where it was put."""
+    """Return whether a node belongs to forward or backward, or to the start of the broadcast of buffers."""
     label = info(node)
     if node.op != "call_function":
         return False
@@ -74,7 +73,7 @@ def _is_body(node: Node) -> bool:
 
 
 def _with_results(body: list[Node]) -> list[Node]:
-    """The body, where the results of an operator that has several follow it: no line of a bucket may part them."""
+    """Return the body with each operator's results directly after it."""
     inside = set(body)
     results: dict[Node, list[Node]] = {}
     for node in body:
@@ -96,7 +95,7 @@ def _all_results(node: Node, results: Mapping[Node, list[Node]]) -> Iterator[Nod
 
 
 def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
-    """The body, with the stages of the buckets after the regions where the plan starts them."""
+    """Yield the body, with the buckets' stages after the plan's regions."""
     stages: dict[tuple[int, int], list[Node]] = {}
     for node in nodes:
         label = info(node)
@@ -108,12 +107,12 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
-    ends = [_buffers_leave(body, nodes)]  # and after each bucket's last gradient
+    ends = [_buffers_leave(body, nodes)]  # then the place after each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)
         end = last + 1
-        while end < len(body) and result_of(body[end]) is not None:  # the bucket's last gradient is one of several
+        while end < len(body) and result_of(body[end]) is not None:  # one of several results
             end += 1
         ends.append(max(end, ends[-1]))
 
@@ -127,20 +126,20 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
 
 
 def _starts_early(node: Node, strategy: Strategy) -> bool:
-    """Return whether a line starts during backward, before the last collective for which the main thread waits."""
+    """Return whether a line precedes the last collective that the main thread waits for."""
     stage, is_final = info(node).stage, info(node).stage == len(strategy.collectives)
     return stage < strategy.started_stages and not (is_final and node.target in (H2D, CAST))
 
 
 def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:
-    """No bucket starts before this place: where buffers leave before gradients, they do so on every rank."""
+    """Return the first place for buckets: after an early broadcast of buffers."""
     if not any(info(node).leaves_early for node in nodes):
         return 0
     return max((i + 1 for i, node in enumerate(body) if info(node).role is Role.COLLECTIVE), default=0)
 
 
 def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]:
-    """Group updates by the bucket with which their gradients are complete: the last that holds a part."""
+    """Group updates by the bucket that completes their gradients."""
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.names}
     found: dict[int, list[Node]] = {}
     for node in updates:
@@ -150,7 +149,6 @@ def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]
 
 
 def _reordered(gm: GraphModule, order: list[Node]) -> GraphModule:
-    """Move nodes until they stand in this order."""
     assert len(order) == len(gm.graph.nodes), "an order names every node once"
     for before, node in itertools.pairwise(order):
         before.append(node)

@@ -1,22 +1,20 @@
-"""Compute cheap values of the forward pass again in the backward pass, so that nobody keeps them between the two.
+"""Recompute cheap values of the forward pass in the backward pass, to save memory.
 
     - %mul_3                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %silu)
     + %silu_again             compute     f32[5,4]    aten.silu(%mm)
     + %mul_3                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %silu_again)
       %mul_4                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %mm_1)
 
-It runs where Inductor compiles regions: there an elementwise operator costs about what reading its result would. Inside
-a region Inductor decides this by itself; over borders of regions it cannot.
+Runs where Inductor compiles regions: an elementwise operator costs about as much as reading its result. Inductor does
+the same only inside a region.
 
-A value is computed again if
+A value is recomputed if
 
-1. elementwise operators make it, a few of them, from parameters, from the batch, or from values that stay until then
-   anyway: what it is made of is not kept any longer for it;
-2. backward reads it by elementwise operators and sums alone: a matrix product would have it written to memory again;
-3. neither it nor what it is made of is written in place, and nothing is drawn for it.
+1. a few elementwise operators make it from parameters, the batch, or values that are kept in any case;
+2. backward reads it only in elementwise operators and sums, since a matrix product needs it in memory;
+3. neither the value nor its inputs are written in place or random.
 
-So at no moment more is kept than before. Each copy stands in front of the first node that uses it. Parameters still are
-what forward has read: they change after the last node of backward.
+So memory never increases. Each copy precedes its first user.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from fxcomp.graph.kernels import is_view, memory_of
 from fxcomp.graph.regions import BODY
 
 MOST_OPERATORS = 12
-"""Limit the operators that are called again for one value."""
+"""Most operators recomputed for one value."""
 
 
 def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphModule:
@@ -54,28 +52,27 @@ def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphMod
 
 
 class _Recomputation:
-    """The values of one forward pass that backward computes again."""
+    """The values that backward recomputes."""
 
     def __init__(self, nodes: Sequence[Node], turn: int) -> None:
         self.turn = turn
-        """The place at which backward begins."""
         self._nodes = nodes
         self._place = {node: place for place, node in enumerate(nodes)}
         plain = [node for node in nodes if info(node).role is not Role.UPDATE]
         self._written = {memory_of(place) for node in plain for place in written_nodes(node)}
         self._views: dict[Node, list[Node]] = {}
-        """The nodes that lie in the memory of each value of forward, itself too."""
+        """Nodes that share the memory of each value of forward, itself included."""
         for node in nodes[:turn]:
             self._views.setdefault(memory_of(node), []).append(node)
         self._users = {node: [user for user in node.users if self._place[user] >= turn] for node in nodes[:turn]}
-        """The nodes after forward that use a node."""
+        """Users of each node after forward."""
         self._readers = {value: list(self._readers_of(value)) for value in self._views}
-        """Those that read a value of forward, or a view of it."""
+        """Readers of each value or its views after forward."""
         self._copies: dict[Node, Node] = {}
-        """The copies of values that are computed again, and of those of their views that backward uses."""
+        """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """List what makes a value from what is there when backward first reads it; None where it stays."""
+        """Return the operators that recompute a value when backward first reads it; None if it stays."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None
@@ -90,7 +87,7 @@ class _Recomputation:
         return sorted(found, key=self._place.__getitem__)
 
     def repeat(self, gm: GraphModule, value: Node, operators: Sequence[Node]) -> None:
-        """Let backward compute a value, and use that."""
+        """Recompute a value in backward."""
         own: dict[Node, Node] = {}
 
         def now(node: Node) -> Node:
@@ -111,7 +108,7 @@ class _Recomputation:
                 user.replace_input_with(node, own[node])
 
     def _is_there(self, node: Node, first: int) -> bool:
-        """Return whether backward can read a node's value at a place, and nothing is kept any longer for it."""
+        """Return whether backward can read a value at a place without keeping it longer."""
         if node.op in ("placeholder", "get_attr"):
             return node not in self._written
         if not isinstance(node.meta.get("val"), Tensor):
@@ -145,7 +142,7 @@ _CAST = torch.ops.aten._to_copy.default  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether Inductor computes a value while it computes what reads it."""
+    """Return whether Inductor computes a value inside its readers."""
     target: Any = node.target
     if not compat.is_operator(target) or info(node).role is not Role.COMPUTE:
         return False
@@ -158,7 +155,7 @@ def _casts(node: Node) -> bool:
 
 
 def _reads_elementwise(node: Node) -> bool:
-    """Return whether Inductor computes what a node reads while it computes the node."""
+    """Return whether Inductor computes a node's inputs inside the node's kernel."""
     target: Any = node.target
     if not compat.is_operator(target) or compat.is_in_place(target) or info(node).role not in BODY:
         return False

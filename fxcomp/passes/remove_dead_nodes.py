@@ -1,12 +1,11 @@
-"""Drop every node whose value nobody needs.
+"""Drop every node with an unused value.
 
       %relu  compute  f32[4]  aten.relu(%x)
     - %neg   compute  f32[4]  aten.neg(%x)
     - %exp   compute  f32[4]  aten.exp(%neg)
       output(%relu, ())
 
-Nodes that write in place or draw random numbers stay: eager PyTorch would have written and drawn too. So do the loss
-function's own collectives, and those whose parts differ between ranks: another rank may need the value.
+In-place writes and random draws stay, as in eager PyTorch, and collectives that other ranks may need.
 """
 
 from __future__ import annotations

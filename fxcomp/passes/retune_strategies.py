@@ -1,4 +1,4 @@
-"""Put other parameters of the same compressors into a final graph; the lines stay as they are.
+"""Change parameters of compressors in a final graph, without changing its lines.
 
     - %compress_0         compress    (u8[28], f32[12], f32[0])    topk_compress(%pack_0, %residual_0, [4, 8], 0.3)
     + %compress_0         compress    (u8[16], f32[12], f32[0])    topk_compress(%pack_0, %residual_0, [4, 8], 0.1)
@@ -8,8 +8,8 @@
     + %payload_0          compress    u8[16]                       %compress_0[0]
     + %all_gather_0_topk  collective  u8[32]                       all_gather(%payload_0, 2, world)
 
-Compressors change, and what follows from them: sizes, the cuts of collectives, the order of payloads. A plan that
-differs in more (`Plan.differs_in_parameters_only`) needs the passes from the start.
+Sizes, cuts and the order of payloads follow. Other changes of a plan (`Plan.differs_in_parameters_only`) need all
+passes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def retune_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) 
 
 
 def _lines_by_bucket(gm: GraphModule) -> dict[int, list[Node]]:
-    """List what stands between a bucket's pack and its use, in order."""
     found: defaultdict[int, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is PACK:
@@ -61,7 +60,6 @@ def _lines_by_bucket(gm: GraphModule) -> dict[int, list[Node]]:
 
 
 def _set_compressors(lines: list[Node], route: Route) -> None:
-    """Every line of a slot has the slot's compressor."""
     for node in lines:
         compressor = route.slots[info(node).slot].compressor if route.slots else None
         if compressor is None or node.target not in (

@@ -1,16 +1,15 @@
-"""Multiply gradients by a number that is known when the step runs, while they are packed.
+"""Multiply gradients by a live factor while they are packed.
 
     + %factor  input  f32[]    factor
     - %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0)
     + %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0, factor=%factor)
 
-Whatever the factor is, what is packed is in the unit of the mean gradient, and so is what compression leaves out. A
-sum that is rounded to a gradient's type is multiplied before that: in fp16 it may be too large. One rank alone has no
-packs, and multiplies each gradient:
+Residuals are then in units of the mean gradient. Sums are multiplied before they are rounded, since they may overflow
+fp16. A single rank has no packs and multiplies each gradient:
 
     + %scaled    gradient  f32[4]    aten.mul.Tensor(%sum_1, %factor)  fc.bias
 
-Where a loss has a count, what weighs gradients is multiplied instead.
+For a loss with a count, the gradients' weight is multiplied instead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 
 def scale_gradients(gm: GraphModule, micro_batches: int) -> GraphModule:
     local = gradients(gm)
-    # The mean over micro-batches is made by a factor, but of a loss with a count; a scale is taken off by one.
+    # A factor takes the mean over micro-batches, unless the loss has a count, and undoes a scale.
     is_scaled = has_scale(gm) or (micro_batches > 1 and count_of(gm) is None)
     if not is_scaled or not local:
         return gm

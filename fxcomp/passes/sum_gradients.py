@@ -1,13 +1,12 @@
-"""Add each gradient to the sum of its group of micro-batches; what follows takes the sum.
+"""Add each gradient to the sum of its group of micro-batches.
 
     + %sum_fc_bias  input     f32[4]  sum fc.bias
     - %sum_1        gradient  f32[4]  aten.sum.dim_IntList(%mul_1, [0])     fc.bias
     + %sum_1        compute   f32[4]  aten.sum.dim_IntList(%mul_1, [0])     fc.bias
     + %summed       gradient  f32[4]  aten.add_.Tensor(%sum_fc_bias, %sum_1)  fc.bias
 
-Sums are fp32 at least, and lie in front of everything that is done with gradients. A program that ends a group finds in
-them what the other micro-batches have added; whoever feeds it sets them to zero afterwards. A gradient of a narrower
-type is made of the sum again, so that it travels in its own.
+Sums are at least fp32 and precede all other use of gradients. The caller resets them to zero after a group. A narrower
+gradient is cast back from its sum.
 """
 
 from __future__ import annotations

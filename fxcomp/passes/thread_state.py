@@ -1,4 +1,4 @@
-"""Carry from step to step what compression leaves out, and what else a compressor keeps.
+"""Carry residuals and compressor states from step to step.
 
     + %residual_0         input       f32[12]                    residual 0
     - %compress_0         compress    (u8[16], f32[0], f32[0])   int4_compress(%pack_0, None, [4, 8], 128, False)
@@ -7,16 +7,16 @@
     - output(%mean, ())
     + output(%mean, (), (%left_out_0))
 
-A compressor's state comes in and goes out likewise:
+A compressor's state:
 
     + %state_0       input     i64[4]  compressor state 0
     + %next_state_0  compress  i64[4]  %compress_0[2]
 
-Where the next state is the payload summed over the ranks, that is kept instead:
+A state that is the payload summed over ranks:
 
     + %next_state_0  keep  f32[12]  keep(%state_0, %payloads_0)
 
-In the graph residual and state come in and go out; emitted code lets a fused kernel replace them in place.
+Emitted code lets a fused kernel replace both in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _needs_one(compressor: Compressor) -> bool:
 
 
 def thread_state(gm: GraphModule, surrounds: Callable[[Compressor], bool] = _needs_one) -> GraphModule:
-    """`surrounds` says which compressors get a residual."""
+    """Add residuals for the compressors that `surrounds` selects, and states."""
     carried: list[Node] = []
     for node in [n for n in gm.graph.nodes if _compresses(n)]:
         compressor = compressor_at(node)
@@ -91,7 +91,7 @@ def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> No
 
 
 def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
-    """Before the payload is decompressed: whoever has the mean may look at the state."""
+    """Keep the state before decompression, whose readers may use it."""
     payloads, known = decompress.args[0], info(decompress)
     label = NodeInfo(Role.KEEP, bucket=known.bucket, stage=known.stage, slot=known.slot)
     with gm.graph.inserting_before(decompress):
@@ -99,7 +99,7 @@ def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
 
 
 def _of(gm: GraphModule, compress: Node, role: Role) -> list[Node]:
-    """Find the lines of a role that belong to a compression."""
+    """Return the lines of a role in the same compression."""
     mine = info(compress).bucket, info(compress).slot
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and info(node).role is role]
     return [node for node in nodes if (info(node).bucket, info(node).slot) == mine]

@@ -1,4 +1,4 @@
-"""Divide gradients by the number of elements that the losses of all ranks and micro-batches are sums over.
+"""Divide gradients by the number of elements that the losses of all ranks and micro-batches sum over.
 
       %counted             compute     f64[1]    aten.add_.Tensor(%count, %count_nonzero)
     + %all_reduce_count    count       f64[1]    all_reduce(%counted, sum, world)
@@ -10,9 +10,8 @@
     - %pack_0              pack        f32[4]    pack([%mul], 1.0)
     + %pack_0              pack        f32[4]    pack([%mul], 1.0, factor=%share)
 
-The share is the number of ranks over the count, because what follows takes the mean over the ranks. It is known before
-anything is packed, so what compression leaves out is in the unit of the mean gradient, whatever the count of a step. A
-count of zero makes gradients zero.
+The share is the number of ranks over the count, as the mean over ranks follows. It is applied before compression, so
+residuals are in units of the mean gradient. A count of zero makes gradients zero.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def weigh_gradients(gm: GraphModule, world_size: int) -> GraphModule:
 
 
 def _sum_over_ranks(gm: GraphModule, counted: Node, first: Node) -> Node:
-    """Send the count when it is known, and wait for it before the first gradient is made."""
     label, value = NodeInfo(Role.COUNT), counted.meta["val"]
     with gm.graph.inserting_after(counted):
         what = (counted, "sum", "world")
@@ -49,7 +47,7 @@ def _sum_over_ranks(gm: GraphModule, counted: Node, first: Node) -> Node:
 
 
 def _share(gm: GraphModule, count: Node, world_size: int) -> Node:
-    """Make the factor of all gradients, in fp32; 0 where nothing was counted."""
+    """Compute the factor of all gradients, in fp32; 0 for a count of 0."""
     last = count
 
     def then(target: Any, *arguments: Any, name: str | None = None, **keywords: Any) -> Node:
