@@ -1,4 +1,4 @@
-"""Compare steps of other numbers of micro-batches: what a slow link costs is paid once a step."""
+"""Compare steps with different numbers of micro-batches, which share the communication of one step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
 
 LENGTHS = (1, 2, 4, 8, 16)
-"""The numbers of micro-batches that are compared, beside the one that was asked about."""
+"""Numbers of micro-batches compared, besides the current one."""
 
 SHOWN_FROM = 1.25
-"""Accumulation is worth a table if the dense step takes so many times what it would without communication (assumed)."""
+"""Minimum ratio of the dense step to the step without communication for a table (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
-    """Predict the best dense plan, and this one, after other numbers of backward passes; empty if it hardly matters.
+    """Predict the best dense plan and this plan for different numbers of micro-batches; empty if it hardly matters.
 
-    Each is a number of micro-batches, with the µs for one of them.
+    Each entry is a number of micro-batches and both plans' µs per micro-batch.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches
@@ -38,7 +38,7 @@ def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
 
 
 def accumulation_blocks(rows: Sequence[tuple[int, float, float]], asked: int, digits: int) -> list[Block]:
-    """Write the comparison for people."""
+    """Return the comparison as blocks."""
     cells = [
         (str(number), f"{ms(dense_us, digits)} ms", f"{ms(plan_us, digits)} ms", "now" if number == asked else "")
         for number, dense_us, plan_us in rows

@@ -1,5 +1,4 @@
-"""Write the report for people as sections of text, whatever format shows them: the verdict, what each alternative would
-take, the plan, the timeline, and where the numbers are from."""
+"""Write the report as sections of text, independent of the format: verdict, alternatives, plan, timeline, sources."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE, WORTH_FOLLOWING
 from fxcomp.search.shared_draws import LEAST_GAIN
 
-_LONGEST_PATH = 12  # entries of the critical path
+_LONGEST_PATH = 12  # entries shown of the critical path
 
 
 class Tone(Enum):
@@ -145,7 +144,7 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
 
 
 def _reason(explanation: Explanation) -> str:
-    """Say why the plan is followed: it was measured fastest, or chosen by prediction."""
+    """Return why the plan is followed: measured fastest, or chosen by prediction."""
     choice, raced = explanation.choice, explanation.raced
     if raced is not None and explanation.has_won:
         return f"Measured in a race of {raced.what}: {raced.verdict}."
@@ -181,7 +180,7 @@ def _steps(explanation: Explanation, digits: int) -> Table:
 
 
 def _arithmetic(explanation: Explanation, digits: int) -> str:
-    """The parts of the step, rounded so that the numbers shown add up."""
+    """Return the parts of the step, rounded such that they add up."""
     step = round(explanation.step_us / 1e3, digits)
     parts = {name: round(us / 1e3, digits) for name, us in parts_us(explanation.timeline).items()}
     largest = max(parts, key=lambda name: parts[name])
@@ -194,7 +193,7 @@ _ALWAYS_SHOWN = ("compute", "exposed")
 
 
 def _gap(explanation: Explanation, digits: int) -> list[Block]:
-    """Say how far from the best possible the plan may be, if it was chosen."""
+    """Return how far a chosen plan may be from the best possible."""
     bound_us = explanation.bound_us
     if not bound_us:
         return []
@@ -234,7 +233,7 @@ def _race(raced: Raced, digits: int) -> list[Block]:
 
 
 def _worth_trying(choice: Choice, digits: int) -> Table:
-    """The plans that a running job may race, before it runs."""
+    """List the plans that a running job may race."""
     rows = [
         (each.name, f"{ms(each.step_us, digits)} ms", "" if each.name == DENSE else f"{each.wins:.0%} of draws")
         for each in choice.runners
@@ -269,7 +268,7 @@ def _strategies(explanation: Explanation) -> Table:
 
 
 def _pinned(explanation: Explanation) -> Table:
-    """The patterns that decide something, with their decisions."""
+    """List the patterns that match parameters, with their strategies."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     rows = [
         (rule.pattern, rule.text, mb(sum(sizes[name] for name in names)), members(names))
@@ -283,7 +282,7 @@ def _pinned(explanation: Explanation) -> Table:
 
 
 def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> list[Block]:
-    """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
+    """List each bucket's best other strategy, all else equal; consecutive equal rows are merged."""
     runs: list[tuple[int, int, Sequence[str]]] = []
     shorter: list[Alternative] = []
     for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
@@ -319,7 +318,7 @@ def _difference(longer_ms: float, digits: int) -> str:
 
 
 def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
-    """Name the rule: a compressed plan must save enough, surely enough; else prices of the search are coarse."""
+    """Name the rule: a compressed plan must save enough in enough draws; otherwise the search's prices were inexact."""
     if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
         return (
             f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"
@@ -332,13 +331,12 @@ def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
 
 
 def _collectives(explanation: Explanation) -> list[Block]:
-    """The largest of each kind of collective with its formula, and the bandwidth at which compressing it alone pays."""
+    """List the largest collective of each kind with its formula, and the break-even bandwidths."""
     asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
     return [Table((), formula_lines(*asked)), *break_even_lines(*asked)]
 
 
 def _timelines(explanation: Explanation) -> Timelines:
-    """The dense plan's step above this one's where they were compared, and one that was measured below."""
     return [(track.name, track.timeline) for track in tracks_of(explanation)]
 
 
