@@ -3,10 +3,10 @@
     embedding.weight   38 MB of 60     4 atoms, whole rows each
     fc.weight           2 MB           1 atom
 
-A bucket starts when its last gradient is ready. A single gradient that is most of a model would be one bucket without
-overlap of its stages: the wire is idle while it is compressed. If its stages take S together, the longest M, and one
-more message o, C chunks take S/C + (C-1)/C · M + C · o. Four chunks save three quarters of the possible time, and more
-would slow the search down. The search joins atoms again if messages are expensive.
+A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
+not overlap. If they take S together, the longest M, and one more message o, C chunks take S/C + (C-1)/C · M + C · o.
+Four chunks save three quarters of the possible time; more slow the search down. The search joins atoms again if
+messages are expensive.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LARGE = 4 << 20
 """Bytes below which a gradient is never cut (assumed)."""
 
 LARGE_SHARE = 0.25
-"""Fraction of all bytes below which a gradient is not cut: its stages overlap with those of other buckets."""
+"""Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, with at most MOST chunks."""
+"""Bytes of a chunk, unless it makes more than MOST."""
 
 MOST = 4
 
@@ -35,7 +35,7 @@ GRAIN = 4096
 """Elements. Chunks begin at multiples if rows allow it, so that no compressor's block is cut."""
 
 READ_AT_ONCE = 16
-"""Bytes of the widest aligned CUDA load of one thread."""
+"""Bytes of CUDA's widest load, which must be aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class Atom:
     """A gradient of a workload, or a part of one."""
 
     number: int
-    """Index of the gradient in the workload."""
     extent: range
     gradient: Gradient
     """The whole gradient."""
@@ -63,7 +62,7 @@ class Atom:
 
 
 def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
-    """List the atoms in ready order. A world of one rank has no buckets, and nothing is cut."""
+    """List the atoms in ready order. A world of one rank cuts nothing."""
     limit = math.inf if world_size == 1 else max(LARGE, LARGE_SHARE * workload.dense_bytes)
     return [
         Atom(number, extent, gradient)
@@ -73,10 +72,10 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 
 
 def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
-    """Join the atoms of a bucket into gradients and parts of gradients, each with its range of elements.
+    """Join a bucket's atoms into gradients and parts of gradients, each with its range of elements.
 
-    The part with the last element bears the update and the copy that joins all parts. Parts whose size is no multiple
-    of 16 bytes come last, so that they do not misalign the loads of others.
+    The part with the last element bears the update and the copy that joins all parts. Sizes that are no multiple of 16
+    bytes come last, to keep the others aligned.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):
@@ -89,7 +88,7 @@ def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
 
 
 def _rows(gradient: Gradient) -> list[range]:
-    """Cut a gradient into chunks of whole rows; vectors are not cut."""
+    """Cut a matrix into chunks of whole rows."""
     if gradient.is_vector:
         return [range(gradient.elements)]
     rows, row = gradient.shape[0], math.prod(gradient.shape[1:])

@@ -1,22 +1,21 @@
 """Prove a lower bound on the step of every plan of a workload.
 
-Let a bucket with strategy o and n elements occupy stream s for at least a(o,s) + n r(o,s) (lines of `least_work`). For
-any buckets, and however processors are shared (sharing only slows work down):
+A bucket with strategy o and n elements occupies stream s for at least a(o,s) + n r(o,s) (see `least_work`). For any
+buckets, and any sharing of processors, which only slows work down:
 
-- compute runs backward, every update and its part of all buckets one after another. The step takes at least
+- compute runs backward, all updates and its part of all buckets in sequence. The step takes at least
   backward + updates + a + Σ n r: at least one bucket pays a, and each element pays r of its strategy;
-- a bucket launches when its last gradient is ready. So any other stream starts work for gradients k and later after k
-  is ready, and the step takes at least ready(k) + a + Σ n r over these gradients + the tail. The tail is compute's work
-  after the last collective: buckets' tails run in order, so the last gradient's tail follows all of them.
+- buckets launch when their last gradient is ready, so other streams start work for gradients from k on after k is
+  ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute's work after the last
+  collective. Buckets' tails run in order, so the last gradient's tail follows all of them.
 
-The step is at least every mean of these sums, with weights λ that add up to 1. In a mean every element pays
-Σ λ(s) r(o,s), which is least if each has the strategy that is cheapest in this mean. A plan must also keep its squared
-error below a budget E. For any price μ >= 0 of error, the mean is at least
-Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for bursts. All λ, μ and k give a bound; the largest
-found by a numerical search is returned. The step is also at least each gradient's own path from its ready time.
+The step is at least any mean of these sums, with weights λ that add up to 1. In a mean every element pays
+Σ λ(s) r(o,s), which is least for the strategy that is cheapest in this mean. The squared error must stay below a
+budget E: for any price μ >= 0 of error, the mean is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and
+likewise for bursts. All λ, μ and k give a bound; a numerical search looks for the largest. The step is also at least
+each gradient's own path from its ready time.
 
-A plan here is any plan that `choose` may make: whole gradients, or parts of large ones, in buckets with the strategies
-that the mode allows for their content.
+A plan is any that `choose` may make: gradients, or parts of large ones, in buckets with the strategies of the mode.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
 
-_FIRSTS = 8  # numbers of k: first gradients whose streams' work is summed
-_STEPS = 8  # steps of the search for one weight
-_MOST_KINDS = 24  # kinds of gradients up to which pairs of strategies are compared
+_FIRSTS = 8  # number of values of k
+_STEPS = 8  # search steps per weight
+_MOST_KINDS = 24  # most kinds of gradients for which pairs of strategies are compared
 _ROUNDING = 1e-9
-"""Relative decrease of the bound for rounding errors."""
+"""Relative margin for rounding errors."""
 
 
 def bound_us(
     workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
 ) -> float:
-    """Return a lower bound on the step of every plan, in µs; at least the step without communication."""
+    """Return a lower bound on every plan's step, in µs; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
         return workload.free_us
     losses = Losses(workload.gradients, cluster)
@@ -76,7 +75,7 @@ class _BoundKind:
 
 
 class _Bound:
-    """The workload's sums as a function of the weights."""
+    """The sums as functions of the weights."""
 
     def __init__(
         self, workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, bursts: float, pinned: Pinned
@@ -110,7 +109,6 @@ class _Bound:
         self.after_us = self._after_us()
 
     def best_us(self) -> float:
-        """Search for the weights with the highest bound."""
         best = self._path_us()
         for first in self._firsts():
             sums = _BoundSums(self, first)
@@ -161,7 +159,7 @@ class _Bound:
         return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
     def _of_any(self, kind: ElementType) -> list[Least]:
-        """Bound each strategy's fixed work, which is the same for every gradient of a type."""
+        """Bound each strategy's fixed work, which is the same for all gradients of a type."""
         of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
         gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
@@ -170,7 +168,7 @@ class _Bound:
         return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
 
     def _after_us(self) -> float:
-        """Bound compute's work after the last collective: the last gradient's tail and the updates after it."""
+        """Bound compute's work after the last collective: the last gradient's tail and updates."""
         last = len(self.elements) - 1
         is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
         gradient = self.workload.gradients[last]
@@ -180,7 +178,7 @@ class _Bound:
         return float(tail_us) + self._update_us(last)
 
     def _path_us(self) -> float:
-        """Bound the path of each gradient alone, or of one element if it may be cut, up to its update."""
+        """Bound the path of each gradient, or of one element if it may be cut, to its update."""
         best = 0.0
         for kind in self.kinds:
             fixed, rates = self.fixed.sum(axis=1)[kind.is_allowed], kind.rates.sum(axis=1)[kind.is_allowed]
@@ -191,14 +189,14 @@ class _Bound:
         return best
 
     def _update_us(self, number: int) -> float:
-        """Return the time of the work that must follow a gradient's arrival."""
+        """Return the time of the work after a gradient's arrival."""
         workload = self.workload
         if workload.updates_wait:
             return workload.finish_us + sum(gradient.update_us for gradient in workload.gradients)
         return workload.gradients[number].update_us
 
     def _firsts(self) -> list[int]:
-        """Choose values of k: the first gradient, and those after equal shares of all elements."""
+        """Choose values of k: the first gradient, and those after equal shares of the elements."""
         total, found = self.elements.sum(), [0]
         gone = 0.0
         for number, elements in enumerate(self.elements):
@@ -209,11 +207,11 @@ class _Bound:
 
 
 _ERROR, _BURSTS = -1, -2
-"""Keys of the two prices, next to the streams' numbers."""
+"""Keys of the two prices; streams have numbers from 0."""
 
 
 class _BoundSums:
-    """The bound by weights, for one k."""
+    """The bound as a function of the weights, for one k."""
 
     def __init__(self, bound: _Bound, first: int) -> None:
         self.bound = bound
@@ -228,7 +226,7 @@ class _BoundSums:
             self.rows.append((float(before), float(after), kind.rates, kind.is_allowed))
 
     def us(self, weights: dict[int, float]) -> float:
-        """Return the bound. Streams' weights are relative to compute's weight of 1."""
+        """Return the bound. Streams' weights are relative to compute's, which is 1."""
         bound = self.bound
         whole = 1.0 + sum(weights[stream] for stream in bound.used)
         full = np.zeros(len(STREAMS))
@@ -253,7 +251,7 @@ class _BoundSums:
         return float(us) + _cheapest(fixed, later, np.array(counts))
 
     def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
-        """Search for the best value of one weight, in the logarithm, coarse to fine."""
+        """Search one weight, on a logarithmic scale, coarse to fine."""
 
         def at(value: float) -> float:
             return self.us({**weights, name: value})
@@ -271,8 +269,7 @@ class _BoundSums:
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
     """Bound the cost of `counts` elements of each kind for any set of strategies in use.
 
-    Each strategy in use pays its fixed part at least once. With three or more strategies, at least the three lowest
-    fixed parts are paid, and every element pays at least the lowest rate.
+    Each strategy in use pays its fixed part at least once; three or more pay at least the three lowest.
     """
     least = float(counts @ rates.min(axis=1))
     one = float((fixed + counts @ rates).min())
@@ -288,7 +285,6 @@ def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
 
 
 def _refine(at: Callable[[float], float], best: float, value: float) -> tuple[float, float]:
-    """Search to the left and right with shrinking steps."""
     step = 2.0
     for _ in range(_STEPS):
         for tried in (value * step, value / step):

@@ -1,13 +1,11 @@
 """Choose a strategy for each module that fully_shard scatters: dense or compressed.
 
-A module's gradients stay together, so there are no buckets to choose. A module's own time is the sum of packing,
-compressing, the collective and decompressing. On a GPU the modules share one wire with the all_gather of their
-parameters, and compute overlaps:
+A module's gradients stay together, so there are no buckets to choose. Its own time is the sum of packing, compressing,
+the collective and decompressing. On a GPU the modules share one wire with the all_gather of parameters:
 
     end_k = max(ready_k, end_{k-1}) + own_k          the step is as long as the last end
 
-With gloo a rank waits for each module, so all own times add to compute. Strategies end with shards, from which
-fully_shard gathers parameters.
+With gloo a rank waits for each module, so own times add to compute. Strategies end with shards.
 """
 
 from __future__ import annotations
@@ -35,25 +33,21 @@ from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.workload import Gradient, Workload, content_of
 
 SCATTERED = Strategy.scattered(None)
-"""Dense reduce_scatter."""
 
 _BF16 = Strategy.scattered(BF16())
 
 _ROUNDS = 3
-"""Passes over all modules (assumed: two are enough in practice)."""
+"""Passes over all modules (assumed: two are enough)."""
 
 
 def can_scatter(compressor: Compressor) -> bool:
-    """Return whether a compressor works on any part of a gradient: no agreement, no state, no whole matrix."""
+    """Return whether a compressor works on any part of a gradient: no agreement, state or whole matrix."""
     facts = compressor.facts
     return facts.agreement is None and not compressor.has_state and not facts.needs_whole_parameters
 
 
 def scattered(compressor: Compressor | None) -> Strategy:
-    """Return the strategy that compresses gradients while they are scattered.
-
-    Raise BadPlan for a compressor that cannot work on parts.
-    """
+    """Return the strategy that compresses scattered gradients. Raise BadPlan if the compressor cannot work on parts."""
     if compressor is not None and not can_scatter(compressor):
         raise BadPlan(
             f"{compressor} cannot compress what fully_shard scatters: it needs whole parameters, a memory of its own or"
@@ -63,9 +57,9 @@ def scattered(compressor: Compressor | None) -> Strategy:
 
 
 def scattered_by(text: str) -> Strategy:
-    """Parse a user's strategy for a module: `dense`, a compressor, or the full strategy. Raise BadPlan for others.
+    """Parse a module's strategy: `dense`, a compressor, or the full strategy. Raise BadPlan for others.
 
-    Plans of an earlier fxcomp gathered what they had reduced, which fully_shard now does. They are accepted.
+    Plans of an earlier fxcomp that gathered the reduced gradients are accepted: fully_shard gathers now.
     """
     named = strategy_named(text)
     found = scattered(named.compressor)
@@ -79,7 +73,7 @@ def scattered_by(text: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTime:
-    """Time of a module's gradients, in µs, predicted or measured."""
+    """Predicted times of a module's gradients, in µs."""
 
     ready_us: float
     """Compute time until they are ready."""
@@ -100,7 +94,6 @@ def module_times(
 
 
 def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Cluster, *, overlaps: bool) -> list[Task]:
-    """Return the tasks of a step with these module times."""
     stream = wire_of(Level.WORLD, cluster.hosts) if overlaps else Stream.COMPUTE
     tasks: list[Task] = []
     done_us = 0.0
@@ -116,9 +109,9 @@ def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Clust
 def choose_by_module(
     workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, terms: Terms, *, overlaps: bool
 ) -> Choice:
-    """Choose a strategy for each module, in ready order, such that the step is shortest within the terms.
+    """Choose each module's strategy, such that the step is shortest within the terms.
 
-    `overlaps`: compute continues during collectives. Raise BadOption for pins that contradict each other.
+    `overlaps`: compute continues during collectives. Raise BadOption for contradictory pins.
     """
     return _Search(workload, modules, costs, cluster, terms, overlaps=overlaps).choice()
 
@@ -149,7 +142,7 @@ class _Pricing:
 
 
 class _Search:
-    """The strategies that each module may have, with their times and errors."""
+    """Each module's allowed strategies, with times and errors."""
 
     def __init__(
         self,
@@ -185,7 +178,7 @@ class _Search:
         return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
 
     def _pinned(self, members: Sequence[Gradient]) -> Strategy | None:
-        """Return the pinned strategy of a module. A pin on any of its parameters applies to the whole module."""
+        """Return the pinned strategy of a module; a pin on a part applies to all of it."""
         rules = {rule.text: each.name for each in members if (rule := self._terms.pins.rule_for(each.name))}
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
@@ -220,7 +213,6 @@ class _Search:
         )
 
     def _with_pins(self, strategy: Strategy) -> list[Strategy]:
-        """Give the strategy to every module that is not pinned."""
         return [offered[0] if len(offered) == 1 else strategy for offered in self._offered]
 
     def _plan(self, strategies: Sequence[Strategy]) -> Plan:
@@ -248,7 +240,7 @@ class _Search:
         return best
 
     def _gentler(self, best: list[Strategy]) -> list[Strategy]:
-        """Give each module the strategy with the smallest error that does not lengthen the step."""
+        """Minimise each module's error without lengthening the step."""
         best_us = self._step_us(best)
         for k in sorted(range(len(best)), key=lambda k: self._own_us[k][SCATTERED]):
             for strategy in sorted(self._offered[k], key=lambda strategy: self._lost(k, strategy)):
@@ -273,7 +265,7 @@ class _Search:
         return self._losses.of(strategy, [self._places[gradient.name] for gradient in self._members[number]])
 
     def _is_allowed(self, strategies: Sequence[Strategy]) -> bool:
-        """Return whether a plan keeps the error and bursts of the terms; pins alone may exceed them."""
+        """Return whether a plan keeps the limits of error and bursts; pins alone may exceed them."""
         free = [k for k, offered in enumerate(self._offered) if len(offered) > 1]
         lost = math.fsum(self._lost(k, strategies[k]) for k in range(len(strategies)))
         bursts = sum(self._modules[k].elements for k in free if is_bursty(strategies[k], self._cluster))

@@ -37,12 +37,12 @@ from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
 _PRICED = 3  # plans priced exactly
-_IN_FULL = 2  # searches run with one cell per atom, if cells are not joined
+_IN_FULL = 2  # searches run in full, if cells are not joined
 _NEAR = 0.02  # relative: slower searches are not run in full
-_FAR = 0.1  # relative: bf16 everywhere is not priced exactly if it is slower by more; above any rounding error
+_FAR = 0.1  # relative: bf16 everywhere is not priced exactly if slower by more; above rounding errors
 _UNIFORM = 4  # uniform plans offered to the race
 _ALTERNATIVES = 24  # alternatives in all, at least one per bucket
-_FLIP_RATIO = 1.2  # ratio of the bounds at which bisection stops: predictions are no more precise
+_FLIP_RATIO = 1.2  # precision of the bisection, as a ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,13 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen plan and the predicted steps of the compared plans, in µs."""
+    """The chosen plan, the compared plans, and their predicted steps in µs."""
 
     plan: Plan
     step_us: float
     dense: Plan
     dense_us: float
     fastest: Plan
-    """The plan with the shortest predicted step, chosen or not."""
     fastest_us: float
     bf16_us: float
     """bf16 everywhere, in one shot or hierarchical, whichever is faster."""
@@ -75,13 +74,13 @@ class Choice:
     runners: tuple[Runner, ...] = ()
     """Plans that a running job may race, the shortest predicted step first."""
     pins: Pins = NO_PINS
-    """Strategies pinned by the user. Every compared plan has them, dense and bf16 too."""
+    """Strategies pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
-    """Comparison of exchanging gradients and momenta; None if only gradients were considered."""
+    """Comparison of exchanging gradients and momenta; None without one."""
 
     @property
     def stays_dense(self) -> bool:
-        """Whether the chosen plan compresses nothing except pinned parameters."""
+        """Whether the chosen plan compresses only pinned parameters."""
         return self.pins.leaves_dense(self.plan)
 
     @property
@@ -91,7 +90,7 @@ class Choice:
 
     @property
     def wins(self) -> float:
-        """Fraction of the draws of cost errors in which the fastest plan beats the best dense one."""
+        """Fraction of draws of the cost errors in which the fastest plan beats the best dense one."""
         return next((each.wins for each in self.runners if each.plan == self.fastest), 0.0)
 
     @property
@@ -118,7 +117,6 @@ class Choice:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Choice:
-        """Build a choice from `to_json`'s data."""
         plans = {name: Plan.from_json(data[name]) for name in ("plan", "dense", "fastest")}
         others = tuple(
             tuple(Alternative(Strategy.parse(text), us) for text, us in bucket) for bucket in data["alternatives"]
@@ -143,7 +141,7 @@ class Choice:
 
 @gc_paused()
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
-    """Choose a plan. A mode stands for the default terms of that mode.
+    """Choose a plan. A mode stands for its default terms.
 
     Every compared plan has the pinned strategies; the "dense" plan compresses nothing else.
     """
@@ -177,7 +175,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield uniform plans and their steps, fastest first, each losing less than every faster plan."""
+    """Yield uniform plans and their steps, fastest first, each with a smaller error than all before."""
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
@@ -197,7 +195,7 @@ class Best:
 
 
 def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
-    """Return the fastest plan of several searches, by exact prices of the best few. No uniform plan is faster."""
+    """Return the fastest plan of several searches. No uniform plan is faster."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
     best_us = ends[0][0][0].value.us
@@ -208,7 +206,7 @@ def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
     ]
     others = sorted(((each, search) for found, search in ends for each in found), key=lambda pair: pair[0].value)
     others = others[: _PRICED - 1]
-    if not dense_only:  # the search's prices may rank close plans wrongly
+    if not dense_only:  # close plans may be ranked wrongly
         bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
         others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
     best = min((_priced(*each) for each in (*carried_on, *others)), key=attrgetter("step_us"))
@@ -224,7 +222,7 @@ def _priced(found: Found, search: PlanSearch) -> Best:
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
-    """Return each bucket's best other strategies, the other buckets unchanged. Steps differ by the search's prices."""
+    """Return each bucket's best other strategies, all else equal, by the search's prices."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us
     return tuple(
@@ -241,8 +239,7 @@ def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluste
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
     """Build a plan of one compressor or strategy (`dense`, `bf16`, `int8`, ...), in buckets of the best size.
 
-    A compressor is exchanged in one shot over all ranks. Vectors stay dense where balanced mode would not compress
-    them.
+    A compressor is exchanged in one shot. Vectors stay dense where balanced mode would not compress them.
     """
     strategy = strategy_named(name)
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
@@ -253,7 +250,7 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
 
 
 def bf16_everywhere(prices: StepPrices, pins: Pins = NO_PINS) -> Plan:
-    """Build the fastest plan of bf16 everywhere except for pins, in one shot or hierarchical."""
+    """Build the fastest plan of bf16 everywhere except for pins."""
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     bf16 = _bf16_strategies(cluster, offload=offload) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
@@ -273,7 +270,6 @@ def _bf16_strategies(cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]
 
 
 def _bf16_numbers(search: PlanSearch) -> list[int]:
-    """Return the numbers of the bf16 strategies that any bucket of the search may have."""
     bf16 = _bf16_strategies(search.prices.cluster, offload=search.prices.costs.offloads)
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
@@ -283,9 +279,9 @@ def flip_gbit(
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is compressed.
 
-    Return None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Collectives are priced by the cluster's links, not
-    by live measurements, and plans are searched with low effort. `choice`, the verdict at the cluster's own bandwidth,
-    is never contradicted.
+    Return None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Prices come from the cluster's links, not from
+    live measurements, and plans are searched with low effort. `choice`, the verdict at the current bandwidth, is never
+    contradicted.
     """
     costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)
     searches = searches_of(StepPrices(workload, costs, cluster), terms)

@@ -16,41 +16,39 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""Number of steps over which the cost of a race is judged."""
+"""Steps over which the cost of a race is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raced:
-    """Result of a finished race."""
+    """A finished race."""
 
     runners: tuple[Runner, ...]
-    """In the order of their first turns; the plan of the first one was in force."""
+    """In the order of their first turns, the plan in force first."""
     winner: int
-    """Index of the winning runner."""
     first_step: int
     last_step: int
-    """Number of steps done at the end of the race."""
+    """Steps done at the end of the race."""
     cost_ms: float
-    """Time of the timed steps in excess of the winner's time for as many steps, in ms."""
+    """Time beyond the winner's for as many steps, in ms."""
 
     @property
     def stays(self) -> Runner:
-        """The winning runner."""
         return self.runners[self.winner]
 
     @property
     def when(self) -> str:
-        """Steps of the race, counted from 0: `steps 2 to 21`."""
+        """`steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """Number of plans: `3 plans`, or `2 plans at the momentum`."""
+        """`3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property
     def share(self) -> float:
-        """Cost as a fraction of the first thousand steps of the winner."""
+        """Cost as a fraction of the winner's first thousand steps."""
         ms = self.stays.measured_ms
         return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
 
@@ -66,7 +64,7 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed`, and why if another was faster."""
+        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(
@@ -98,7 +96,7 @@ class Raced:
 
 
 def _as_json(runner: Runner) -> dict[str, Any]:
-    """Convert a runner to JSON; the plan is given by its digest."""
+    """Convert a runner to JSON, with its plan's digest."""
     return {
         "name": runner.name,
         "plan": runner.plan.digest,
@@ -122,19 +120,16 @@ class Decision:
     costs: CostTable
     workload: Workload
     choice: Choice | None = None
-    """Comparison of plans; None if the plan was given."""
+    """None if the plan was given."""
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
-    """Whether this is the dense plan of the timed steps, before the plan is chosen."""
+    """Whether this is the dense plan of the steps that are timed before choosing."""
     is_remembered: bool = False
-    """Whether the costs come from an earlier job; the first steps check them."""
+    """Whether an earlier job's costs are used; the first steps check them."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
-        """Return the bandwidth between hosts at which the verdict changes, in Gbit/s; None if there is none.
-
-        The search takes about a second; its result is cached.
-        """
+        """Return the bandwidth between hosts at which the verdict changes, in Gbit/s, or None. The result is cached."""
         if self.choice is None or cluster.hosts == 1:
             return None
         if not self._flips:
@@ -144,15 +139,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlanMove:
-    """One adaptation of the plan, or the decision not to change it: plain data, equal on all ranks."""
+    """An adaptation of the plan, or the decision against it: plain data, equal on all ranks."""
 
     step: int
     why: str
     error: tuple[float, float]
-    """Before and after, by the errors known at that step."""
+    """Before and after, by the errors known then."""
     limit: float
     step_us: tuple[float, float]
-    """Predicted steps before and after, in µs."""
+    """Predicted, before and after."""
     changes: tuple[str, ...]
     """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 

@@ -1,4 +1,4 @@
-"""Price a whole job, stage by stage, to compare exchanging gradients with exchanging momenta.
+"""Price whole jobs, stage by stage, to compare exchanging gradients and momenta.
 
 gradients   1 stage                     steps * step
 momenta     warm-up, then the plan      warm * warm-up's step + (steps - warm) * step
@@ -29,14 +29,13 @@ class Stretch:
 
 
 def stretches(stages: Mapping[int, Plan], steps: int, price: Callable[[Plan], float]) -> list[Stretch]:
-    """Cut a job of `steps` steps where its stages begin, and price each stage's step."""
+    """Cut a job into stages, and price each stage's step."""
     ends = [*list(stages)[1:], steps]
     cut = [(plan, min(end, steps) - first) for (first, plan), end in zip(stages.items(), ends, strict=True)]
     return [Stretch(plan, count, price(plan)) for plan, count in cut if count > 0]
 
 
 def job_us(found: Sequence[Stretch]) -> float:
-    """Return the time of all steps."""
     return sum(each.us for each in found)
 
 
@@ -50,33 +49,30 @@ def long(us: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Predicted time of a job with the fastest plan for gradients, and with the fastest for momenta."""
+    """Predicted time of a job with the fastest plan for gradients, and for momenta."""
 
     steps: int
     gradients_us: float
     momenta_us: float
     pays_from: int | None
-    """Number of steps from which momenta make the job shorter; None if never."""
+    """Steps from which momenta make the job shorter; None if never."""
 
     @property
     def pays(self) -> bool:
-        """Whether momenta make this job shorter."""
         return self.momenta_us < self.gradients_us
 
     @property
     def reason(self) -> str:
-        """Comparison of both times as a sentence."""
         both = f"{long(self.momenta_us)} by exchanging momenta and {long(self.gradients_us)} by gradients"
         since = "no job is shorter by it" if self.pays_from is None else f"it pays from {self.pays_from:,} steps on"
         return f"a job of {self.steps:,} steps is predicted to take {both}; {since}"
 
 
 LONGEST = 10_000_000
-"""Maximum number of steps that is searched."""
 
 
 def first_that_pays(pays: Callable[[int], bool]) -> int | None:
-    """Return the smallest number of steps for which `pays` holds; None above LONGEST. `pays` must be monotonic."""
+    """Return the smallest number of steps that pays; None above LONGEST. `pays` must be monotonic."""
     high = 1
     while not pays(high):
         high *= 2

@@ -1,11 +1,11 @@
 """Bound the work of a bucket from below by lines: a fixed part plus a part per element.
 
-Every task's price is a non-decreasing function of a size, linear between its breaks, or the minimum of such functions.
-A line through its value at the largest possible size that lies below it at every break is below it everywhere: a + r x
-with a >= 0. Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A
-shard may be one grain smaller than its share, which is subtracted from a.
+Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. A line through the
+value at the largest size that lies below the price at every break is below it everywhere: a + r x with a >= 0. Sizes
+are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one grain
+smaller than its share, which is subtracted from a.
 
-The bound omits optional work: copies to the host, casts, turns, and the tasks of commits.
+The bound omits copies to the host, casts, turns, and the tasks of commits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 
-_CANONICAL = ((1 << 15, 1 << 15),) * 16  # so large that rounding up hardly counts
-_ROUNDED = 8  # upper bound of the grains by which a shard is rounded up
+_CANONICAL = ((1 << 15, 1 << 15),) * 16  # rounding up hardly counts
+_ROUNDED = 8  # most grains by which a shard is rounded up
 _JUST_BELOW = 1 - 1e-9  # for a break's price before its jump
 
 STREAMS = tuple(Stream)
@@ -34,13 +34,12 @@ _CPU, _ARRIVING = STREAMS.index(Stream.CPU), STREAMS.index(Stream.CPU_ARRIVING)
 
 @dataclass(frozen=True)
 class Least:
-    """The least work of a bucket with one strategy, in µs, by stream."""
+    """Least work of a bucket with one strategy, in µs, by stream."""
 
     fixed_us: tuple[float, ...]
-    """For any bucket."""
     us_per_element: tuple[float, ...]
     tail_us: float
-    """The part of compute's work after the last collective, for any bucket."""
+    """Part of compute's work after the last collective."""
     tail_us_per_element: float
 
 
@@ -68,7 +67,7 @@ class LeastWork:
     costs: CostTable
     cluster: Cluster
     elements: int
-    """Elements of all gradients, the largest possible bucket."""
+    """Elements of all gradients."""
     itemsize: int = 4
     """Largest bytes per element."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])
@@ -78,7 +77,7 @@ class LeastWork:
     ) -> Least:
         """Bound buckets of a type with this strategy; `shape` is the gradient's, if payloads depend on it.
 
-        Proposals of a gradient that may be cut count as empty: its parts may be too small for any.
+        A gradient that may be cut has no proposals: its parts may be too small.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -96,7 +95,7 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Sums the bounds of a bucket's lines; `_BOUNDS` has the kinds of lines that count."""
+    """Sums the bounds of a bucket's lines, of the kinds in `_BOUNDS`."""
 
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
@@ -108,7 +107,7 @@ class _LeastWorkWriter:
         self.leading = strategy.leading_splits
         """The remaining splits that may cut anywhere."""
         self.short = 0
-        """Elements by which a rank's shard may be smaller than its share."""
+        """Elements by which a shard may be smaller than its share."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
 

@@ -2,8 +2,8 @@
 
     lost = weight · error, of each gradient        weight = its squares · all elements / all squares
 
-Weights add up to the number of elements, so limits and errors of plans are in elements, with or without a table.
-Without a table every element weighs the same. A part of a gradient has the weight of its fraction of the elements.
+Weights add up to the number of elements, so limits and errors of plans are in elements. Without a table every element
+weighs the same; a part of a gradient weighs its fraction of the elements.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from fxcomp.search.atoms import Atom
 from fxcomp.search.workload import Gradient
 
 Numbers = Any
-"""A numpy array of fp64."""
 
 
 class Losses:
-    """Error of each strategy on each gradient, cached by strategy."""
+    """Errors of strategies on gradients, cached by strategy."""
 
     def __init__(self, gradients: Sequence[Gradient], cluster: Cluster, table: ErrorTable = ASSUMED) -> None:
         self._names = [gradient.name for gradient in gradients]

@@ -1,6 +1,6 @@
 """Put pinned gradients into strands of their own, with the strategies of their rules.
 
-Their error counts toward the mode's limit. If they alone exceed it, everything else stays dense.
+Their error counts toward the limit. If they alone exceed it, everything else stays dense.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Pinned:
     bursting: float = 0.0
     """Largest number of their elements under bursty strategies."""
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
-    """By the gradient's name."""
 
     @classmethod
     def of(cls, pins: Pins, workload: Workload, cluster: Cluster, losses: Losses, *, offload: bool = True) -> Pinned:
@@ -69,7 +68,7 @@ class Pinned:
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits of error and bursts, in elements; at least the amounts of pins alone."""
+        """Return a plan's limits, in elements; at least the error and bursts of pins alone."""
         bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 

@@ -5,7 +5,7 @@
     backward                                        the rest of backward, after every launch
     decompress 0, update 0, update 1                after the last collective, bucket by bucket
 
-The launch order is `Plan.schedule()`, as in the emitted code.
+Launches follow `Plan.schedule()`, as in the emitted code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDING_US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BucketTasks:
-    """The tasks of one bucket: the stages that start during backward, the tasks after them, and the update."""
+    """A bucket's tasks: stages started during backward, later tasks, and the update."""
 
     stages: tuple[tuple[Task, ...], ...]
     final: tuple[Task, ...]
@@ -44,16 +44,12 @@ class BucketTasks:
 
 
 class StepPrices:
-    """Prices of one workload's plans, by one cost table on one cluster.
-
-    `step_us` simulates a plan's exact tasks. `curves` gives prices over sizes, for a search. Buckets and curves are
-    cached.
-    """
+    """Cached prices of one workload's plans: exact by simulation, or as curves over sizes for a search."""
 
     def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.broadcast = self._broadcast()
-        """Broadcast of buffers, without its predecessors; None if there is none."""
+        """Without predecessors; None without buffers."""
         self._writer = BucketWriter(workload, costs, cluster)
         self._buckets: dict[tuple[int, Bucket, float, int], BucketTasks] = {}
         self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
@@ -70,7 +66,7 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Trace prices up to a size. A collective has three curves if processors are shared, everything else one."""
+        """Trace prices up to a size. A collective has three curves if processors are shared, else one."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]
@@ -80,7 +76,7 @@ class StepPrices:
         return known
 
     def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
-        # A cut gradient is updated with one of its parts; the plan's other buckets determine which one.
+        # A cut gradient is updated with one part; the plan's other buckets determine which.
         updates_us, joined = sum(each.update_us for each in members), sum(each.joined_bytes for each in members)
         key = k, bucket, updates_us, joined
         tasks = self._buckets.get(key)
@@ -128,12 +124,12 @@ def ready_times(workload: Workload, plan: Plan) -> list[float]:
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Return the task in which the host launches a step; empty if the host computes. No task waits for it."""
+    """Return the task of launching a step on a device, for which no task waits."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 
 def region_tasks(ready_us: Sequence[float]) -> list[Task]:
-    """Return the compute tasks that end at each bucket's last gradient."""
+    """Return the compute tasks up to each bucket's last gradient."""
     tasks: list[Task] = []
     done_us = 0.0
     for k, ready in enumerate(ready_us):
@@ -185,7 +181,7 @@ def assemble(
 
 
 def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
-    """Cut a region in two. The second part keeps the name, because other tasks wait for its end."""
+    """Cut a region in two. The second part keeps the name: other tasks wait for its end."""
     first_us = max(0.0, min(first_us, region.duration_us))
     head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
     return head, Task(region.name, region.stream, region.duration_us - first_us)
@@ -205,7 +201,6 @@ def _after(task: Task, before: Task) -> Task:
 
 
 def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
-    """List the gradients, or parts of gradients, of each bucket."""
     by_name, parts = {gradient.name: gradient for gradient in workload.gradients}, plan.parts
     completed_in: dict[str, int] = {name: plan.bucket_of(name) for name, each in parts.items() if len(each) > 1}
     found: list[list[Gradient]] = []
@@ -223,7 +218,7 @@ def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
 
 
 class BucketWriter:
-    """Writer of the tasks of a workload's buckets, line by line; `_TASKS` maps each kind of line to its method."""
+    """Writer of buckets' tasks, line by line; `_TASKS` maps kinds of lines to methods."""
 
     def __init__(self, workload: Workload, prices: Prices, cluster: Cluster) -> None:
         self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
@@ -250,14 +245,14 @@ class BucketWriter:
         awaited = self.lines[number - 1][-1] if number else None
         if awaited is None or awaited.stream is Stream.CPU:  # the pool waits
             first = []
-        else:  # the main thread blocks until the previous wire is done
+        else:  # the main thread blocks until the wire is done
             first = [self._task(f"wait for {_name_of(awaited)}", Stream.COMPUTE, 0.0)]
         return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
         """Return the tasks after the last collective, if no stage has them, and the copy back to the device.
 
-        The main thread requests them when it has nothing left to launch.
+        The main thread requests them after its last launch.
         """
         lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
@@ -293,10 +288,10 @@ class BucketWriter:
         if not self.commits or not leg.compressor.has_state:
             return []
         us = self.prices.pack_us(self._state_size(leg))
-        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # the current state, without waiting for the bucket
+        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # the current state
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
-        """Save a payload that is summed in place, which rolling back a residual needs."""
+        """Save a payload that is summed in place, for rolling back a residual."""
         leg = line.encode
         if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
@@ -313,7 +308,6 @@ class BucketWriter:
         return [self._task("decompress", line.stream, us)]
 
     def send(self, line: BucketLine) -> list[Task]:
-        """Return the tasks that start a collective and run it."""
         leg = line.send
         if leg.ranks == 1:
             return []
@@ -325,14 +319,14 @@ class BucketWriter:
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
-        """Make a task after the bucket's previous task."""
+        """Return a task after the bucket's previous one."""
         load = self.prices.pool_load if stream in POOL else 0.0
         task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task
 
     def _named(self, what: str) -> str:
-        """Name a task by the bucket, with a count after the first word if repeated."""
+        """Name a task by the bucket, with a count if repeated."""
         self.names[what] += 1
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"
@@ -364,5 +358,4 @@ _TASKS: dict[LineKind, Callable[[BucketWriter, BucketLine], list[Task]]] = {
 
 
 def _name_of(line: BucketLine) -> str:
-    """Return a collective's name in timelines."""
     return line.kind.value if line.kind is LineKind.AGREE else line.send.kind.value

@@ -1,4 +1,4 @@
-"""The input of the search: the allowed plans of a workload (mode or budget, pins) and their limits."""
+"""The input of the search: allowed plans (mode or budget, pins) and their limits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
-"""Strategies must keep at least this fraction of the part of the gradient that the budget keeps.
+"""Fraction of the part kept under the budget that every strategy must keep.
 
-Error feedback delays the rest by a time that grows as 1 / kept, so one layer must not wait for thousands of steps so
-that others need not wait. L-GreCo's parameters also stay within a factor of 2 to 4 of the reference's.
+Error feedback delays the rest by a time that grows as 1 / kept: no layer may wait for thousands of steps. L-GreCo's
+parameters also stay within a factor of 2 to 4 of the reference's.
 """
 
 
@@ -35,7 +35,7 @@ class Terms:
 
     mode: Mode
     bursts: float = 1.0
-    """Fraction of all elements that bursty strategies may carry."""
+    """Fraction of elements that may have bursty strategies."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """Replaces the mode's limit and compressors."""
@@ -46,17 +46,16 @@ class Terms:
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Build terms from a user's options, with errors of Gaussian values by default."""
+        """Build terms from a user's options, with Gaussian errors by default."""
         asked = compress.budget
         return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
     @property
     def table(self) -> ErrorTable:
-        """Errors that limits are counted in."""
         return ASSUMED if self.budget is None else self.budget.table
 
     def by(self, table: ErrorTable) -> Terms:
-        """Return the terms with the budget counted in other errors."""
+        """Return the terms with a budget counted in other errors."""
         return self if self.budget is None else replace(self, budget=Budget(self.budget.asked, table))
 
     def limit(self, workload: Workload, cluster: Cluster) -> float:
@@ -72,7 +71,7 @@ class Terms:
     def strategies(
         self, limit: float, losses: Losses, cluster: Cluster, content: Content, *, offload: bool = True
     ) -> tuple[Strategy, ...]:
-        """Return the strategies that a bucket of this content may have, given the limit of the whole plan."""
+        """Return the strategies allowed for a bucket of this content, given the plan's limit."""
         if self.at is ExchangePoint.MOMENTUM:
             return strategies_at_momenta(cluster, content, offload=offload)
         if self.budget is None:
@@ -96,7 +95,6 @@ class Terms:
 
 
 Choices = Mapping[Content, tuple[Strategy, ...]]
-"""Strategies that buckets of each content may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +104,10 @@ class Question:
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
-    """Cut large gradients. The sizes of parts add up, so the factors of a joined matrix are priced too high."""
+    """Cut large gradients. Sizes of parts add up, which overprices the factors of a joined matrix."""
     pinned: Pinned = NOTHING_PINNED
-    """Gradients outside `choices`."""
     losses: Losses | None = None
-    """Errors of strategies; those of Gaussian values if None."""
+    """None stands for Gaussian errors."""
     prices_errors: bool = False
     """Search for the price of error at which the limit saves most."""
 
@@ -118,8 +115,8 @@ class Question:
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
     """Build the questions of the terms: vectors apart and together with matrices, large gradients cut and whole.
 
-    If latency dominates, one bucket fewer is worth more than precise vectors or overlapping stages. Pinned gradients
-    have their own buckets, and their error counts. If pins alone exceed the limit, everything else is dense.
+    If latency dominates, one bucket fewer is worth more than precise vectors or overlap. Pinned gradients have their
+    own buckets. If their error exceeds the limit, everything else is dense.
     """
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)

@@ -1,4 +1,4 @@
-"""Read an annotated graph for the search: a workload before buckets are chosen, or the tasks of a final graph.
+"""Read an annotated graph for the search: a workload before buckets are chosen, or a final graph's tasks.
 
 No other file of the search sees nodes.
 """
@@ -22,8 +22,8 @@ from fxcomp.search.workload import Gradient, Workload
 def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
     """Return one task per region of plain nodes, and one per line with a cost.
 
-    The main thread's tasks run in graph order on one stream. A task waits for the tasks that make its inputs. The
-    pool's tasks also wait until the main thread requests them.
+    The main thread's tasks share a stream, in graph order. A task waits for the tasks that make its inputs; the pool's
+    also wait until the main thread requests them.
     """
     writer = _GraphTaskWriter(nodes_on_host(gm))
     for piece in cut(gm):
@@ -35,14 +35,14 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
 
 
 class _GraphTaskWriter:
-    """Writes tasks; tracks the tasks that make each node's value, and the main thread's last task."""
+    """Writes tasks; tracks each node's makers and the main thread's last task."""
 
     def __init__(self, on_host: Collection[Node]) -> None:
         self.on_host = on_host
         self.tasks: list[Task] = []
         self.made_by: dict[Node, tuple[str, ...]] = {}
         self.come_to: tuple[str, ...] = ()
-        """The main thread's last task before the updates. It requests the pool's results."""
+        """The main thread's last task before the updates, which requests the pool's results."""
         self.updates = False
 
     def add_region(self, region: Region) -> None:
@@ -83,14 +83,14 @@ class _GraphTaskWriter:
 
 
 def _blocks(node: Node) -> bool:
-    """Return whether the main thread waits here for a collective, although its users run elsewhere."""
+    """Return whether the main thread waits here for a collective whose users run elsewhere."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
 def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets.
 
-    `feed_us`, the step's time outside its nodes, counts before the first node.
+    `feed_us` is time outside the nodes, before the first one.
     """
     ready: dict[Node, float] = {}
     clock = feed_us
@@ -121,7 +121,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
 
 
 def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) -> Workload:
-    """Add the cost of exchanging momenta, from the annotated graphs before and after the exchanges have moved."""
+    """Add the cost of exchanging momenta, from the graphs before and after the exchanges have moved."""
     moved_us = _by_parameter(after, (Role.UPDATE,))
     own, gradient = (_by_parameter(gm, (Role.COMPUTE, Role.GRADIENT)) for gm in (after, before))
     gradients = [
@@ -136,7 +136,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Roles whose costs are compute before a gradient is ready; compute waits for an exchange."""
+"""Roles that count as compute; it stops for an exchange."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

@@ -3,10 +3,9 @@
     solving = Resolve(prices, plan, terms)
     solving.turn()                                      a few milliseconds of work; None until the last, the plan
 
-No step waits for the search: one turn fits between two steps. First the same buckets get other strategies, which a
-running step can follow at once. Then other buckets are searched, which must save `WORTH_MOVING` of the step. Both
-searches bisect the price of error, as in `PlanSearch`. The result keeps the budget, even if the plan in force exceeds
-it.
+No step waits: one turn fits between two steps. First the same buckets get other strategies, which a running step can
+follow at once. Then other buckets are searched, which must save `WORTH_MOVING` of the step. Both searches bisect the
+price of error. The result keeps the budget, even if the plan in force does not.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LAST = Limits(evaluations=1200, options=4, borders=False)
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A plan's predicted step and its relative squared error by the table."""
+    """Predicted step, and relative squared error by the table."""
 
     step_us: float
     error: float
@@ -59,15 +58,14 @@ class Resolve:
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves
-        """Whether to search other buckets too."""
         self.before: Solved | None = None
-        """The plan in force; None until it is priced."""
+        """The plan in force; None until priced."""
         self.after: Solved | None = None
-        """The new plan; None until it is found."""
+        """The new plan; None until found."""
         self._turns = self._solve()
 
     def turn(self) -> Plan | None:
-        """Work for a few milliseconds; return the plan at the last turn, after which no call is allowed."""
+        """Work for a few milliseconds; return the plan at the last turn. Do not call again after that."""
         return next(self._turns)
 
     def _solve(self) -> Iterator[Plan | None]:
@@ -106,7 +104,7 @@ class Resolve:
         return engine.values([parts])[0], buckets.plan(parts)
 
     def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
-        """Search as for a new plan, with less effort, with vectors apart and together with matrices."""
+        """Search as for a new plan, with less effort."""
         ends: list[tuple[Value, Plan]] = []
         for question in questions_of(self._prices, self._terms)[:2]:
             search = PlanSearch(question, self._prices)
@@ -188,12 +186,10 @@ class _Buckets:
         self._cells = [(strand, cell) for _, strand, cell in sorted(places)]
 
     def engine(self, bounds: Bounds) -> Engine:
-        """Return an engine that prices plans under these limits."""
         return engine_of(self._problems.at(self._prices, bounds), self.plan, self._prices)
 
     @property
     def now(self) -> Parts:
-        """The plan in force."""
         return tuple(
             Part(strand, cell, cell + 1, self._strategies[strand].index(self._bucket(strand, cell).strategy))
             for strand, cell in self._cells
@@ -205,7 +201,6 @@ class _Buckets:
         return tuple(Part(strand, cell, cell + 1, 0) for strand, cell in self._cells)
 
     def plan(self, parts: Parts) -> Plan:
-        """Return the plan with the strategies of a solution."""
         found = {self._numbers[part.strand][part.start]: self._strategies[part.strand][part.option] for part in parts}
         return self._plan.with_strategies([found[number] for number in range(len(self._plan.buckets))])
 
@@ -214,12 +209,11 @@ class _Buckets:
 
 
 def _place_of(atom: Atom) -> tuple[int, int]:
-    """Return an atom's sort key among all atoms."""
     return atom.number, atom.extent.start
 
 
 def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
-    """Join buckets to a strand, with one cell per bucket."""
+    """Join buckets to a strand, one cell per bucket."""
     atoms = [atom for cell in cells for atom in cell]
     borders = accumulate(map(len, cells), initial=0)
     return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

@@ -1,12 +1,12 @@
-"""Pick the plans that a job may race, and decide which one is worth following without a race.
+"""Pick the plans that a job may race, and decide which is worth following without a race.
 
     dense, always
     bf16 everywhere, flat or hierarchical, if the mode allows it
     the plan with the shortest predicted step, and up to two more that differ from all of these
 
-If ranks exchange momenta, the runners after the warm-up are the fastest plan and bf16 in the same buckets. A running
-job measures what predictions cannot separate: `fxcomp.step.race` lets the runners take turns. Before it, each runner
-has a predicted step and the fraction of draws (`shared_draws`) in which it beats dense:
+If ranks exchange momenta, the fastest plan and bf16 in the same buckets race after the warm-up. `fxcomp.step.race` lets
+the runners take turns. Before it, each has a predicted step and a fraction of draws (`shared_draws`) in which it beats
+dense:
 
     at least WORTH_TRYING        it may race
     at least WORTH_FOLLOWING     it is followed if there is no race
@@ -27,10 +27,10 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.shared_draws import in_draws, share_won
 
 WORTH_TRYING = 0.1
-"""Fraction of draws in which a plan must beat dense to race. Dense and bf16 always race."""
+"""Minimum fraction of draws in which a plan beats dense to race. Dense and bf16 always race."""
 
 WORTH_FOLLOWING = 0.75
-"""Fraction of draws in which a plan must beat dense to be followed without a race."""
+"""Minimum fraction of draws in which a plan beats dense to be followed without a race."""
 
 OTHERS = 2
 """Maximum number of runners besides dense, bf16 and the fastest."""
@@ -39,7 +39,7 @@ DIFFERENT = 0.25
 """Minimum fraction of elements with other compressors or levels than in every other runner."""
 
 NEARLY_ALL = 0.02
-"""bf16 everywhere does not race if it differs from another runner in a smaller fraction."""
+"""The same minimum for bf16 everywhere."""
 
 SAME = 1e-3
 """Relative difference below which predictions are equal."""
@@ -54,24 +54,21 @@ class Runner:
     name: str
     plan: Plan
     step_us: float
-    """Predicted step."""
     wins: float
     """Fraction of draws in which it beats dense."""
     loss: float
-    """Relative squared error of the gradient, which decides ties."""
+    """Relative squared error of the gradient; decides ties."""
     measured_ms: float | None = None
-    """Median of the counted steps, each timed by its slowest rank; None if it has not run."""
+    """Median of the counted steps of the slowest rank; None before it has run."""
     steps: int = 0
-    """Number of counted steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the prediction to JSON; measurements are not included."""
+        """Convert the prediction to JSON, without measurements."""
         facts = {"name": self.name, "plan": self.plan.to_json(), "step_us": self.step_us}
         return {**facts, "wins": self.wins, "loss": self.loss}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Runner:
-        """Build a runner from `to_json`'s data."""
         values: dict[str, Any] = {**data, "plan": Plan.from_json(data["plan"])}
         return cls(**values)
 
@@ -81,8 +78,8 @@ def pick_runners(
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 
-    `always` contains dense; bf16 is dropped if it is nearly the fastest plan. `others` are plans with their steps,
-    fastest first. One of them races if it differs, wins often enough, and no runner is both as fast and as precise.
+    `always` contains dense; bf16 is dropped if nearly equal to another. `others` are plans with their steps, fastest
+    first. They race if they differ, win often enough, and no runner is both as fast and as precise.
     """
     dense_us = in_draws(prices, always[DENSE])
 
@@ -115,24 +112,23 @@ def made_runner(
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
-    """Return the runners with the plan in force first; empty if it is not among them or is the only one."""
+    """Return the runners with the plan in force first; empty if it is missing or alone."""
     mine = [runner for runner in runners if runner.plan == plan]
     others = [runner for runner in runners if runner.plan != plan]
     return (*mine, *others) if mine and others else ()
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
-    """Return whether a plan beats dense in enough draws to be followed without a race; False for the dense plan."""
+    """Return whether a plan beats dense often enough to be followed without a race."""
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 
 def kind_of(strategy: Strategy) -> tuple[object, ...]:
-    """Return the properties that make strategies differ: compressors and levels, not the device."""
+    """Return a strategy's compressors and levels, without the device."""
     return (strategy.compressors, strategy.is_hierarchical)
 
 
 def _name_of(plan: Plan) -> str:
-    """Name a plan after the compressors of its largest bucket."""
     largest = max(plan.buckets, key=lambda bucket: bucket.elements)
     return ", then ".join(map(str, largest.strategy.compressors)) or DENSE
 

@@ -2,9 +2,8 @@
 
     the step of a draw = simulate(tasks, each × the error of its kind: compute, a link, copies, or a compressor)
 
-An error is log-normal with median 1 and belongs to the draw, not to the plan. An error in compute or in a link moves
-all plans alike, so it does not hide which one is faster. The `DRAWS` draws have fixed seeds: every rank and every run
-computes the same.
+An error is log-normal with median 1 and belongs to the draw, not to the plan: an error in compute or in a link moves
+all plans alike. Seeds are fixed, so that every rank and every run computes the same.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ COMPUTE_ERROR = 0.05  # assumed: compute is timed in the job's own step
 COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, with caches that the step's compute does not fill
 
 COMPRESSING = ("compress", "decompress", "propose")
-"""First words of the names of compressors' tasks."""
+"""First words of compressors' task names."""
 
 LEAST_GAIN = 0.01
-"""Fraction of the step that a plan must save to beat another; a race can hardly measure less."""
+"""Fraction of the step that a plan must save to beat another; about the resolution of a race."""
 
 
 def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
@@ -47,7 +46,7 @@ def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
 
 
 def drawn_errors(error: float, compute_error: float) -> tuple[float, float, float]:
-    """Return the standard deviations of the log errors of compute, links and compressors, from a cost table's errors.
+    """Return the standard deviations of the log errors of compute, links and compressors.
 
     A prediction's error is mostly due to links.
     """
@@ -64,7 +63,7 @@ _COMPUTE = Stream.COMPUTE.value
 
 
 def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
-    """Return each task's kind of error: its link's, its compressors', else compute's."""
+    """Return each task's kind of error: its link, its compressors, else compute."""
     compressors = [", ".join(dict.fromkeys(map(str, bucket.strategy.compressors))) for bucket in plan.buckets]
 
     def kind_of(task: Task) -> str:
@@ -79,5 +78,5 @@ def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
 
 @cache
 def _normals(kind: str) -> np.ndarray:
-    """Draw standard normals seeded by the name of a kind alone."""
+    """Draw standard normals, seeded by the kind's name."""
     return np.random.default_rng((0, zlib.crc32(kind.encode()))).standard_normal(DRAWS)

@@ -1,4 +1,4 @@
-"""A training step as the search sees it: each gradient's ready time, and the compute that always runs."""
+"""A training step as the search sees it: gradients' ready times, and the compute that always runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from fxcomp.plan.modes import Content
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18
-"""Upper limit of times, in µs; sums of such times are finite (assumed)."""
+"""Upper limit of times; sums of such times are finite (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One parameter's gradient."""
-
     name: str
     shape: tuple[int, ...]
     ready_us: float
     """Compute time from the start of the step until backward has made it."""
     update_us: float
-    """The optimizer's time for this parameter."""
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
     """Time to update this rank's own momentum, if ranks exchange momenta."""
     moved_us: float = 0.0
-    """The optimizer's time, instead of `update_us`, if ranks exchange momenta."""
+    """Replaces `update_us` if ranks exchange momenta."""
     joined_bytes: int = 0
-    """Bytes copied into one tensor before the update: the whole gradient, if this is its last part."""
+    """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -49,11 +46,11 @@ class Gradient:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the parameter has at most one dimension: a bias or a norm's weight."""
+        """Whether the parameter has at most one dimension."""
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
-        """Return a part of the gradient, in its own bucket. Exactly one part bears the update."""
+        """Return a part of the gradient, for a bucket of its own. One part bears the update."""
         update_us, joined = (self.update_us, self.dense_bytes) if bears_update else (0.0, 0)
         return replace(self, shape=part_shape(self.shape, extent), update_us=update_us, joined_bytes=joined)
 
@@ -72,19 +69,19 @@ class Workload:
     backward_us: float
     """End of forward and backward."""
     finish_us: float = 0.0
-    """Compute after every gradient has arrived: the check for finite values, the norm, the coefficient of clipping."""
+    """Compute after every gradient has arrived: the check for finite values, the norm, the clip coefficient."""
     clips: bool = False
     commits: bool = False
-    """Updates wait until every gradient is known to be finite; the state to roll back is saved."""
+    """Updates wait until every gradient is known to be finite; state is saved for rollback."""
     saves_residuals: bool = False
     """Residuals are saved too, to be restored bit for bit."""
     broadcast_bytes: int = 0
-    """Buffers that rank 0 broadcasts, such as batch-norm statistics."""
+    """Buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
     """Time to copy the broadcast buffers back."""
     host_us: float = 0.0
-    """The host's time to launch the step on a device, overlapped with the device's work."""
+    """Host time to launch the step, overlapped with the device's work."""
 
     def __post_init__(self) -> None:
         for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us", "host_us"):
@@ -99,7 +96,7 @@ class Workload:
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
     def after_compute(self, ahead_us: float) -> Workload:
-        """Return the step after more compute, of its group's other micro-batches; after less, if negative."""
+        """Return the step after more compute (of other micro-batches), or less if negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)
@@ -115,7 +112,7 @@ class Workload:
         )
 
     def moved(self, names: Collection[str]) -> Workload:
-        """Return the step in which ranks exchange the momenta of these parameters."""
+        """Return the step with exchanged momenta of these parameters."""
         if not names:
             return self
         more_us, broadcast_ready_us = 0.0, self.broadcast_ready_us
@@ -136,17 +133,16 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """Whether updates wait for every gradient, not only their bucket's, and for the work of `finish_us`."""
+        """Whether updates wait for every gradient and for `finish_us`, not only for their bucket."""
         return self.clips or self.commits or self.finish_us > 0
 
     @property
     def compute_us(self) -> float:
-        """Compute time of the step."""
         return self.backward_us + self.finish_us + sum(gradient.update_us for gradient in self.gradients)
 
     @property
     def free_us(self) -> float:
-        """The step with free communication: compute or the host's time, whichever is longer."""
+        """The step with free communication: compute or host time, whichever is longer."""
         return max(self.compute_us, self.host_us)
 
     @property
@@ -184,7 +180,6 @@ class Workload:
 
 
 def content_of(members: Sequence[Gradient]) -> Content:
-    """Return the content of gradients: matrices, vectors, or both."""
     kinds = {gradient.is_vector for gradient in members}
     return Content.MIXED if len(kinds) == 2 else Content.VECTORS if kinds == {True} else Content.MATRICES
 

@@ -1,4 +1,4 @@
-"""Join atoms into cells, the smallest units that a search moves between buckets; represent plans by cell numbers."""
+"""Join atoms into cells, the units that a search moves between buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME = 1e-9
 
 
 class Part(NamedTuple):
-    """A bucket in the search: the cells [start, stop) of a strand, and the number of its option."""
+    """A bucket in the search: cells [start, stop) of a strand, and its option's number."""
 
     strand: int
     start: int
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 Parts = tuple[Part, ...]
-"""A plan in the search: buckets by the time when their last gradient is ready."""
+"""A plan in the search: buckets in ready order."""
 
 
 class Value(NamedTuple):
@@ -38,32 +38,31 @@ class Value(NamedTuple):
     lost: float
 
     def beats(self, other: Value) -> bool:
-        """Return whether this plan is faster, or as fast with a smaller error."""
+        """Return whether this plan is faster, or equally fast with a smaller error."""
         if self.us > other.us * (1 + SAME):
             return False
         return self.us < other.us * (1 - SAME) or self.lost < other.lost
 
 
 class Limits(NamedTuple):
-    """Effort of a descent, in counts, so that every rank stops at the same plan."""
+    """Effort of a descent, in counts, so that all ranks stop at the same plan."""
 
     evaluations: int = 4000
-    """Simulated plans."""
     options: int = 6
-    """Best options of a bucket, tried together with another change, besides its own."""
+    """Best options of a bucket, tried together with another change."""
     apart: int = 3
-    """Largest distance of two buckets that are changed together."""
+    """Largest distance of buckets changed together."""
     dense_only: bool = False
     pairs: bool = True
     """Change two buckets together if no single change helps."""
     borders: bool = True
     """Change borders as well as options."""
     price: float = 0.0
-    """Price of error, in µs per element: the search minimises the step plus the priced error."""
+    """Price of error, in µs per element, added to the step."""
 
 
 MOST_CELLS = 64
-"""Cells of a strand during the search. The result is improved with one cell per atom."""
+"""Cells of a strand during the search; results are improved with one cell per atom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Strand:
         return self.atoms[0].gradient.element_type if self.atoms else ElementType.F32
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each cell."""
+        """Return each cell's bytes."""
         size = self.element_type.itemsize
         return [size * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
 
@@ -97,7 +96,6 @@ class Strand:
         return self.atoms[self.borders[cell + 1] - 1].gradient.ready_us
 
     def within(self, start: int, stop: int) -> tuple[Atom, ...]:
-        """Return the atoms of cells [start, stop)."""
         return self.atoms[self.borders[start] : self.borders[stop]]
 
     def whole(self) -> Strand:
@@ -111,13 +109,13 @@ class Strand:
         return [[sums[border] for border in self.borders] for sums in before]
 
     def updates_us(self) -> list[float]:
-        """Return prefix sums of update times at the borders; a gradient's update belongs to its last part."""
+        """Return prefix sums of update times at the borders; a gradient's last part bears its update."""
         times = [atom.gradient.update_us if atom.is_last else 0.0 for atom in self.atoms]
         before = [0.0, *accumulate(times)]
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return, per cell, the end of the gradient that it continues (-1 if none), and the bytes to join."""
+        """Return, per cell, the end of the gradient it continues (-1 if none), and the bytes to join."""
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -156,12 +154,12 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return, per template and cell, the last cell of a bucket that starts there; None if any bucket can be carried.
+    """Return, per template and cell, the last cell of a bucket that starts there; None without a limit.
 
         a vector of 3e9 elements, topk(0.01)       its indices exceed 31 bits: no bucket with the vector
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
-    A compressor refuses a single parameter by BadOption. If it carries a parameter, it carries smaller ones.
+    Compressors refuse single parameters by BadOption. A compressor that carries a parameter carries smaller ones.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:
@@ -197,5 +195,4 @@ def _reach(
 
 
 def _parts(strand: Strand, number: int, start: int, stop: int) -> list[Atom]:
-    """List the atoms of one gradient in cells."""
     return [atom for atom in strand.within(start, stop) if atom.number == number]

@@ -1,4 +1,4 @@
-"""Price and improve plans of one problem in C++. Without built kernels, plans are only simulated."""
+"""Price and improve plans of one problem in C++; without built kernels, simulate them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
-    """Protocol of engines that price and improve plans."""
+    """Pricing and improvement of plans."""
 
     def values(self, plans: Sequence[Parts]) -> list[Value]:
         """Price plans."""
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Price a plan once per entry of `options`, which has one option per strand for all its buckets."""
+        """Price a plan once per entry of `options`, which has one option per strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Price a plan with each option of a strand in one of its buckets at a time."""
+        """Price a plan with each other option, in one bucket at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -96,7 +96,7 @@ class Compiled:
 
 
 class Simulated:
-    """Engine without built kernels: simulates plans and improves none."""
+    """Simulation without built kernels; improves no plan."""
 
     def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPrices) -> None:
         self._problem, self._plan_of, self._prices = problem, plan_of, prices
@@ -110,11 +110,10 @@ class Simulated:
         return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Return infinite values: simulating every bucket with every option would take minutes."""
+        """Return infinite values: simulating all options would take minutes."""
         return [[Value(math.inf, math.inf)] * self._options[part.strand] for part in plan]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
-        """Return the plan unchanged."""
         del limits
         return plan, 0
 
@@ -147,7 +146,7 @@ def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPr
 
 
 def search_notes() -> tuple[str, ...]:
-    """Return a note that only uniform plans are compared, if the search is not built."""
+    """Return a note if the search is not built."""
     if kernels.available():
         return ()
     return (

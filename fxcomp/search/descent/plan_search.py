@@ -1,8 +1,8 @@
 """Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in full.
 
-A start has buckets of at most a fixed size and one strategy everywhere, so no such plan is predicted to be faster than
-the result. The descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the one with the
-smallest error wins. Thousands of gradients are first joined into 64 cells.
+Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
+descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
+Thousands of gradients are first joined into 64 cells.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 
 """Bucket sizes of the starts, in bytes."""
 
 PRICES = (1 / 64, 64.0)
-"""Bounds of the search for the price of error, as multiples of saved time / error limit."""
+"""Search bounds for the price of error, as multiples of saved time / error limit."""
 
 SPENT = 0.98
-"""Fraction of the error limit above which it counts as used up."""
+"""Fraction of the error limit that counts as used up."""
 
 _CLOSE = 3  # starts priced exactly, if about as fast as the result
 _KEPT = 128  # starts kept
 _ERROR = 5e-3  # relative error of the search's prices
-_LINES_ERROR = 1e-3  # the same without the rounding of shards, several times the curves' error
-_ROUGH, _LISTED = 256, 16  # total buckets of the starts priced exactly: with and without rounding of shards
+_LINES_ERROR = 1e-3  # the same without the rounding of shards
+_ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with and without rounding of shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,10 @@ class Found:
     parts: Parts
     value: Value
     strands: tuple[Strand, ...]
-    """The cells that `parts` refers to."""
+    """Strands that `parts` refers to."""
 
 
 by_value = attrgetter("value")
-"""Sort key of `Found`."""
 
 
 class PlanSearch:
@@ -89,7 +88,7 @@ class PlanSearch:
         self.shares = bool(self.problem.shares)
 
     def at(self, prices: StepPrices) -> None:
-        """Price the same search differently, e.g. for links of another bandwidth."""
+        """Change the prices, e.g. for links of another bandwidth."""
         self.prices = prices
         self.problem = self.problems.at(prices, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)
@@ -97,7 +96,7 @@ class PlanSearch:
         self._engine_of_whole: Engine | None = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
-        """Find the fastest plans, fastest first, including any uniform plan that may be as fast."""
+        """Return the fastest plans, fastest first, with every uniform plan that may be as fast."""
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         effort = SHARED if self.shares else ALONE
         first = effort.first._replace(dense_only=dense_only)
@@ -115,10 +114,10 @@ class PlanSearch:
         return sorted(distinct.values(), key=by_value)
 
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
-        """Yield improved plans, with a price on error that is bisected until the plan just uses up the limit.
+        """Yield improved plans, bisecting the price of error until the plan just uses up the limit.
 
-        A price that is too low uses the limit where it saves little; one that is too high leaves part of it unused.
-        Each round therefore yields two plans, the second improved without a price.
+        A low price uses the limit where it saves little, a high one leaves part of it unused. Each round yields two
+        plans, the second improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -133,14 +132,14 @@ class PlanSearch:
             yield self.improved(found.parts, limits)
 
     def quick(self, *, dense_only: bool) -> Found:
-        """Find a fast plan with low effort."""
+        """Return a fast plan, found with low effort."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
-        """Return the fastest uniform plans with these strategies of the first strand, in buckets of a few sizes.
+        """Return the fastest uniform plans with these strategies of the first strand.
 
-        Buckets of other strands stay uncompressed if they may not have the strategy. Pinned buckets use the same levels
+        Other strands' buckets stay uncompressed if they may not have the strategy. Pinned buckets use the same levels
         if possible.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
@@ -151,7 +150,7 @@ class PlanSearch:
         ]
 
     def _shapes(self) -> list[tuple[Parts, list[Value]]]:
-        """Cut cells into buckets of a few sizes, and price each shape with every strategy of the first strand."""
+        """Cut cells into buckets of a few sizes, priced with every strategy of the first strand."""
         if self._priced_shapes is None:
             sizes = [strand.sizes() for strand in self.strands]
             borders = dict.fromkeys(tuple(_borders(each, cap) for each in sizes) for cap in CAPS)
@@ -166,9 +165,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-        The size of the largest shard assumes the rounding of borders in usual buckets. Buckets of a few elements are
-        not rounded so, and every start that could be fast without the rounding is listed. Of the starts with exact
-        prices the fastest few are listed.
+        Prices include the usual rounding of shards, which very small buckets lack: every start that is fast without it
+        is listed, and the fastest few of the exactly priced ones.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
@@ -219,7 +217,7 @@ class PlanSearch:
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
-        """Improve a plan and the best starts with one cell per atom, then escape local minima by kicks."""
+        """Improve a plan and the best starts with one cell per atom, then try kicks."""
         strands, effort = self._whole, SHARED if self.shares else ALONE
         engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
@@ -241,7 +239,6 @@ class PlanSearch:
         return best
 
     def _spread(self, parts: Parts) -> Parts:
-        """Convert cell positions to atom positions."""
         borders = [strand.borders for strand in self.strands]
         return tuple(
             part._replace(start=borders[part.strand][part.start], stop=borders[part.strand][part.stop])
@@ -253,7 +250,7 @@ class PlanSearch:
         return tuple(sorted(parts, key=lambda part: self.strands[part.strand].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Return the matching option of each strand; if the strategy is not offered, a similar one, else the first."""
+        """Return each strand's matching option: the same strategy, else a similar one, else the first."""
         wanted = self.options[0][number].strategy
         levels = _levels(wanted)
 
@@ -270,7 +267,7 @@ class PlanSearch:
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Return the best starts, half of them with strategies that the others do not have."""
+        """Return the best starts, half of them with new strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:
@@ -290,7 +287,6 @@ class PlanSearch:
 
     @cached_property
     def _whole(self) -> tuple[Strand, ...]:
-        """The strands with one cell per atom."""
         return tuple(strand.whole() for strand in self.strands)
 
     def _engine(self, problem: Problem, strands: Sequence[Strand]) -> Engine:
@@ -306,7 +302,7 @@ class PlanSearch:
 
 
 def searches_of(prices: StepPrices, terms: Terms) -> list[PlanSearch]:
-    """Build one search for each question of the terms."""
+    """Build one search per question of the terms."""
     return [PlanSearch(question, prices) for question in questions_of(prices, terms)]
 
 
@@ -324,7 +320,6 @@ def _levels(strategy: Strategy) -> frozenset[Level]:
 
 
 def _of_buckets(starts: Sequence[Found], most: int) -> list[Found]:
-    """Return the first starts with at most `most` buckets in all."""
     counts = itertools.accumulate(len(found.parts) for found in starts)
     return [found for found, count in zip(starts, counts, strict=True) if count <= most]
 
@@ -334,7 +329,7 @@ def _may_hold(content: Content, atom: Atom) -> bool:
 
 
 def _by_type(places: Sequence[int], atoms: Sequence[Atom]) -> list[tuple[ElementType, list[int]]]:
-    """Group atoms by element type, most bytes first; one empty group if there are none."""
+    """Group atoms by element type, most bytes first; one empty group without atoms."""
     found: dict[ElementType, list[int]] = {}
     for k in places:
         found.setdefault(atoms[k].gradient.element_type, []).append(k)

@@ -1,7 +1,7 @@
-"""The numbers by which a search compares plans: arrays that csrc/search.cpp reads in place.
+"""The numbers by which a search compares plans, in arrays that csrc/search.cpp reads in place.
 
-The entries of all strands, templates, tasks or curves lie one after another; an array of starts gives the first entry
-of each. csrc/priced_parts.h has the same fields in the same order.
+The entries of strands, templates, tasks and curves are concatenated, with arrays of starts. csrc/priced_parts.h has the
+same fields in the same order.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
 
 NOTHING = -3
-"""Stands for a task that an update waits for, if there is none."""
+"""Arrival task of a template without one."""
 
 DENSE, BURSTY = 1, 2
-"""Traits of an option. DENSE: dense plans may use it, because it is dense or pinned."""
+"""Traits of an option. DENSE: allowed in dense plans, because it is dense or pinned."""
 
 _MOST = sys.float_info.max
-"""Largest finite error limit. A bucket that cannot be carried has an infinite error, above every limit."""
+"""Largest finite error limit; a bucket that cannot be carried has an infinite error."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A strategy that the buckets of a strand may have."""
+    """A strategy that a strand's buckets may have."""
 
     strategy: Strategy
     is_bursty: bool
     is_pinned: bool = False
-    """Pinned by the user: in every plan its gradients have it or a similar option."""
+    """Pinned by the user: its gradients have it, or a similar option, in every plan."""
 
     @property
     def traits(self) -> int:
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: its error, and the values compressed by bursty strategies."""
+    """Limits of a plan, in elements: its error, and the elements with bursty strategies."""
 
     lost: float = math.inf
     bursting: float = math.inf
@@ -65,17 +65,17 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Problem:
-    """Arrays, then times and limits, then counts and flags, in the order of the C++ struct."""
+    """Arrays, times and limits, counts and flags, in the order of the C++ struct."""
 
     strand_cells: array[int]
     last: array[int]
-    """Per cell: index of its last gradient among all."""
+    """Per cell: index of its last gradient."""
     ready_us: array[float]
     sums: array[float]
     """Prefix sums of the features per cell, with one more row per strand; elements first."""
     updates_us: array[float]
     join_last: array[int]
-    """Per cell: the cell where the gradient continued by it ends; -1 if there is none."""
+    """Per cell: last cell of the gradient that it continues; -1 if none."""
     join_us: array[float]
     strand_options: array[int]
     option_template: array[int]
@@ -84,18 +84,18 @@ class Problem:
     """Prefix sums of each option's error per cell, with one more row per strand, in elements."""
     option_traits: array[int]
     option_reach: array[int]
-    """Index in `reach` of an option's entries; -1 if it carries any bucket."""
+    """Index of an option's entries in `reach`; -1 without a limit."""
     reach: array[int]
-    """Per option and cell: the last cell where a bucket that starts there may end."""
+    """Per option and cell: last end of a bucket that starts there."""
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
-    """Number of tasks per stage. The final tasks, in no stage, come last."""
+    """Number of tasks per stage; the final tasks come last."""
     template_arrival: array[int]
     task_stream: array[int]
     task_load: array[float]
     task_collective: array[int]
-    """First of a collective's three curves: its time, processor time, and time during compute. -1: not a collective."""
+    """First of three curves: a collective's time, processor time, and time during compute; -1 for other tasks."""
     task_follows: array[int]
     follows: array[int]
     task_terms: array[int]
@@ -135,7 +135,7 @@ class Problem:
 
     @cached_property
     def rounded_us(self) -> dict[tuple[int, int], float]:
-        """Largest time due to the rounding of shards in a bucket, in µs, by strand and option."""
+        """Largest increase of a bucket's tasks by the rounding of shards, in µs, by strand and option."""
         found: dict[tuple[int, int], float] = {}
         for strand, (first, end) in enumerate(pairwise(self.strand_options)):
             for option in range(first, end):
@@ -150,14 +150,14 @@ class Problem:
         return more * max(self.slopes[points]) if more else 0.0
 
     def lost(self, part: Part) -> float:
-        """Return a bucket's error under its option, in elements' worth of squares."""
+        """Return a bucket's error, in elements."""
         first = self.strand_losses[part.strand] + part.option
         width = self.strand_options[part.strand + 1] - self.strand_options[part.strand]
         return self.losses[first + part.stop * width] - self.losses[first + part.start * width]
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
-        """The C++ struct, whose pointers refer to these arrays."""
+        """The C++ struct, which points to these arrays."""
         made = _ProblemColumns()
         for each in fields(self):
             value = getattr(self, each.name)
@@ -178,7 +178,7 @@ class _ProblemColumns(ctypes.Structure):
 
 
 class Problems:
-    """Factory of problems: one workload's strands and options at given prices."""
+    """One workload's strands and options, for problems at different prices."""
 
     def __init__(
         self, losses: Losses, strands: Sequence[Strand], options: Sequence[Sequence[Option]], setting: Setting
@@ -275,7 +275,6 @@ class Problems:
         )
 
     def _largest(self) -> dict[PriceQuestion, float]:
-        """The largest size that is priced per question."""
         totals = {feature: sum(sums[number][-1] for sums in self.sums) for number, feature in enumerate(self.features)}
         found: dict[PriceQuestion, float] = {}
         for template in self.templates:
@@ -287,8 +286,6 @@ class Problems:
 
 
 class _Curves:
-    """The curves of a problem, one after another."""
-
     def __init__(self, prices: StepPrices, largest: Mapping[PriceQuestion, float]) -> None:
         self.processors = prices.costs.processors
         self.found: list[Curve] = []
@@ -329,7 +326,7 @@ def _starts(counts: Iterable[int]) -> array[int]:
 
 
 def _places(lists: Iterable[list[int] | None]) -> array[int]:
-    """Return the start of each list in their concatenation; -1 for None."""
+    """Return each list's start in their concatenation; -1 for None."""
     found, count = array("i"), 0
     for each in lists:
         found.append(count if each else -1)

@@ -1,7 +1,6 @@
 """Effort of a search, kicks out of local minima, and starts that use an error limit well.
 
-A kick is a change that no single step of a descent makes. A spent start comes from a dynamic program over borders,
-options and errors.
+A kick is a change that no descent step makes. A spent start comes from a dynamic program.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class Effort(NamedTuple):
     """Effort of a search, in counts."""
 
     starts: int
-    """Starts to improve."""
     first: Limits
     improved: int
     """Results to improve further, two changes at a time."""
@@ -30,9 +28,8 @@ class Effort(NamedTuple):
     """Limits with one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
-    """Rounds of kicks."""
     tails: int
-    """Options that a kick gives to the end of the last bucket."""
+    """Options tried for the end of the last bucket in a kick."""
     prices: int
     """Prices of error to try."""
 
@@ -64,11 +61,11 @@ SHARED = Effort(
 QUICK = Limits(evaluations=300, pairs=False)
 
 _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
-"""Fractions of a bucket that a kick cuts off at its end or start."""
+"""Fractions of a bucket that a kick cuts off."""
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
-    """Return changed plans: halved buckets, merged pairs, and other options at the end or start."""
+    """Return changed plans: halved buckets, merged pairs, other options at the end or start."""
 
     def ordered(found: Iterable[Part]) -> Parts:
         return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
@@ -105,20 +102,18 @@ GRID = 128
 """Steps of error from 0 to the limit."""
 
 MOST_CELLS = 20
-"""Cells of the first strand; neighbours of more cells are merged."""
+"""Cells of the first strand; more cells are merged."""
 
 Numbers = Any
-"""A numpy array."""
 
 
 def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
-    """Yield starts with new borders and options of the first strand; buckets of the other strands stay.
+    """Yield starts with new borders and options of the first strand; `others` gives the other strands' buckets.
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    A descent changes one or two neighbours at a time and keeps the limit in every step. It cannot make several layers
-    finer to make one slow layer coarser; this program can, on a timeline with one queue. A bucket's time is its time on
-    the wire, in a second start its time on the wire plus compute.
+    A descent keeps the limit in every step, so it cannot make several layers finer to make one slow layer coarser. This
+    program can, on a timeline with one queue. A bucket's time is its time on the wire, in a second start plus compute.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
@@ -171,7 +166,7 @@ class _SpentTable:
         self.ends = ends
 
     def within_limit(self) -> list[tuple[int, int, int]]:
-        """List the buckets (start, stop, option) of the plan that ends first and keeps the exact limit."""
+        """List the buckets (start, stop, option) of the plan that ends first within the exact limit."""
         for left in range(GRID, -1, -1):
             found = self._behind(left)
             if found and sum(self.share[each] for each in found) <= 1.0:
@@ -189,10 +184,7 @@ class _SpentTable:
 
 
 def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """Return µs on wires, µs of compute, and error of buckets between these borders, by option.
-
-    Each array has shape [pairs of borders, options].
-    """
+    """Return µs on wires, µs of compute, and error of buckets, each with shape [pairs of borders, options]."""
     sums = _array(p.sums).reshape(-1, p.features)
     sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
     features = sums[stops] - sums[starts]

@@ -1,4 +1,4 @@
-"""Describe a strategy's tasks for buckets of any size: each task's price as a function of additive sizes.
+"""Describe a strategy's tasks for buckets of any size: prices as functions of additive sizes.
 
     compress(int8)@gpu > all_gather@world > decompress@gpu
  -->
@@ -8,10 +8,9 @@
     all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
-A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` in place of the cost table. Sizes are
-proportional to a feature that adds up over gradients: elements, or bytes made by a compressor. The largest shard
-exceeds the proportional size, because borders are rounded to a compressor's blocks; the excess is the mean over
-odd-sized buckets.
+A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
+feature that adds up over gradients. The largest shard is larger, because borders are rounded to a compressor's blocks:
+by the mean over odd-sized buckets.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, BucketWriter,
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
-"""Special predecessors of a task: compute up to the bucket's last gradient, and the end of backward."""
+"""Special predecessors: compute up to the bucket's last gradient, and the end of backward."""
 
 _PROBE = ((4096, 4096),)  # large, and divisible by any block and number of shards
 _ODD = (
@@ -51,7 +50,7 @@ class Feature(NamedTuple):
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Return the size for a gradient of this shape. Raise BadOption if the compressor cannot carry it."""
+        """Return the size for a gradient's shape. Raise BadOption if the compressor cannot carry it."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -70,13 +69,13 @@ ELEMENTS = Feature(Measure.VALUES)
 
 @lru_cache(maxsize=256)
 def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
-    """Return the feature's size for each shape; 0 where the compressor cannot carry it."""
+    """Return the size for each shape; 0 where the compressor cannot carry it."""
     known = {shape: size_of(feature, shape, ranks) or 0.0 for shape in dict.fromkeys(shapes)}
     return tuple(known[shape] for shape in shapes)
 
 
 def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
-    """Return the feature's size for a shape; None if the compressor cannot carry it."""
+    """Return the size for a shape; None if the compressor cannot carry it."""
     try:
         return float(feature.of(shape, ranks))
     except BadOption:
@@ -84,7 +83,7 @@ def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
 
 
 class Term(NamedTuple):
-    """A summand of a task's time: the price of the size `factor * feature + more`."""
+    """A summand of a task's time: the price of size `factor * feature + more`."""
 
     question: PriceQuestion
     factor: float
@@ -94,7 +93,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskTemplate:
-    """A task of a bucket of any size. A collective's load and speed follow from its first term."""
+    """A task of any bucket. A collective's load and speed follow from its first term."""
 
     stream: Stream
     after: tuple[int, ...]
@@ -106,7 +105,7 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The tasks of a strategy's buckets, numbered through the stages and the final tasks."""
+    """The tasks of a strategy's buckets, numbered through stages and final tasks."""
 
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
@@ -119,21 +118,19 @@ class Template:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Sizes that the tasks' times depend on."""
         return tuple(dict.fromkeys(term.feature for task in self.tasks for term in task.terms))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Facts other than sizes that a strategy's tasks depend on."""
+    """Facts that a strategy's tasks depend on, besides sizes."""
 
     cluster: Cluster
     commits: bool
     saves_residuals: bool
     copies: bool
-    """Whether values are copied between host and device."""
+    """Whether host and device copy values."""
     element_type: ElementType = ElementType.F32
-    """Type of the gradients."""
 
     @classmethod
     def of(cls, prices: StepPrices) -> Self:
@@ -218,8 +215,6 @@ def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[
 
 
 class _TemplateReader:
-    """Converter of one bucket's tasks to a template."""
-
     def __init__(self, bucket: BucketTasks, ranks: int) -> None:
         self.bucket, self.ranks = bucket, ranks
         self.tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final]
@@ -227,7 +222,7 @@ class _TemplateReader:
         self.after = self.numbers | {"region 0": REGION, END_OF_BACKWARD: BACKWARD}
 
     def template(self, more: Mapping[int, float]) -> Template:
-        """Build the template; `more` adds to the sizes of the collectives with these numbers."""
+        """Build the template; `more` adds to the sizes of collectives, by task number."""
         made = [self._task(task, more.get(number, 0.0)) for number, task in enumerate(self.tasks)]
         stages = [tuple(made[self.numbers[task.name]] for task in stage) for stage in self.bucket.stages]
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
