@@ -1,4 +1,4 @@
-"""Compare steps with different numbers of micro-batches, which share the communication of one step."""
+"""Compare numbers of micro-batches, which share the communication of one step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
 
 LENGTHS = (1, 2, 4, 8, 16)
-"""Numbers of micro-batches compared, besides the current one."""
+"""Numbers compared, besides the current one."""
 
 SHOWN_FROM = 1.25
-"""Minimum ratio of the dense step to the step without communication for a table (assumed)."""
+"""Minimum ratio of the dense step to the step without communication (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
-    """Predict the best dense plan and this plan for different numbers of micro-batches; empty if it hardly matters.
+    """Predict the best dense plan and this plan by number of micro-batches, in µs per micro-batch.
 
-    Each entry is a number of micro-batches and both plans' µs per micro-batch.
+    Return nothing if communication hardly matters.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches
@@ -38,7 +38,6 @@ def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
 
 
 def accumulation_blocks(rows: Sequence[tuple[int, float, float]], asked: int, digits: int) -> list[Block]:
-    """Return the comparison as blocks."""
     cells = [
         (str(number), f"{ms(dense_us, digits)} ms", f"{ms(plan_us, digits)} ms", "now" if number == asked else "")
         for number, dense_us, plan_us in rows

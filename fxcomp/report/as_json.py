@@ -17,11 +17,11 @@ from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
 SCHEMA = 1
-"""Version of the format that `report.schema.json` describes. Added keys do not change it."""
+"""Version of `report.schema.json`. Added keys do not change it."""
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """Convert to JSON; times in ms, None where nothing was compared."""
+    """Convert to JSON; times in ms."""
     plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
     waits, bound_us = exposed_by_bucket(explanation.timeline), explanation.bound_us
     return {
@@ -96,7 +96,7 @@ def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:
-    """List the plans that may race; `wins` is the fraction of draws in which a plan beats dense."""
+    """List the plans that may race; `wins` is the fraction of draws in which one beats dense."""
     runners = explanation.choice.runners if explanation.choice else ()
     return [
         {"name": each.name, "step_ms": each.step_us / 1e3, "wins": each.wins, "loss": each.loss} for each in runners
@@ -117,7 +117,6 @@ def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _budget(explanation: Explanation) -> dict[str, Any] | None:
-    """Return the budget and this plan's error; None without a budget."""
     budget, errors = explanation.budget, explanation.errors
     if budget is None:
         return None
@@ -147,7 +146,6 @@ def _layer(layer: Row) -> dict[str, Any]:
 
 
 def _shares(row: Row) -> dict[str, Any]:
-    """Return the size, weight, error and saving of a row."""
     return {
         "bytes": row.dense_bytes,
         "squares": row.squares,

@@ -3,7 +3,7 @@
     spent = squares * error                     of a gradient or part; a fraction of the whole gradient's squares
     saved = wire time dense - wire time         of a bucket, divided by elements
 
-A *layer* is a group of gradients with the same name up to numbers (`blocks.*.up.weight`) and the same strategy.
+A *layer* is a group of gradients whose names differ only in numbers (`blocks.*.up.weight`), with one strategy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Row:
     is_pinned: bool
     dense_bytes: int
     sent_bytes: float
-    """Share of the bytes that a rank sends of the buckets."""
+    """Share of a rank's sent bytes."""
     squares: float
     """Fraction of the whole gradient's squares."""
     spent: float
@@ -50,24 +50,23 @@ class Row:
 
 
 def layers_of(explanation: Explanation) -> list[Row]:
-    """Return the layers, largest share of the error first."""
+    """Return the layers, largest error first."""
     rows = _grouped(_parts(explanation), lambda part: (alike(part.name), part.strategies, part.is_pinned))
     layers = [replace(row, name=alike(row.name)) if len(row.names) > 1 else row for row in rows]
     return sorted(layers, key=lambda row: (-row.spent, -row.saved_us, -row.dense_bytes))
 
 
 def gradients_of(explanation: Explanation) -> list[Row]:
-    """Return a row for each gradient, in the plan's order."""
+    """Return the gradients, in the plan's order."""
     return _grouped(_parts(explanation), lambda part: part.name)
 
 
 def alike(name: str) -> str:
-    """Replace the numbers of a name: `blocks.*.up.weight`."""
+    """`blocks.*.up.weight`, without numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def summed(name: str, rows: Sequence[Row]) -> Row:
-    """Add rows up."""
     return Row(
         name,
         tuple(dict.fromkeys(each for row in rows for each in row.names)),
@@ -90,7 +89,6 @@ def _grouped(parts: Sequence[Row], key: Callable[[Row], Hashable]) -> list[Row]:
 
 
 def _parts(explanation: Explanation) -> list[Row]:
-    """Return a row for each gradient in each bucket."""
     workload, plan, sizes = explanation.workload, explanation.plan, explanation.plan.sizes
     losses = Losses(workload.gradients, explanation.cluster, explanation.errors)
     places = {gradient.name: place for place, gradient in enumerate(workload.gradients)}
@@ -115,12 +113,9 @@ def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
     return sum(costs.collective(part.send.kind, part.send.level, part.size, cluster).us for part in sent)
 
 
-# Text
-
-
 _FEW, _MOST_LAYERS = 8, 24
-_SMALL = 0.01  # fraction of squares and of saved time below which a layer without error has no row
-_SPENT = 0.0005  # fraction of the budget that counts as no error
+_SMALL = 0.01  # of squares and saved time: smaller layers without error have no row
+_SPENT = 0.0005  # of the budget, counts as no error
 _SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire less than dense."
 
 
@@ -154,7 +149,6 @@ def _source(explanation: Explanation) -> str:
 
 
 def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], list[Row]]:
-    """Separate the layers with a row of their own from the others."""
     budget = explanation.allowed or 0.0
     saved_us = sum(layer.saved_us for layer in layers)
 
@@ -168,7 +162,6 @@ def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], 
 
 
 def _by_layer(layers: Sequence[Row], rest: Sequence[Row], explanation: Explanation) -> Table:
-    """Return a table of the layers, with the sum of the others."""
     digits, allowed = decimals(explanation.step_us), explanation.allowed or 0.0
     others = [summed(count(len(rest), "other layer"), rest)] if rest else []
     rows = [

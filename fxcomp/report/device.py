@@ -1,4 +1,4 @@
-"""Report on a step on a GPU that is not present: kernels, host time, memory, precision, and advice."""
+"""Report on a step on an absent GPU: kernels, host time, memory, precision, advice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StepOnDevice:
 
     name: str
     launches: Mapping[str, int]
-    """Number of launched kernels by kind of work, without those of collectives."""
+    """Kernels by kind of work, without those of collectives."""
     kernels_us: float
-    """Device time in kernels."""
+    """In kernels."""
     host_us: float
-    """Host time to launch them."""
+    """To launch them."""
     memory: Mapping[str, float]
-    """Bytes by part, at the step's peak."""
+    """Bytes by part, at the peak."""
 
     @property
     def kernels(self) -> int:
@@ -34,20 +34,17 @@ class StepOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A step on a named device, entirely estimated."""
+    """A step on a named device, estimated."""
 
     memory_bytes: int
-    """Size of the device's memory."""
     steps: Sequence[StepOnDevice]
     products: Mapping[str, float]
-    """Fraction of the matrix products' floating-point operations, by number type."""
+    """Fraction of matrix products' operations, by number type."""
     attention: Mapping[str, int]
-    """Calls of fused attention in forward, by kernel."""
+    """Calls of fused attention, by kernel."""
     advice: Sequence[str]
-    """Better uses of this device, with their gain."""
 
     def blocks(self) -> list[Block]:
-        """Return blocks for a report."""
         digits = decimals(max(step.kernels_us for step in self.steps))
         rows = [
             (

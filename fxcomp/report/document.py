@@ -1,4 +1,4 @@
-"""The parts of a document without a format: titled sections of sentences, tables, and timelines.
+"""Sections of sentences, tables, and timelines, independent of the format.
 
 Quantities, strategies and lists of gradients become text here, so that all formats agree.
 """
@@ -15,7 +15,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 
 def decimals(step_us: float) -> int:
-    """Return the decimals of times in ms, such that a step has about four digits."""
+    """Return the decimals of times in ms, for about four digits per step."""
     return 1 if step_us >= 100e3 else 2 if step_us >= 10e3 else 3
 
 
@@ -42,13 +42,13 @@ def short(strategy: Strategy) -> str:
 
 
 def members(names: Sequence[str]) -> str:
-    """Return the first name and count the others: `fc.weight and 3 more`."""
+    """Abbreviate names: `fc.weight and 3 more`."""
     first, number = names[0], len(names)
     return first if number == 1 else f"{first} and {number - 1} more"
 
 
 def in_types(types: Mapping[str, ElementType]) -> str:
-    """Return gradients' types, the most frequent first; empty if all are fp32."""
+    """Return gradients' types, the most frequent first; empty for fp32."""
     counts = Counter(types.values())
     if counts.keys() <= {ElementType.F32}:
         return ""
@@ -57,25 +57,25 @@ def in_types(types: Mapping[str, ElementType]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below column names; without names, pairs of a name and a sentence."""
+    """Rows below column names; without names, pairs of name and sentence."""
 
     names: Sequence[str]
     rows: Sequence[Sequence[str]]
     text: Collection[str] = ("",)
-    """Text columns, aligned left and folded; the others are numbers."""
+    """Text columns, aligned left and folded."""
     optional: Collection[str] = ()
     """Columns omitted in narrow output."""
 
 
 Timelines = Sequence[tuple[str, Timeline]]
-"""Steps by name, drawn one below the other on one scale."""
+"""Steps by name, drawn on one scale."""
 
 Block = str | Table | Timelines
-"""A string is one or more sentences."""
+"""A string has one or more sentences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    """Empty if the section continues the previous one."""
+    """Empty to continue the previous section."""
     blocks: Sequence[Block]

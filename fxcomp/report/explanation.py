@@ -1,7 +1,7 @@
-"""The data of a report: a plan, its predicted step by kind of work and by bucket, and its history.
+"""The data of a report.
 
-Every format takes one `Explanation`. A new format is one more file: a text format arranges the blocks of
-`sections.report_of(explanation)` (see `document.py`, `terminal.py`), a data format reads the fields (see `as_json.py`).
+Every format takes one `Explanation`. A text format arranges the blocks of `sections.report_of(explanation)` (see
+`document.py`, `terminal.py`), a data format reads the fields (see `as_json.py`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
 _NAMES = {
-    # The graph's proposal and mean are the search's propose and decompress.
+    # Graphs have proposal and mean for the search's propose and decompress.
     "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
     "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
-    "exchanges": ("exchange",),  # the loss function's own collectives
+    "exchanges": ("exchange",),  # of the loss function
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
 def kind_of(task: str) -> str:
-    """Return the kind of work of a task on the compute stream; packing includes starting collectives."""
+    """Return the kind of work of a compute task; packing includes starting collectives."""
     return _KINDS.get(re.split(r"[ _]", task)[0], "packing")
 
 
@@ -78,7 +78,7 @@ def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
 
 
 def critical_shares(timeline: Timeline) -> list[tuple[str, float]]:
-    """Return the critical path as names and µs; consecutive compute of one kind is one entry."""
+    """Return the critical path as names and µs, with consecutive compute merged by kind."""
     shares: list[tuple[str, float]] = []
     for span in critical_path(timeline):
         name = kind_of(span.task.name) if span.task.stream is Stream.COMPUTE else span.task.name
@@ -125,7 +125,6 @@ def moves_section(moves: Sequence[PlanMove]) -> Section:
 
 
 def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
-    """Convert the changes to JSON, with times in ms."""
     return [
         {
             "step": move.step,
@@ -139,7 +138,7 @@ def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_OPERATORS = 6  # operators listed by name
+_MOST_OPERATORS = 6  # listed by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,41 +147,40 @@ class Explanation:
 
     plan: Plan
     timeline: Timeline
-    """Predicted step of the plan."""
     workload: Workload
     costs: CostTable
     cluster: Cluster
     choice: Choice | None = None
-    """Comparison of plans; None if nothing was compared."""
+    """None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """Bandwidth between hosts at which the verdict changes, in Gbit/s; None without one or without a comparison."""
+    """Bandwidth between hosts at which the verdict changes, or None."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
-    """Measured time per step in which the device waits for the network."""
+    """Measured time in which the device waits for the network."""
     unknowns: Unknowns = NO_UNKNOWNS
     """Operators with unknown or inexact prices."""
     raced: Raced | None = None
-    """Last race of plans in the running job."""
+    """Last race of the running job."""
     is_racing: bool = False
-    """Whether a race is running, of which this plan has the turn."""
+    """Whether this plan has its turn in a race."""
     budget: Budget | None = None
-    """Error budget, counted in the currently known errors, instead of the mode's limit."""
+    """Replaces the mode's limit."""
     micro_batches: int = 1
-    """Number of micro-batches accumulated per step."""
+    """Accumulated per step."""
     moves: Sequence[PlanMove] = ()
-    """Changes of the plan that followed the gradients."""
+    """Changes since the choice, by the gradients' errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
-    """Plans of the warm-up and the lasting plan, by first step; empty if there is one plan."""
+    """Plans of the warm-up and the lasting plan, by first step; empty for one plan."""
     steps: int | None = None
     """Length of the job, if known."""
     device: DeviceUse | None = None
-    """Kernels and memory on a named device; None if none was named."""
+    """Kernels and memory on a named device."""
     measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])
-    """Measured timelines by step number; empty if no step was profiled."""
+    """Measured timelines by step number."""
     batch: str = ""
-    """Type of the batches that all times refer to; empty if unknown."""
+    """Type of the batches that all times refer to, if known."""
 
     @property
     def step_us(self) -> float:
@@ -190,7 +188,7 @@ class Explanation:
 
     @property
     def dense_timeline(self) -> Timeline | None:
-        """Predicted step of the best dense plan; None if nothing was compared, or this is that plan."""
+        """Predicted step of the best dense plan; None without another dense plan."""
         if self.choice is None or self.choice.dense == self.plan:
             return None
         tasks = plan_tasks(self.workload, self.choice.dense, self.costs, self.cluster)
@@ -198,53 +196,50 @@ class Explanation:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
         if self.choice is not None and self.is_chosen:
             return self.choice.error
         return self.costs.error_of(self.workload.free_us, self.step_us)
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the plan is the choice, and was not given or changed later."""
+        """Whether the plan is the choice, not given or changed later."""
         return self.choice is not None and self.choice.plan == self.plan
 
     @property
     def has_won(self) -> bool:
-        """Whether the plan won a race in the running job."""
+        """Whether the plan won a race."""
         return self.raced is not None and not self.is_racing and self.raced.stays.plan == self.plan
 
     @property
     def has_moved(self) -> bool:
-        """Whether the plan was chosen and has since followed the gradients."""
+        """Whether the plan followed the gradients since the choice."""
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
-        """Return a strategy's short name, with this machine's devices."""
+        """Return a short name, with this machine's devices."""
         return self.costs.shown(short(strategy))
 
     @property
     def pins(self) -> Pins:
-        """Pins in force when the plan was chosen."""
         return self.choice.pins if self.choice is not None else NO_PINS
 
     @property
     def errors(self) -> ErrorTable:
-        """Errors of strategies used for the plan's error."""
         return ASSUMED if self.budget is None else self.budget.table
 
     @property
     def spent(self) -> float:
-        """Relative squared error of the plan."""
+        """Relative squared error."""
         return plan_error(self.plan, self.cluster, self.errors)
 
     @property
     def allowed(self) -> float | None:
-        """Relative squared error that the budget allows; None without a budget."""
+        """Relative squared error that the budget allows."""
         return None if self.budget is None else self.budget.limit(self.workload.shapes, self.cluster)
 
     @property
     def bound_us(self) -> float | None:
-        """Lower bound on the step of every plan of the mode, in µs; None if the plan was not chosen by mode."""
+        """Lower bound on the step of every plan of the mode; None if no mode chose the plan."""
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
@@ -255,7 +250,6 @@ class Explanation:
 
     @property
     def compute_source(self) -> str:
-        """Source of the compute times, as a sentence."""
         roofline = f"{self.costs.roofline} ({self.costs.roofline.source})"
         measured = self.costs.compute.values()
         if not measured:
@@ -264,7 +258,7 @@ class Explanation:
         return f"{count(len(measured), 'operation')}: {sources}; others by {roofline}"
 
     def sent_bytes(self, bucket: Bucket) -> float:
-        """Return the bytes of a bucket that one rank sends over the slowest links (between hosts, if several)."""
+        """Return the bytes that one rank sends over the slowest links (between hosts, if several)."""
         sent: dict[bool, float] = {True: 0.0, False: 0.0}
         for part in sent_by(bucket, self.cluster, self.workload.shapes):
             ranks = self.cluster.ranks_at(part.send.level)
@@ -276,7 +270,7 @@ _MODES = {mode.value: mode for mode in Mode}
 
 
 def machine_of(costs: CostTable) -> str:
-    """Return the machine and date of a table's measurements: `NVIDIA H200, torch 2.13, 2026-11-20`."""
+    """`NVIDIA H200, torch 2.13, 2026-11-20`."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 

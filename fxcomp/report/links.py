@@ -4,7 +4,7 @@
     10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, for a cluster of eight
     10gbit between hosts, 100gbit inside                              nothing was measured
 
-A link is measured if a collective over it was, with any number of ranks.
+A link is measured if a collective over it was.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fxcomp.plan.plan import Plan
 @dataclass(frozen=True, slots=True)
 class _Named:
     name: str
-    """`inter`, `intra`, or the name of a tier above."""
+    """`inter`, `intra`, or a higher tier's name."""
     place: str
     link: Link
     levels: tuple[Level, ...]
-    """Levels whose collectives cross it as their slowest link."""
+    """Levels of which it is the slowest link."""
 
 
 def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:
-    """Return each link's bandwidth and place, marked as measured or assumed if some were measured."""
+    """Return each link's bandwidth and place, marked as measured or assumed."""
     links, measured = _links(cluster), measured_links(cluster, costs)
     if measured and len(measured) == len(links):
         return ["links as measured"]
@@ -39,12 +39,12 @@ def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:
 
 
 def measured_links(cluster: Cluster, costs: CostTable) -> list[str]:
-    """Return the names of the measured links: `inter`, `intra`, `rack`."""
+    """Return the measured links: `inter`, `intra`, `rack`."""
     return [each.name for each in _links(cluster) if _is_measured(each, cluster, costs)]
 
 
 def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tuple[str, str]]:
-    """Return the plan's collectives that are priced by a link, with the source of the price."""
+    """Return the plan's collectives that are priced by a link, with sources."""
     measured = measured_links(cluster, costs)
     by_level = {level: each.name for each in _links(cluster) for level in each.levels}
     rows: list[tuple[str, str]] = []
@@ -59,7 +59,6 @@ def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tup
 
 
 def _links(cluster: Cluster) -> list[_Named]:
-    """Return the links that collectives can cross, between hosts first."""
     flat = () if cluster.has_levels else (Level.WORLD,)
     found: list[_Named] = []
     if cluster.hosts > 1:

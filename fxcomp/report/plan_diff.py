@@ -34,7 +34,7 @@ class PlanFile:
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Errors by gradient, as fractions of the whole gradient's squares; empty in a file without an error budget."""
+    """Errors as fractions of the whole gradient's squares; empty without an error budget."""
 
     @classmethod
     def from_json(cls, data: object) -> PlanFile:
@@ -63,7 +63,7 @@ class PlanFile:
 
 
 def _bucket(data: Mapping[str, Any]) -> Bucket:
-    """Read a bucket of a report; its parts are named like `fc.weight[0:65536]`."""
+    """Read a report's bucket; parts are named like `fc.weight[0:65536]`."""
     names: list[str] = []
     starts: list[int] = []
     for label in data["names"]:
@@ -76,10 +76,9 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
 
 
 _Part = tuple[range, int]
-"""Elements of a gradient, and their bucket."""
 
 _Piece = tuple[str, int, int, int]
-"""A gradient's name, the number of its elements in the piece, the bucket before and the bucket after."""
+"""Name, number of elements, bucket before, bucket after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class ChangedGradients:
 
     what: str
     kinds: tuple[str, ...]
-    """Differences of the strategies: compressors, levels, device, exchange point."""
+    """Changed properties: compressors, levels, device, exchange point."""
     names: tuple[str, ...]
     elements: int
     bytes: int
@@ -96,24 +95,22 @@ class ChangedGradients:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """All differences, largest first."""
-
     strategies: tuple[ChangedGradients, ...]
     moved: ChangedGradients | None
-    """Gradients whose bucket does not match their bucket before."""
+    """Gradients in another bucket."""
     missing: tuple[ChangedGradients, ...]
-    """Gradients that are only in one plan, or differ in size or type."""
+    """Gradients of one plan only, or of another size or type."""
     buckets: tuple[int, int]
     gradients: int
     reordered: bool
-    """Buckets, or gradients within them, are in another order."""
+    """Buckets or their gradients are in another order."""
     numbers: Mapping[str, tuple[float, float]]
     spent: Mapping[str, tuple[float, float]]
-    """Errors that differ between the files, largest difference first."""
+    """Errors that differ, largest difference first."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plans are equal; numbers may still differ, because clusters or costs do."""
+        """Whether the plans are equal; numbers may differ."""
         return not (self.strategies or self.moved or self.missing or self.reordered)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +118,6 @@ class PlanDiff:
 
 
 def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
-    """Compare two plans."""
     old, new = before.plan, after.plan
     sizes, others = old.sizes, new.sizes
     parts, other_parts = _parts(old), _parts(new)
@@ -150,14 +146,12 @@ def _pairs(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 def _pieces(name: str, old: Sequence[_Part], new: Sequence[_Part]) -> Iterator[_Piece]:
-    """Cut a gradient where either plan cuts it."""
     for start, stop in pairwise(sorted({0, *(extent.stop for extent, _ in (*old, *new))})):
         before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
         yield name, stop - start, before, after
 
 
 def _parts(plan: Plan) -> dict[str, list[_Part]]:
-    """Return the parts of each gradient, with their buckets."""
     found: dict[str, list[_Part]] = {}
     for number, bucket in enumerate(plan.buckets):
         for name, extent in zip(bucket.names, bucket.extents, strict=True):
@@ -166,7 +160,7 @@ def _parts(plan: Plan) -> dict[str, list[_Part]]:
 
 
 def _partners(pieces: Sequence[_Piece]) -> dict[int, int]:
-    """Match buckets one to one, the largest overlap first."""
+    """Match buckets one to one, largest overlap first."""
     common = Counter[tuple[int, int]]()
     for _, elements, before, after in pieces:
         common[before, after] += elements
@@ -205,7 +199,6 @@ def _words(old: _Way, new: _Way) -> str:
 
 
 def _kinds(old: _Way, new: _Way) -> tuple[str, ...]:
-    """Return the properties that differ."""
     (before, point), (after, other) = old, new
     levels = [[step.level for step in strategy.collectives] for strategy in (before, after)]
     differ = {
@@ -242,11 +235,7 @@ def _change(what: str, pieces: Sequence[_Piece], plan: Plan, kinds: tuple[str, .
     )
 
 
-# Text
-
-
 def headline(diff: PlanDiff) -> str:
-    """Return a sentence on whether the plans differ."""
     old, new = diff.buckets
     if diff.is_empty:
         return f"The plans are the same: {count(diff.gradients, 'gradient')} in {count(old, 'bucket')}."
@@ -254,7 +243,7 @@ def headline(diff: PlanDiff) -> str:
 
 
 def note_on_another_plan(before: Plan | None, after: Plan) -> str:
-    """Describe how a loaded state's plan differs from this one; empty if equal or unknown."""
+    """Describe the difference to a loaded state's plan; empty if equal or unknown."""
     if before is None or before == after:
         return ""
     diff = diff_plans(PlanFile(before), PlanFile(after))
@@ -268,7 +257,6 @@ def note_on_another_plan(before: Plan | None, after: Plan) -> str:
 
 
 def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
-    """Return sections with the differences; `all_names` lists every gradient."""
     found: list[Section] = []
     for title, changes in (
         ("Strategies", diff.strategies),

@@ -1,8 +1,8 @@
-"""Read the log of a run: a line of JSON per step, with `step.metrics()`, the loss and the time.
+"""Read the log of a run: a line of JSON per step.
 
     {"step": 12, "loss": 2.31, "seconds": 4.2, "sent_mb": 0.6, "residual_norm": 0.1, "plan": "5f0c..."}
 
-A number may be missing, null, or not finite; it is never replaced. Lines cut off by a killed run are skipped.
+A number may be missing, null, or not finite. Lines cut off by a killed run are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS = "do several ranks write this file? Let rank 0 alone write it"
 
 
 def are_few(number: float, lines: float) -> bool:
-    """Return whether there are at most two, or a tenth of the lines: as many as interruptions may cause."""
+    """Return whether interruptions may cause this number: at most two, or a tenth of the lines."""
     return number <= max(2, _FEW * lines)
 
 
@@ -33,20 +33,20 @@ class LoggedRun:
     name: str
     steps: Sequence[float]
     seconds: Sequence[float] | None
-    """Time since the run began, without the time between a checkpoint and its continuation."""
+    """Since the run began, without gaps at checkpoints."""
     series: Mapping[str, Mapping[int, float]]
-    """Values of each metric by line number; missing lines are omitted, values may be not finite."""
+    """Values of each metric by line number; they may be not finite."""
     plans: Sequence[tuple[int, str]]
     """First step and digest of each plan."""
     notes: Sequence[str]
 
 
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
-"""Objects of a file, each with its position."""
+"""Objects of a file, with positions."""
 
 
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read the `metrics` of a file. Raise BadOption with the line and the field."""
+    """Read metrics from a file. Raise BadOption with the line and the field."""
     notes: list[str] = []
     lines = list(_lines(Path(path), notes))
     if not lines:
@@ -83,7 +83,7 @@ def _values(lines: Lines, metric: str) -> dict[int, float]:
 
 
 def _repeats(path: str | Path, lines: Lines, steps: Sequence[float], twice: Sequence[str]) -> Iterator[str]:
-    """Note where steps repeat or fall back. Raise BadOption if several runs write to the file."""
+    """Note repeated steps and steps that fall back. Raise BadOption if several runs write the file."""
     if twice:
         yield f"{twice[0]}{_in_all(twice)}: {_RANKS}"
     falls = [
@@ -111,7 +111,7 @@ _CURE = (
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line's object and position. Skip a few broken lines, with a note; raise BadOption for more."""
+    """Yield objects with their positions. Skip a few broken lines; raise BadOption for more."""
     whole, broken = 0, list[str]()
     try:
         with path.open("rb") as file:
@@ -154,7 +154,7 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: bool) -> Sequence[float] | None:
-    """Join the clocks of the parts of a run: a clock that falls back continues from the last time."""
+    """Join the clocks of a run's parts: each continues from the previous end."""
     seconds: list[float] = []
     for where, line in lines:
         if (read := _number(where, line, "seconds")) is not None:

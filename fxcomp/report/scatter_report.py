@@ -1,4 +1,4 @@
-"""Explain the strategies of a fully_shard model: a table by module, and the saved time."""
+"""Explain the strategies of a fully_shard model: modules, and the saved time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from fxcomp.search.by_module import ModuleTime
 
 @dataclass(frozen=True, slots=True)
 class ScatterFacts:
-    """Data of the report."""
-
     plan: Plan
     modules: Sequence[str]
-    """Module name of each bucket."""
+    """By bucket."""
     times: Sequence[ModuleTime]
-    """Times of the buckets' modules; empty if the plan was given."""
+    """By bucket; empty if the plan was given."""
     step_us: float
     """Predicted step."""
     dense_us: float
     cluster: Cluster
     mode: str
     kept_bytes: int
-    """Bytes of residuals on each rank."""
+    """Residuals on each rank."""
     notes: Sequence[str]
     measured_ms: float | None
 
@@ -40,7 +38,6 @@ def headline(facts: ScatterFacts) -> str:
 
 
 def sections(facts: ScatterFacts) -> list[Section]:
-    """Return the verdict, the table by module, and notes."""
     said = [_verdict(facts), *([] if facts.measured_ms is None else [f"Measured: {facts.measured_ms:.4g} ms a pass."])]
     said.append(
         f"Error feedback keeps {facts.kept_bytes / 1e6:.4g} MB on each rank: fp32 for each element of whole gradients."

@@ -1,4 +1,4 @@
-"""The report that users get: as text, page, data, or trace."""
+"""The report that users get."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from fxcomp.report.trace import to_trace
 
 
 class StepReport:
-    """A snapshot of a step: its plan, the reasons, its times. Later steps do not change it."""
+    """A snapshot of a step: plan, reasons, times. Later steps do not change it."""
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
-        """The data of every format."""
 
     def __str__(self) -> str:
         return to_text(self.explanation)

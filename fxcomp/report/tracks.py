@@ -1,4 +1,4 @@
-"""List the timelines of a report, with the bucket of each task and the source of its price."""
+"""List the timelines of a report, with each task's bucket and the source of its price."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LANES = {
     Stream.INTER: "between",
     Stream.H2D: "to device",
 }
-"""Names of the streams in drawings, from top to bottom."""
+"""Names in drawings, from top to bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Track:
 
 
 def tracks_of(explanation: Explanation) -> list[Track]:
-    """List the available tracks: the dense plan's step, this plan's, and the median measured one."""
+    """List the dense plan's step, this plan's, and the median measured one, as available."""
     found = predicted_tracks(explanation)
     measured = explanation.measured
     if measured:
@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """List this plan's step, after the dense plan's if they were compared."""
+    """List this plan's step, after the dense plan's if compared."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"
@@ -65,31 +65,29 @@ def measured_track(explanation: Explanation, step: int) -> Track:
 
 
 class Grounds(Enum):
-    """Kind of evidence for a time."""
-
     MEASURED = "measured"
     FORMULA = "formula"
-    """A formula over the links' properties."""
+    """Over the links' properties."""
     ESTIMATED = "estimated"
     ASSUMED = "assumed"
     NONE = ""
-    """The task takes no time."""
+    """No time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """The bucket of a task, and the source of its time."""
+    """A task's bucket, and the source of its time."""
 
     bucket: int | None
     """None for compute that serves several buckets."""
     of: str
-    """The bucket's strategy and tensors; empty without a bucket."""
+    """The bucket's strategy and tensors."""
     grounds: Grounds
     source: str
 
 
 def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
-    """Return the facts of every task of a track, by name."""
+    """Return the facts of a track's tasks, by name."""
     by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
     buckets, found = track.plan.buckets, dict[str, TaskFacts]()
     seen = Counter[tuple[int | None, CollectiveKind | None]]()
@@ -115,7 +113,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
 
 
 def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
-    """Return the strategy's collective that a task is, by its kind and its index among collectives of the kind."""
+    """Return a task's collective in the strategy, by kind and index."""
     alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
     if alike:
         return alike[min(place, len(alike) - 1)]
@@ -123,7 +121,7 @@ def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> 
 
 
 def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
-    """Return the source of a price that is not of a collective."""
+    """Return the source of a price, except a collective's."""
     costs, kind = explanation.costs, kind_of(task.name)
     if task.stream in (Stream.D2H, Stream.H2D):
         return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"

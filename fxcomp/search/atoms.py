@@ -27,7 +27,7 @@ LARGE_SHARE = 0.25
 """Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, unless it makes more than MOST."""
+"""Bytes of a chunk, unless more than MOST result."""
 
 MOST = 4
 
@@ -40,12 +40,11 @@ READ_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A gradient of a workload, or a part of one."""
+    """A gradient, or a part of one."""
 
     number: int
     extent: range
     gradient: Gradient
-    """The whole gradient."""
 
     @property
     def elements(self) -> int:
@@ -88,7 +87,6 @@ def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
 
 
 def _rows(gradient: Gradient) -> list[range]:
-    """Cut a matrix into chunks of whole rows."""
     if gradient.is_vector:
         return [range(gradient.elements)]
     rows, row = gradient.shape[0], math.prod(gradient.shape[1:])

@@ -75,8 +75,6 @@ class _BoundKind:
 
 
 class _Bound:
-    """The sums as functions of the weights."""
-
     def __init__(
         self, workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, bursts: float, pinned: Pinned
     ) -> None:
@@ -159,7 +157,7 @@ class _Bound:
         return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
     def _of_any(self, kind: ElementType) -> list[Least]:
-        """Bound each strategy's fixed work, which is the same for all gradients of a type."""
+        """Bound each strategy's fixed work, equal for all gradients of a type."""
         of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
         gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
@@ -189,7 +187,6 @@ class _Bound:
         return best
 
     def _update_us(self, number: int) -> float:
-        """Return the time of the work after a gradient's arrival."""
         workload = self.workload
         if workload.updates_wait:
             return workload.finish_us + sum(gradient.update_us for gradient in workload.gradients)

@@ -76,7 +76,7 @@ class ModuleTime:
     """Predicted times of a module's gradients, in µs."""
 
     ready_us: float
-    """Compute time until they are ready."""
+    """Compute time until ready."""
     dense_us: float
     own_us: float
     """With the plan's strategy."""
@@ -85,7 +85,7 @@ class ModuleTime:
 def module_times(
     plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster, *, overlaps: bool
 ) -> tuple[ModuleTime, ...]:
-    """Price the modules of a plan, in its order."""
+    """Price a plan's modules, in order."""
     pricing = _Pricing(workload, plan.buckets, costs, cluster, overlaps=overlaps)
     return tuple(
         ModuleTime(ready, pricing.own_us(k, SCATTERED), pricing.own_us(k, bucket.strategy))
@@ -117,7 +117,7 @@ def choose_by_module(
 
 
 class _Pricing:
-    """Prices of a model's modules, each alone, in ready order."""
+    """Prices of modules, in ready order."""
 
     def __init__(
         self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
@@ -142,8 +142,6 @@ class _Pricing:
 
 
 class _Search:
-    """Each module's allowed strategies, with times and errors."""
-
     def __init__(
         self,
         workload: Workload,
@@ -194,7 +192,7 @@ class _Search:
         found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
         best = self._gentler(min(found, key=self._step_us))
         if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
-            best = dense  # the gain is below the error of the costs
+            best = dense  # below the error of the costs
         plan, runner = self._plan(best), self._runner(DENSE, dense)
         others = () if best == dense else (self._runner(PREDICTED_BEST, best),)
         return Choice(

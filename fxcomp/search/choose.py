@@ -1,4 +1,4 @@
-"""Choose a plan: the buckets and the strategy of each bucket, compared by the simulated step."""
+"""Choose a plan, its buckets and their strategies, by the simulated step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from fxcomp.search.workload import Workload
 _PRICED = 3  # plans priced exactly
 _IN_FULL = 2  # searches run in full, if cells are not joined
 _NEAR = 0.02  # relative: slower searches are not run in full
-_FAR = 0.1  # relative: bf16 everywhere is not priced exactly if slower by more; above rounding errors
+_FAR = 0.1  # relative: slower bf16 plans are not priced exactly; above rounding errors
 _UNIFORM = 4  # uniform plans offered to the race
-_ALTERNATIVES = 24  # alternatives in all, at least one per bucket
+_ALTERNATIVES = 24  # in all, at least one per bucket
 _FLIP_RATIO = 1.2  # precision of the bisection, as a ratio
 
 
@@ -64,19 +64,19 @@ class Choice:
     fastest: Plan
     fastest_us: float
     bf16_us: float
-    """bf16 everywhere, in one shot or hierarchical, whichever is faster."""
+    """In one shot or hierarchical, whichever is faster."""
     free_us: float
-    """The step without communication."""
+    """Without communication."""
     error: float
     """Relative error of the prediction."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """For each bucket of the plan, the fastest other strategies."""
+    """By bucket, the fastest other strategies."""
     runners: tuple[Runner, ...] = ()
-    """Plans that a running job may race, the shortest predicted step first."""
+    """Plans to race, the shortest predicted step first."""
     pins: Pins = NO_PINS
-    """Strategies pinned by the user, also in the dense and bf16 plans."""
+    """Pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
-    """Comparison of exchanging gradients and momenta; None without one."""
+    """None without a comparison of gradients and momenta."""
 
     @property
     def stays_dense(self) -> bool:
@@ -90,7 +90,7 @@ class Choice:
 
     @property
     def wins(self) -> float:
-        """Fraction of draws of the cost errors in which the fastest plan beats the best dense one."""
+        """Fraction of draws in which the fastest plan beats the best dense one."""
         return next((each.wins for each in self.runners if each.plan == self.fastest), 0.0)
 
     @property
@@ -175,7 +175,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield uniform plans and their steps, fastest first, each with a smaller error than all before."""
+    """Yield uniform plans and steps, fastest first, each with a smaller error than all before."""
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
@@ -222,7 +222,7 @@ def _priced(found: Found, search: PlanSearch) -> Best:
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
-    """Return each bucket's best other strategies, all else equal, by the search's prices."""
+    """Return each bucket's best other strategies, by the search's prices."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us
     return tuple(
@@ -232,7 +232,6 @@ def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
 
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
-    """Predict the step of a plan."""
     return StepPrices(workload, costs, cluster).step_us(plan)
 
 

@@ -114,8 +114,6 @@ def _ms(measured_ms: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan and the facts it was decided by."""
-
     plan: Plan
     costs: CostTable
     workload: Workload
@@ -123,9 +121,9 @@ class Decision:
     """None if the plan was given."""
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
-    """Whether this is the dense plan of the steps that are timed before choosing."""
+    """Whether this is the dense plan for timing steps before the choice."""
     is_remembered: bool = False
-    """Whether an earlier job's costs are used; the first steps check them."""
+    """Whether the costs are an earlier job's, which the first steps check."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:

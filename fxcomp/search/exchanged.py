@@ -17,8 +17,6 @@ _HOUR, _MINUTE = 3600.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive steps of a job under one plan."""
-
     plan: Plan
     steps: int
     step_us: float

@@ -43,7 +43,7 @@ class Least:
     tail_us_per_element: float
 
 
-_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # an empty gradient has no bucket of its own
+_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # empty gradients
 
 Line = tuple[float, float]
 
@@ -62,12 +62,11 @@ def line_below(price: Callable[[float], float], breaks: Sequence[float], largest
 
 @dataclass
 class LeastWork:
-    """Lower lines of one job's prices, cached."""
+    """Lower lines of prices, cached."""
 
     costs: CostTable
     cluster: Cluster
     elements: int
-    """Elements of all gradients."""
     itemsize: int = 4
     """Largest bytes per element."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])

@@ -41,7 +41,6 @@ class Losses:
         self._errors: dict[Strategy, Numbers] = {}
 
     def errors(self, strategy: Strategy) -> Numbers:
-        """Return the relative squared error of each gradient."""
         found = self._errors.get(strategy)
         if found is None:
             errors = strategy_errors(strategy, self._cluster, self._column)  # a single number for a dense strategy
@@ -49,7 +48,7 @@ class Losses:
         return found
 
     def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
-        """Return the error, in elements, of the gradients with these indices; of all by default."""
+        """Return the error of gradients, in elements; of all by default."""
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 

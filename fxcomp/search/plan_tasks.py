@@ -55,11 +55,9 @@ class StepPrices:
         self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
 
     def step_us(self, plan: Plan) -> float:
-        """Predict the step of a plan."""
         return step_time_us(self.tasks(plan), self.costs.processors)
 
     def tasks(self, plan: Plan) -> list[Task]:
-        """Return the tasks of a plan's emitted step."""
         workload = self.workload.moved(plan.moved)
         members = zip(plan.buckets, members_of(plan, workload), strict=True)
         buckets = [self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(members)]
@@ -76,7 +74,7 @@ class StepPrices:
         return known
 
     def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
-        # A cut gradient is updated with one part; the plan's other buckets determine which.
+        # The plan's other buckets determine which part of a cut gradient bears its update.
         updates_us, joined = sum(each.update_us for each in members), sum(each.joined_bytes for each in members)
         key = k, bucket, updates_us, joined
         tasks = self._buckets.get(key)
@@ -141,7 +139,6 @@ def region_tasks(ready_us: Sequence[float]) -> list[Task]:
 def assemble(
     workload: Workload, regions: Sequence[Task], buckets: Sequence[BucketTasks], broadcast: Task | None
 ) -> list[Task]:
-    """Arrange the regions and the buckets' tasks in issue order."""
     tasks = handing_out(workload.host_us)
     done_us, entered = 0.0, -1
     for launch in launch_order(tuple(len(bucket.stages) for bucket in buckets)):
@@ -156,7 +153,7 @@ def assemble(
             tasks.append(region)
             done_us += region.duration_us
         tasks.extend(_asked_for(buckets[launch.bucket].stages[launch.stage], tasks))
-    for region in regions[entered + 1 :]:  # a world of one rank launches nothing
+    for region in regions[entered + 1 :]:  # a world of one rank
         tasks.append(region)
         done_us += region.duration_us
     rest = Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us))
@@ -188,7 +185,6 @@ def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
 
 
 def _asked_for(stage: Sequence[Task], tasks: Sequence[Task]) -> Sequence[Task]:
-    """Let the pool begin a stage after the main thread's preceding task."""
     first, *others = stage
     if first.stream not in POOL:
         return stage
@@ -291,7 +287,7 @@ class BucketWriter:
         return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # the current state
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
-        """Save a payload that is summed in place, for rolling back a residual."""
+        """Save a payload that is summed in place, for rollback of the residual."""
         leg = line.encode
         if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
@@ -319,7 +315,6 @@ class BucketWriter:
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
-        """Return a task after the bucket's previous one."""
         load = self.prices.pool_load if stream in POOL else 0.0
         task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name

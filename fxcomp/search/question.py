@@ -31,22 +31,20 @@ parameters also stay within a factor of 2 to 4 of the reference's.
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Limits of one workload's plans."""
-
     mode: Mode
     bursts: float = 1.0
-    """Fraction of elements that may have bursty strategies."""
+    """Fraction of elements that may be bursty."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """Replaces the mode's limit and compressors."""
     share: float = 1.0
-    """Fraction of the limit that may be used."""
+    """Usable fraction of the limit."""
     at: ExchangePoint = ExchangePoint.GRADIENT
     """Plans for momenta have no error limit: the residual enters a mean one step later."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Build terms from a user's options, with Gaussian errors by default."""
+        """Build terms from user options, with Gaussian errors by default."""
         asked = compress.budget
         return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
@@ -55,7 +53,6 @@ class Terms:
         return ASSUMED if self.budget is None else self.budget.table
 
     def by(self, table: ErrorTable) -> Terms:
-        """Return the terms with a budget counted in other errors."""
         return self if self.budget is None else replace(self, budget=Budget(self.budget.asked, table))
 
     def limit(self, workload: Workload, cluster: Cluster) -> float:
@@ -82,7 +79,6 @@ class Terms:
         return tuple(each for each in offered if each.is_dense or losses.elements - losses.of(each) >= least)
 
     def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
-        """Return a note if pins alone exceed the limit."""
         losses, limit = self.losses(workload, cluster), self.limit(workload, cluster)
         pinned, elements = Pinned.of(self.pins, workload, cluster, losses), workload.elements
         if not pinned.exceeds(limit * elements):
@@ -99,7 +95,7 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The set of plans to search."""
+    """The plans to search."""
 
     choices: Choices
     bounds: Bounds = NO_BOUNDS

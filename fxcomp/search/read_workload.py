@@ -1,4 +1,4 @@
-"""Read an annotated graph for the search: a workload before buckets are chosen, or a final graph's tasks.
+"""Read annotated graphs for the search: workloads before bucketing, or a final graph's tasks.
 
 No other file of the search sees nodes.
 """
@@ -35,8 +35,6 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
 
 
 class _GraphTaskWriter:
-    """Writes tasks; tracks each node's makers and the main thread's last task."""
-
     def __init__(self, on_host: Collection[Node]) -> None:
         self.on_host = on_host
         self.tasks: list[Task] = []
@@ -55,7 +53,7 @@ class _GraphTaskWriter:
     def add_line(self, node: Node) -> None:
         label = info(node)
         before = self._waits_for(node.all_input_nodes)
-        if label.role is Role.EXCHANGE:  # compute waits for it
+        if label.role is Role.EXCHANGE:
             made = self._add(Task(f"exchange {node.name}", Stream.COMPUTE, label.cost_us or 0.0, before))
         elif _blocks(node):
             made = self._add(Task(node.name, Stream.COMPUTE, 0.0, before))

@@ -46,14 +46,12 @@ _LAST = Limits(evaluations=1200, options=4, borders=False)
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Predicted step, and relative squared error by the table."""
-
     step_us: float
     error: float
 
 
 class Resolve:
-    """One search, in turns."""
+    """A search in turns."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
@@ -104,7 +102,6 @@ class Resolve:
         return engine.values([parts])[0], buckets.plan(parts)
 
     def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
-        """Search as for a new plan, with less effort."""
         ends: list[tuple[Value, Plan]] = []
         for question in questions_of(self._prices, self._terms)[:2]:
             search = PlanSearch(question, self._prices)
@@ -136,7 +133,7 @@ class _Kind(NamedTuple):
 
 
 class _Buckets:
-    """A plan's buckets as cells, in one strand per kind."""
+    """A plan's buckets as cells, one strand per kind."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._prices = plan, prices
@@ -197,7 +194,7 @@ class _Buckets:
 
     @property
     def plainest(self) -> Parts:
-        """Each bucket with its first strategy: dense, unless pinned."""
+        """Each bucket's first strategy: dense, unless pinned."""
         return tuple(Part(strand, cell, cell + 1, 0) for strand, cell in self._cells)
 
     def plan(self, parts: Parts) -> Plan:
@@ -213,7 +210,6 @@ def _place_of(atom: Atom) -> tuple[int, int]:
 
 
 def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
-    """Join buckets to a strand, one cell per bucket."""
     atoms = [atom for cell in cells for atom in cell]
     borders = accumulate(map(len, cells), initial=0)
     return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

@@ -49,7 +49,7 @@ DENSE, BF16, PREDICTED_BEST = "dense", "bf16", "predicted best"
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A plan that may race, its prediction and, after the race, its measurement."""
+    """A plan that may race, with prediction and measurement."""
 
     name: str
     plan: Plan
@@ -106,7 +106,7 @@ def pick_runners(
 def made_runner(
     name: str, plan: Plan, prices: StepPrices, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
-    """Predict a plan that may race; `dense_us` is the dense plan in the same draws."""
+    """Predict a plan that may race; `dense_us` is dense in the same draws."""
     wins = share_won(in_draws(prices, plan), dense_us)
     return Runner(name, plan, prices.step_us(plan), wins, plan_error(plan, prices.cluster, table))
 
@@ -119,7 +119,7 @@ def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
-    """Return whether a plan beats dense often enough to be followed without a race."""
+    """Return whether a plan beats dense in enough draws to be followed without a race."""
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 
@@ -138,7 +138,6 @@ def _differs(plan: Plan, picked: Sequence[Runner], least: float) -> bool:
 
 
 def _share_that_differs(plan: Plan, other: Plan) -> float:
-    """Return the fraction of elements with other compressors or levels, whichever elements."""
     mine, theirs = _elements_by_kind(plan), _elements_by_kind(other)
     return 1.0 - (mine & theirs).total() / max(1, mine.total())
 

@@ -22,8 +22,8 @@ from fxcomp.search.plan_tasks import StepPrices
 
 DRAWS = 64
 
-COMPUTE_ERROR = 0.05  # assumed: compute is timed in the job's own step
-COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, with caches that the step's compute does not fill
+COMPUTE_ERROR = 0.05  # assumed: compute is timed in the step
+COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, with cold caches in the step
 
 COMPRESSING = ("compress", "decompress", "propose")
 """First words of compressors' task names."""
@@ -54,7 +54,7 @@ def drawn_errors(error: float, compute_error: float) -> tuple[float, float, floa
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of draws in which the first plan is faster by at least LEAST_GAIN."""
+    """Return the fraction of draws won by at least LEAST_GAIN."""
     return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
 
 
@@ -63,7 +63,6 @@ _COMPUTE = Stream.COMPUTE.value
 
 
 def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
-    """Return each task's kind of error: its link, its compressors, else compute."""
     compressors = [", ".join(dict.fromkeys(map(str, bucket.strategy.compressors))) for bucket in plan.buckets]
 
     def kind_of(task: Task) -> str:

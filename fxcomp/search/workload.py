@@ -1,4 +1,4 @@
-"""A training step as the search sees it: gradients' ready times, and the compute that always runs."""
+"""A training step as input of the search."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Gradient:
     name: str
     shape: tuple[int, ...]
     ready_us: float
-    """Compute time from the start of the step until backward has made it."""
+    """Compute time until backward has made it."""
     update_us: float
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
-    """Time to update this rank's own momentum, if ranks exchange momenta."""
+    """Time to update this rank's own momentum, if momenta are exchanged."""
     moved_us: float = 0.0
-    """Replaces `update_us` if ranks exchange momenta."""
+    """Replaces `update_us` if momenta are exchanged."""
     joined_bytes: int = 0
     """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
 
@@ -67,7 +67,6 @@ class Workload:
 
     gradients: tuple[Gradient, ...]
     backward_us: float
-    """End of forward and backward."""
     finish_us: float = 0.0
     """Compute after every gradient has arrived: the check for finite values, the norm, the clip coefficient."""
     clips: bool = False
@@ -79,7 +78,7 @@ class Workload:
     """Buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
-    """Time to copy the broadcast buffers back."""
+    """Time to copy buffers back."""
     host_us: float = 0.0
     """Host time to launch the step, overlapped with the device's work."""
 
@@ -96,7 +95,7 @@ class Workload:
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
     def after_compute(self, ahead_us: float) -> Workload:
-        """Return the step after more compute (of other micro-batches), or less if negative."""
+        """Return the step after more compute, or less if negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)
@@ -142,7 +141,7 @@ class Workload:
 
     @property
     def free_us(self) -> float:
-        """The step with free communication: compute or host time, whichever is longer."""
+        """The step with free communication: compute or host time, the longer one."""
         return max(self.compute_us, self.host_us)
 
     @property

@@ -1,6 +1,6 @@
-"""Check the properties that every compressor must have. Each check raises AssertionError with the observed values.
+"""Check properties of every compressor. Checks raise AssertionError with the observed values.
 
-The whole suite takes seconds per compressor, most of them for the five million values.
+The suite takes seconds per compressor, most of them for five million values.
 """
 
 from __future__ import annotations

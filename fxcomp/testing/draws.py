@@ -1,6 +1,6 @@
 """Check compressors that draw random numbers: streams advance, and errors average out.
 
-Each check states the probability that a correct compressor fails its statistical bound.
+Checks state the probability that a correct compressor fails.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from fxcomp.testing.samples import gaussian, heavy
 DRAWS = 200
 
 _LARGEST_T = 5.1
-"""Student's t with 199 degrees of freedom exceeds it with probability 8e-7, two-sided."""
+"""Exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
 
 _LARGEST_EXCESS = 3.0
-"""Maximum ratio of the variance to that of independent errors; 200 draws estimate it to 10 %."""
+"""Largest variance relative to independent errors; 200 draws estimate it to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""The same for a compressor that draws positions, which may come in runs, e.g. of 16."""
+"""The same if positions are drawn, which may come in runs, e.g. of 16."""
 
 
 def has_stream(compressor: Compressor) -> bool:
-    """Return whether a compressor's state holds streams of random numbers."""
+    """Return whether the state holds streams of random numbers."""
     return compressor.has_state and compressor.facts.state_dtype is torch.int64
 
 
 def state_starts_as_it_should(compressor: Compressor) -> None:
-    """Check that the same key and rank give the same state. Streams differ between parameters. Ranks share a stream if
-    decoding draws from it again, and have different streams otherwise.
+    """Check that a key and a rank determine the state. Streams differ between parameters, and between ranks unless
+    decoding draws from them again.
     """
     if not compressor.has_state:
         return
@@ -53,7 +53,7 @@ def state_starts_as_it_should(compressor: Compressor) -> None:
 
 
 def streams_move_on(compressor: Compressor) -> None:
-    """Check that each step changes the state; if another key changes the payload, the next step must too."""
+    """Check that each step changes the state, and the payload if another key does."""
     if not has_stream(compressor):
         return
     segments = (70_000, 513)
@@ -108,7 +108,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
 
 
 class _DrawErrors:
-    """Sums over draws: errors and their squares by value, projections by direction."""
+    """Sums over draws: errors and squares by value, projections by direction."""
 
     def __init__(self, segments: Sequence[int], bucket: Tensor) -> None:
         self.segments = list(segments)
@@ -143,7 +143,7 @@ def _directions(values: Tensor) -> Tensor:
 
 
 def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t and excess of a segment, by direction; exactly sent values have fp32's rounding error."""
+    """Return t and excess by direction; exactly sent values have fp32's rounding error."""
     least = 1e-7 * (directions.square().sum(dim=1) * values.square().sum()).sqrt()
     spread = projections.std(dim=0)
     t = projections.mean(dim=0) / (spread / DRAWS**0.5).clamp_min(least)
@@ -152,9 +152,9 @@ def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, varia
 
 
 def errors_of_ranks_average_out(compressor: Compressor) -> None:
-    """Check four ranks with the same bucket: the squared sum of errors must be the sum of their squares.
+    """Check with four equal buckets that the squared sum of errors is the sum of their squares.
 
-    Identical errors would give four times as much. The estimate over 70,000 values is right to 2 %.
+    Identical errors would give four times as much. Over 70,000 values the estimate is right to 2 %.
     """
     if compressor.bias is not Bias.UNBIASED or compressor.facts.decode_needs_state:
         return

@@ -1,4 +1,4 @@
-"""Check a compressor's results: sums, errors, values that are not finite."""
+"""Check results: sums, errors, values that are not finite."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> No
 
 
 def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
-    """Check the part of the first and last tenth that is sent, within its standard error for values in runs of 16."""
+    """Compare both ends with their standard error, for values in runs of 16."""
     bucket = gaussian(sum(segments))
     decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
     for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
@@ -69,7 +69,7 @@ def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
 
 
 def errors_telescope(compressor: Compressor) -> None:
-    """Check that the sum of sent values plus the residual is the sum of the gradients, over 24 steps."""
+    """Check that sent values plus the residual are the sum of the gradients, over 24 steps."""
     if not may_feed_back(compressor):
         return
     ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # the wire's sum rounds too
@@ -94,7 +94,7 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
 
 
 def feedback_is_stable(compressor: Compressor) -> None:
-    """Check that a compressor with feedback loses at most its input on average: ω <= 1."""
+    """Check that feedback is stable: ω <= 1 on average."""
     if not may_feed_back(compressor):
         return
     for name, values in (("gaussian", gaussian(65_536)), ("laplace", laplace(65_536)), ("heavy", heavy(65_536))):
@@ -103,7 +103,7 @@ def feedback_is_stable(compressor: Compressor) -> None:
 
 
 def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> float:
-    """Return ω = |v - decompress(compress(v))|² / |v|², the mean over `draws` first steps."""
+    """Return ω = |v - decompress(compress(v))|² / |v|², the mean of `draws` first steps."""
     segments = (len(values),)
     lost = 0.0
     for seed in range(draws):
@@ -113,7 +113,7 @@ def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> fl
 
 
 def rounding_goes_either_way(compressor: Compressor) -> None:
-    """Check that rounding does not shrink or grow values of either sign, which error feedback would hide."""
+    """Check that rounding is unbiased for either sign, which error feedback would hide."""
     if compressor.bias is not Bias.ROUNDING:
         return
     for sign, values in (("positive", gaussian(100_000).abs()), ("negative", -gaussian(100_000).abs())):
@@ -124,7 +124,7 @@ def rounding_goes_either_way(compressor: Compressor) -> None:
 
 
 def segments_do_not_mix(compressor: Compressor) -> None:
-    """Check that a parameter's values do not change another's result."""
+    """Check that a parameter's values do not affect others."""
     segments = (700, 66_000, 30)
     quiet = gaussian(sum(segments))
     loud = quiet.clone()
@@ -137,7 +137,7 @@ def segments_do_not_mix(compressor: Compressor) -> None:
 
 
 def every_rank_decodes_the_mean(compressor: Compressor) -> None:
-    """Check the mean in rank order: bit for bit if payloads are gathered, up to rounding if summed."""
+    """Check the mean in rank order: bitwise if payloads are gathered, up to rounding if summed."""
     segments, ranks = (1000, 66_000, 9), 3
     bound = compressor.bound_to((), ranks)
     buckets = [gaussian(sum(segments), seed) for seed in range(ranks)]
@@ -159,7 +159,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """Check that values that are not finite show in their own segment only, and leave the residual unchanged there."""
+    """Check that they show in their own segment only and leave its residual unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -184,7 +184,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that NaN in the residual, or a sum above fp32's largest value, is seen as in the bucket."""
+    """Check NaN in the residual, and sums above fp32's largest value."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700
@@ -204,7 +204,7 @@ def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
 
 
 def finite_values_leave_a_finite_residual(compressor: Compressor) -> None:
-    """Check values up to fp32's largest, and sums with the residual above it."""
+    """Check values up to fp32's largest, and sums above it."""
     if not may_feed_back(compressor):
         return
     for segments in ((1,), (600, 0, 41, 2600)):
@@ -233,7 +233,7 @@ def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments:
 
 
 def the_next_step_is_finite_again(compressor: Compressor) -> None:
-    """Check that a bad gradient does not stay in residuals, thresholds or warm starts."""
+    """Check that a bad gradient leaves residuals, thresholds and warm starts."""
     segments = (3000,)
     for feedback in {False, may_feed_back(compressor)}:
         replicas = replicas_of(compressor, segments, 2, feedback=feedback)
@@ -241,7 +241,7 @@ def the_next_step_is_finite_again(compressor: Compressor) -> None:
         average(compressor, [good, good], replicas, segments)
         kept = [Replica(clone(r.residual), clone(r.state)) for r in replicas]
         average(compressor, [SAMPLES["one nan"](3000), good], replicas, segments)
-        if compressor.facts.state_from_payload:  # the runtime keeps the old state after such a step
+        if compressor.facts.state_from_payload:  # as in the runtime
             for replica, before in zip(replicas, kept, strict=True):
                 replica.state = before.state
         mean = average(compressor, [good, good], replicas, segments)
@@ -249,7 +249,7 @@ def the_next_step_is_finite_again(compressor: Compressor) -> None:
 
 
 def bytes_are_all_that_travels(compressor: Compressor) -> None:
-    """Check that a payload copied to unaligned memory decodes to the same values."""
+    """Check that an unaligned copy of a payload decodes to the same values."""
     segments = (1000, 66_000, 9)
     bound = compressor.bound_to((), 1)
     [replica] = replicas_of(bound, segments, feedback=False)

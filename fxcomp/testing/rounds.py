@@ -1,4 +1,4 @@
-"""Simulate a round of compression of several ranks in one process."""
+"""Simulate rounds of compression of several ranks in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp.compressors.randomness import key_of
 
 @dataclass(slots=True)
 class Replica:
-    """The state of one rank."""
+    """State of one rank."""
 
     residual: Tensor | None
     state: Tensor | None
@@ -24,7 +24,7 @@ class Replica:
 def replicas_of(
     compressor: Compressor, segments: Sequence[int], ranks: int = 1, *, feedback: bool, seed: int = 0
 ) -> list[Replica]:
-    """Return `ranks` replicas before their first step."""
+    """Return replicas before their first step."""
     return [
         Replica(
             torch.zeros(sum(segments)) if feedback else None, fresh_state(compressor, segments, rank=rank, seed=seed)
@@ -34,7 +34,7 @@ def replicas_of(
 
 
 def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 0, seed: int = 0) -> Tensor | None:
-    """Return a bucket's state, with parameters named by index; None if the compressor has none."""
+    """Return a bucket's state, with parameters named by index."""
     if not compressor.has_state:
         return None
     owners = [compressor.of_segment(place) for place in range(len(segments))]
@@ -53,7 +53,7 @@ def average(
     segments: Sequence[int],
     shapes: Sequence[Sequence[int]] = (),
 ) -> Tensor:
-    """Return the compressed mean of all ranks' buckets, and advance the replicas by a step."""
+    """Return the compressed mean of all ranks' buckets; replicas advance by a step."""
     ranks = len(buckets)
     bound = compressor.bound_to(shapes, ranks)
     if bound.is_linear:
@@ -71,13 +71,13 @@ def average(
 
 @dataclass(slots=True)
 class Shard:
-    """A part of a bucket, and its encoders' states."""
+    """A part of a bucket, with its encoders' states."""
 
     segments: tuple[int, ...]
     workers: list[Replica]
-    """One per rank, for its own gradient of this shard."""
+    """One per rank, for its own gradient."""
     owner: Replica
-    """State of the rank that encodes the mean. Its residual has the scale of the mean."""
+    """Encodes the mean. Its residual has the scale of the mean."""
 
 
 def shards_of(
@@ -89,7 +89,7 @@ def shards_of(
     owner_feedback: bool = True,
     seed: int = 0,
 ) -> list[Shard]:
-    """Return shards between these borders, one per rank, before their first step; workers have error feedback."""
+    """Return one shard per rank, before their first step; workers have error feedback."""
     ranks = len(borders) - 1
     found: list[Shard] = []
     for number, (low, high) in enumerate(pairwise(borders)):
@@ -104,7 +104,7 @@ def shards_of(
 def average_in_two_shots(
     first: Compressor, second: Compressor, buckets: Sequence[Tensor], shards: Sequence[Shard]
 ) -> Tensor:
-    """Return the mean of all ranks' buckets in two shots, and advance the shards by a step.
+    """Return the mean in two shots; shards advance by a step.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
     encodes the mean with `second`. Every rank, the owner too, decodes the result.
@@ -121,7 +121,7 @@ def average_in_two_shots(
 def agree(
     compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
 ) -> Tensor | None:
-    """Return the agreed values before compression; None if not needed."""
+    """Return the agreed values; None if not needed."""
     if compressor.facts.agreement is None:
         return None
     proposals: list[Tensor] = []
@@ -137,7 +137,6 @@ def agree(
 def encode(
     compressor: Compressor, bucket: Tensor, replica: Replica, segments: Sequence[int], agreed: Tensor | None
 ) -> Tensor:
-    """Encode into a payload with arbitrary contents."""
     payload = torch.full((compressor.payload_elements(segments),), 77, dtype=compressor.payload_dtype)
     compressor.encode(bucket, replica.residual, payload, segments, replica.state, agreed)
     return payload
@@ -151,7 +150,6 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> Tensor:
-    """Decode into a tensor with arbitrary contents."""
     out = torch.full((sum(segments),), 77.0)
     compressor.decode(payloads, ranks, segments, out, agreed, state if compressor.facts.decode_needs_state else None)
     return out
@@ -165,7 +163,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _segments_between(segments: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """Return the sizes of the parameters' parts between two borders."""
+    """Return the sizes of parameters between two borders."""
     found: list[int] = []
     start = 0
     for size in segments:

@@ -1,4 +1,4 @@
-"""Sample buckets: distributions of gradients, values at the limits, and lengths at the limits."""
+"""Sample buckets: distributions of gradients, extreme values, and lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LA
 
 
 def segments_to_try(compressor: Compressor) -> list[tuple[int, ...]]:
-    """Return lengths at which layouts break: none, one, odd, around a block, above 2^16; and several segments."""
+    """Return lengths at which layouts break: none, one, odd, around a block, above 2^16; and several."""
     block = int(getattr(compressor, "block", 512))
     lengths = sorted({0, 1, 7, block - 1, block, block + 1, 65_537})
     return [(), *((length,) for length in lengths), *SMALL_SEGMENTS]
@@ -43,12 +43,12 @@ def laplace(elements: int, seed: int = 0) -> Tensor:
 
 
 def heavy(elements: int, seed: int = 0) -> Tensor:
-    """Return Gaussian values with a log-normal scale: most are small, a few are huge."""
+    """Return Gaussian values with a log-normal scale."""
     return gaussian(elements, seed) * (2 * gaussian(elements, seed + 1_000_003)).exp()
 
 
 def _with_one(value: float, share: float = 0.5) -> Callable[[int], Tensor]:
-    """Make samples with `value` at this fraction of their length."""
+    """Place `value` at this fraction of a sample's length."""
 
     def bucket(elements: int) -> Tensor:
         values, place = gaussian(elements), int(share * max(0, elements - 1))
@@ -95,9 +95,9 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
     "last nan": _with_one(torch.nan, 1.0),
     "many nan": _mostly(torch.nan, 0.2),
 }
-"""By name: functions of the number of elements, deterministic."""
+"""Functions of the number of elements, deterministic."""
 
 NOT_FINITE = ("one nan", "one inf", "one positive inf", "first nan", "last nan", "many nan")
 
 IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge", "one huge"))
-"""Samples whose sums and scales stay below fp32's largest value."""
+"""Samples with sums and scales below fp32's largest value."""

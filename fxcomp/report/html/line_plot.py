@@ -16,31 +16,27 @@ from fxcomp.report.html.render import Drawing, drawn
 
 HEIGHT = 260
 COLORS = ("one", "two", "three", "four", "five", "six")
-"""Style sheet variables of the lines, in order."""
-_COLUMNS, _POINTS_OF_ALL = 300, 1800  # columns per plot; points of all lines of a plot, to keep a page small
-_SPOTS = 80  # places across a plot that show their values under the pointer
-_GAP = 5.0  # times the usual distance: maximum between joined points
-_LOG = 100.0  # ratio of values from which an axis is logarithmic
+_COLUMNS, _POINTS_OF_ALL = 300, 1800  # columns per plot; points of all its lines, to keep pages small
+_SPOTS = 80  # places with values under the pointer
+_GAP = 5.0  # largest distance of joined points, in usual distances
+_LOG = 100.0  # ratio of values for a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
-"""Larger values are not drawn: they would hide all others."""
+"""Larger values are not drawn."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
-    """One run's number."""
-
     name: str
     number: int
-    """Index of the color."""
     parts: Sequence[Sequence[Point]]
     """Groups of joined points, in logged order."""
     crosses: Sequence[Point] = ()
-    """Values that are not finite or too large to draw."""
+    """Values that cannot be drawn."""
     is_mean: bool = False
-    """Whether this is the smoothed line, drawn over its pale original."""
+    """Drawn over its pale original."""
 
     @property
     def color(self) -> str:
@@ -51,12 +47,12 @@ class PlotLine:
         return self.number >= len(COLORS)
 
     def smoothed(self, over: int) -> PlotLine:
-        """Return the line of moving averages over `over` points, within each part."""
+        """Return moving averages over `over` points, within parts."""
         return PlotLine(self.name, self.number, [list(_means(part, over)) for part in self.parts], is_mean=True)
 
 
 def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> PlotLine:
-    """Make a line over `xs`. It breaks at values that cannot be drawn, and where steps are missing or fall back."""
+    """Make a line, with gaps at values that cannot be drawn and where steps are missing or fall back."""
     usual = statistics.median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0.0
     parts: list[list[Point]] = []
     crosses: list[Point] = []
@@ -82,21 +78,19 @@ def _means(part: Sequence[Point], over: int) -> Iterator[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear or a logarithmic axis."""
-
     low: float
     high: float
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return a value's position, in percent of the axis."""
+        """Return a position in percent."""
         if self.is_log:
             return 100 * math.log(value / self.low) / math.log(self.high / self.low)
         return 100 * (value - self.low) / (self.high - self.low)
 
     @property
     def ticks(self) -> list[float]:
-        """Round numbers along the axis; on a logarithmic one powers of ten, with 2s and 5s on a short one."""
+        """Round numbers; powers of ten on a logarithmic axis, with 2s and 5s on a short one."""
         if not self.is_log:
             step = round_step(self.high - self.low, _TICKS)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -108,7 +102,7 @@ class Axis:
 
 
 def round_step(whole: float, count: int) -> float:
-    """Return the round number (1, 2 or 5 times a power of ten) that divides `whole` into about `count`."""
+    """Return 1, 2 or 5 times a power of ten that divides `whole` into about `count`."""
     if whole <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(whole / count))
@@ -116,7 +110,7 @@ def round_step(whole: float, count: int) -> float:
 
 
 def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> Drawing:
-    """Draw lines; empty without points. Values that cannot be drawn are crosses at the top, one per column."""
+    """Draw lines; empty without points. Values that cannot be drawn are crosses at the top."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
         return Drawing()
@@ -140,7 +134,7 @@ def names_of(lines: Sequence[PlotLine]) -> Drawing:
 
 
 def axis_of(ys: Sequence[float], *, from_zero: bool) -> Axis:
-    """Choose the axis of finite values: logarithmic if they are positive and far apart."""
+    """Choose an axis: logarithmic for positive values that are far apart."""
     low, high = min(ys), max(ys)
     if low > 0 and high / low >= _LOG:
         return Axis(low / 1.1, high * 1.1, is_log=True)
@@ -150,9 +144,9 @@ def axis_of(ys: Sequence[float], *, from_zero: bool) -> Axis:
 
 
 def thinned(parts: Sequence[Sequence[Point]], across: Axis, columns: int) -> Sequence[Sequence[Point]]:
-    """Keep the ends of each part, and the lowest and highest point of each column, in order.
+    """Keep the ends of each part, and each column's lowest and highest point.
 
-    If there are more parts than columns, points are not joined.
+    With more parts than columns, points are not joined.
     """
     if len(parts) > columns:
         points = sorted(point for part in parts for point in part)
@@ -172,7 +166,6 @@ def _extremes(points: Sequence[Point], across: Axis, columns: int) -> Iterator[P
 def _paths(
     line: PlotLine, across: Axis, up: Axis, columns: int, has_mean: bool
 ) -> Iterator[tuple[str, str, float, bool, bool]]:
-    """Yield the path of the joined points, and the dots of single points."""
     kept = thinned(line.parts, across, columns)
     joined, alone = [part for part in kept if len(part) > 1], [part for part in kept if len(part) == 1]
     is_pale = has_mean and not line.is_mean
@@ -190,7 +183,7 @@ def _along(part: Sequence[Point], across: Axis, up: Axis) -> str:
 def _spots(
     lines: Sequence[PlotLine], across: Axis, says_x: Callable[[float], str]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield places across the plot, each with the text of every line's first point there."""
+    """Yield places across the plot, with the text of each line's first point."""
     words: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}
@@ -203,7 +196,6 @@ def _spots(
 
 
 def _padded(low: float, high: float, share: float) -> Axis:
-    """Return an axis with margins, also around a single value."""
     if low == high:
         return Axis(low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
     return Axis(low - share * (high - low) * (low != 0.0), high + share * (high - low))

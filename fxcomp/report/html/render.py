@@ -1,4 +1,4 @@
-"""Render the templates of a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each block.
+"""Render a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each block.
 
 All text is escaped. A missing template variable is an error.
 """
@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 Drawing = Markup
-"""HTML from a macro, with escaped text."""
 
 _TEMPLATES = Environment(
     loader=PackageLoader("fxcomp.report.html"),
@@ -37,15 +36,12 @@ def write_page(
     above: str = "",
     below: str = "",
 ) -> str:
-    """Return a whole page: its heading, the lines above and below the heading, and the sections by title.
-
-    One title may be empty.
-    """
+    """Return a page with the blocks of each section, by title. One title may be empty."""
     return _TEMPLATES.get_template("page.html.j2").render(
         title=title, heading=heading, sections=sections, tone=tone, above=above, below=below, anchor=anchor
     )
 
 
 def anchor(title: str) -> str:
-    """Return the id of a section, for links."""
+    """Return a section's id, for links."""
     return re.sub(r"\W+", "-", title.lower()) or "step"

@@ -14,7 +14,7 @@ from fxcomp.report.runs import LoggedRun, are_few
 
 
 class Metric(NamedTuple):
-    """A plotted number: title, unit, and a sentence below the title."""
+    """A plotted number."""
 
     title: str
     unit: str = ""
@@ -34,7 +34,7 @@ METRICS: Mapping[str, Metric] = {
         "The time of a step in which nothing but the network is waited for; the median of recent steps.",
     ),
 }
-"""The numbers drawn by default."""
+"""Drawn by default."""
 
 _READING = (
     "Long lines are thinned: each column of a plot keeps its lowest and its highest point. A line is not joined where"
@@ -52,7 +52,7 @@ _CAPTION = (
 
 
 def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
-    """Return the whole page. With `smooth`, lines are moving averages over as many points, drawn over the points."""
+    """Return the page. With `smooth`, lines are moving averages over as many points."""
     sections: dict[str, Sequence[Drawing]] = {
         "": (drawn("table", _table_of(runs)), drawn("paragraph", _CAPTION, "dim"))
     }
@@ -73,7 +73,6 @@ def _title(title: str, others: Collection[str]) -> str:
 
 
 def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) -> list[Drawing]:
-    """Draw one number over steps and over time."""
     timed = [run for run in runs if run.seconds is not None]
     longest = max((run.seconds[-1] for run in timed if run.seconds), default=0.0)
     clock, length_s, _ = next(each for each in _UNITS if longest >= each[2])
@@ -99,7 +98,7 @@ def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) ->
 def _lines(
     run: LoggedRun, number: int, series: Mapping[int, float], unit_s: float | None, smooth: int
 ) -> Sequence[PlotLine]:
-    """Return a run's line and its smoothed line, over time in units of `unit_s` or over steps."""
+    """Return a run's line, and its smoothed line, over time or steps."""
     steps = [run.steps[place] for place in series]
     xs = steps
     if unit_s is not None and run.seconds is not None:
@@ -132,7 +131,7 @@ def _row_of(run: LoggedRun) -> Sequence[str]:
 
 
 def _sent(run: LoggedRun) -> str:
-    """Return the bytes of a run, in GB; empty if more than a few steps lack them."""
+    """Return a run's GB; empty if more than a few steps lack them."""
     sent = run.series.get("sent_mb", {})
     known = {place: value for place, value in sent.items() if math.isfinite(value)}
     steps = max(run.steps) - min(run.steps) + 1

@@ -49,14 +49,13 @@ class Limits(NamedTuple):
 
     evaluations: int = 4000
     options: int = 6
-    """Best options of a bucket, tried together with another change."""
+    """Best options of a bucket, tried with another change."""
     apart: int = 3
     """Largest distance of buckets changed together."""
     dense_only: bool = False
     pairs: bool = True
     """Change two buckets together if no single change helps."""
     borders: bool = True
-    """Change borders as well as options."""
     price: float = 0.0
     """Price of error, in µs per element, added to the step."""
 
@@ -67,7 +66,7 @@ MOST_CELLS = 64
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """Atoms of one type that may share buckets, in ready order, cut into cells."""
+    """Atoms of one type that may share buckets, in ready order, as cells."""
 
     atoms: tuple[Atom, ...]
     places: tuple[int, ...]
@@ -84,12 +83,11 @@ class Strand:
         return self.atoms[0].gradient.element_type if self.atoms else ElementType.F32
 
     def sizes(self) -> list[int]:
-        """Return each cell's bytes."""
         size = self.element_type.itemsize
         return [size * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
 
     def last(self, cell: int) -> int:
-        """Return the index of a cell's last atom among all."""
+        """Return the index of a cell's last atom."""
         return self.places[self.borders[cell + 1] - 1]
 
     def ready_us(self, cell: int) -> float:
@@ -103,7 +101,7 @@ class Strand:
         return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
-        """Return prefix sums of each feature at the borders."""
+        """Return prefix sums of features at the borders."""
         shapes = tuple(atom.shape for atom in self.atoms)
         before = ([0.0, *accumulate(feature_sizes(feature, shapes, ranks))] for feature in features)
         return [[sums[border] for border in self.borders] for sums in before]
@@ -128,7 +126,7 @@ class Strand:
 
 
 def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Strand:
-    """Join the smallest neighbours until at most `most` cells are left."""
+    """Join the smallest neighbours into at most `most` cells."""
     count = len(atoms)
     size = [atom.elements for atom in atoms]
     after, before = list(range(1, count + 1)), list(range(-1, count - 1))

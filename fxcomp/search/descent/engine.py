@@ -1,4 +1,4 @@
-"""Price and improve plans of one problem in C++; without built kernels, simulate them."""
+"""Price and improve plans in C++; without built kernels, only simulate them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
-    """Pricing and improvement of plans."""
+    """Interface of the search engines."""
 
     def values(self, plans: Sequence[Parts]) -> list[Value]:
         """Price plans."""
@@ -29,11 +29,11 @@ class Engine(Protocol):
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Price a plan with each other option, in one bucket at a time."""
+        """Price a plan with each option of a strand, in one bucket at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
-        """Change a plan until no change helps; return the result and the number of simulated plans."""
+        """Change a plan until no change helps; return it and the number of simulated plans."""
         ...
 
 
@@ -53,7 +53,7 @@ class Compiled:
     """The search in C++."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem  # keeps alive the arrays that C++ reads
+        self._problem = problem  # C++ reads its arrays
         self._columns = problem.for_kernels
         opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
         self._search = ctypes.c_void_p(opened)
@@ -110,7 +110,7 @@ class Simulated:
         return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Return infinite values: simulating all options would take minutes."""
+        """Return infinite values: simulation would take minutes."""
         return [[Value(math.inf, math.inf)] * self._options[part.strand] for part in plan]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -146,7 +146,6 @@ def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPr
 
 
 def search_notes() -> tuple[str, ...]:
-    """Return a note if the search is not built."""
     if kernels.available():
         return ()
     return (

@@ -43,8 +43,8 @@ SPENT = 0.98
 _CLOSE = 3  # starts priced exactly, if about as fast as the result
 _KEPT = 128  # starts kept
 _ERROR = 5e-3  # relative error of the search's prices
-_LINES_ERROR = 1e-3  # the same without the rounding of shards
-_ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with and without rounding of shards
+_LINES_ERROR = 1e-3  # without the rounding of shards
+_ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with rounding of shards, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ by_value = attrgetter("value")
 
 
 class PlanSearch:
-    """Search for the plans of one workload."""
+    """Search for a workload's plans."""
 
     def __init__(self, question: Question, prices: StepPrices) -> None:
         self.question = question
@@ -150,7 +150,6 @@ class PlanSearch:
         ]
 
     def _shapes(self) -> list[tuple[Parts, list[Value]]]:
-        """Cut cells into buckets of a few sizes, priced with every strategy of the first strand."""
         if self._priced_shapes is None:
             sizes = [strand.sizes() for strand in self.strands]
             borders = dict.fromkeys(tuple(_borders(each, cap) for each in sizes) for cap in CAPS)
@@ -189,7 +188,6 @@ class PlanSearch:
 
     @property
     def is_joined(self) -> bool:
-        """Whether any cell holds several atoms."""
         return any(strand.cells < len(strand.atoms) for strand in self.strands)
 
     def plan(self, found: Found) -> Plan:
@@ -263,7 +261,6 @@ class PlanSearch:
         return tuple(map(like, self.options))
 
     def _first_option(self, found: Found) -> int | None:
-        """Return the option of the first bucket that is not pinned; None if all are."""
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
@@ -302,7 +299,6 @@ class PlanSearch:
 
 
 def searches_of(prices: StepPrices, terms: Terms) -> list[PlanSearch]:
-    """Build one search per question of the terms."""
     return [PlanSearch(question, prices) for question in questions_of(prices, terms)]
 
 

@@ -178,8 +178,6 @@ class _ProblemColumns(ctypes.Structure):
 
 
 class Problems:
-    """One workload's strands and options, for problems at different prices."""
-
     def __init__(
         self, losses: Losses, strands: Sequence[Strand], options: Sequence[Sequence[Option]], setting: Setting
     ) -> None:
@@ -207,7 +205,6 @@ class Problems:
         ]
 
     def at(self, prices: StepPrices, bounds: Bounds) -> Problem:
-        """Build the problem at these prices."""
         curves = _Curves(prices, self._largest())
         tasks = [task for template in self.templates for task in template.tasks]
         terms = [term for task in tasks for term in task.terms]

@@ -17,19 +17,17 @@ from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
 
 
 class Effort(NamedTuple):
-    """Effort of a search, in counts."""
-
     starts: int
     first: Limits
     improved: int
     """Results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
-    """Limits with one cell per atom, for the best result and `improved` starts."""
+    """With one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
     tails: int
-    """Options tried for the end of the last bucket in a kick."""
+    """Options tried in kicks for the end of the last bucket."""
     prices: int
     """Prices of error to try."""
 
@@ -140,8 +138,6 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
 
 class _SpentTable:
-    """Earliest end by border and by steps of error used."""
-
     def __init__(self, pairs: tuple[Numbers, Numbers], times: Numbers, shares: Numbers, ready_us: Numbers) -> None:
         steps = np.rint(np.clip(shares, 0.0, 2.0) * GRID).astype(np.int64)
         order = np.lexsort((times, steps), axis=1)
