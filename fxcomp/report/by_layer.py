@@ -29,7 +29,7 @@ class Row:
     names: tuple[str, ...]
     buckets: tuple[int, ...]
     strategies: tuple[Strategy, ...]
-    """A layer has one."""
+    """Strategies of the row; a layer has one."""
     is_pinned: bool
     dense_bytes: int
     sent_bytes: float
@@ -62,7 +62,7 @@ def gradients_of(explanation: Explanation) -> list[Row]:
 
 
 def alike(name: str) -> str:
-    """`blocks.*.up.weight`, without numbers."""
+    """Return a name without numbers: `blocks.*.up.weight`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -114,8 +114,8 @@ def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
 
 
 _FEW, _MOST_LAYERS = 8, 24
-_SMALL = 0.01  # of squares and saved time: smaller layers without error have no row
-_SPENT = 0.0005  # of the budget, counts as no error
+_SMALL = 0.01  # fraction of squares and of saved time below which a layer without error has no row
+_SPENT = 0.0005  # fraction of the budget that counts as no error
 _SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire less than dense."
 
 

@@ -15,11 +15,11 @@ class StepOnDevice:
 
     name: str
     launches: Mapping[str, int]
-    """Kernels by kind of work, without those of collectives."""
+    """Kernels by kind of work, without collectives."""
     kernels_us: float
-    """In kernels."""
+    """Device time in kernels."""
     host_us: float
-    """To launch them."""
+    """Host time to launch the kernels."""
     memory: Mapping[str, float]
     """Bytes by part, at the peak."""
 

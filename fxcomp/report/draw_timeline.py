@@ -14,7 +14,7 @@ _WORKING = (Stream.HOST, Stream.COMPUTE)
 _MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
 _BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE = "·"
-_LABEL = 11  # before the first cell
+_LABEL = 11  # columns before the first cell
 
 
 def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:

@@ -39,7 +39,7 @@ _NAMES = {
     # Graphs have proposal and mean for the search's propose and decompress.
     "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
     "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
-    "exchanges": ("exchange",),  # of the loss function
+    "exchanges": ("exchange",),  # the loss function's own collectives
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 
@@ -138,7 +138,7 @@ def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_OPERATORS = 6  # listed by name
+_MOST_OPERATORS = 6  # operators listed by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Explanation:
     costs: CostTable
     cluster: Cluster
     choice: Choice | None = None
-    """None if nothing was compared."""
+    """Comparison of plans; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
     """Bandwidth between hosts at which the verdict changes, or None."""
@@ -164,11 +164,11 @@ class Explanation:
     raced: Raced | None = None
     """Last race of the running job."""
     is_racing: bool = False
-    """Whether this plan has its turn in a race."""
+    """True if this plan has its turn in a race."""
     budget: Budget | None = None
-    """Replaces the mode's limit."""
+    """Error budget that replaces the mode's limit."""
     micro_batches: int = 1
-    """Accumulated per step."""
+    """Number of micro-batches accumulated per step."""
     moves: Sequence[PlanMove] = ()
     """Changes since the choice, by the gradients' errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
@@ -188,7 +188,7 @@ class Explanation:
 
     @property
     def dense_timeline(self) -> Timeline | None:
-        """Predicted step of the best dense plan; None without another dense plan."""
+        """Predicted step of the best dense plan; None if this is that plan, or nothing was compared."""
         if self.choice is None or self.choice.dense == self.plan:
             return None
         tasks = plan_tasks(self.workload, self.choice.dense, self.costs, self.cluster)
@@ -202,17 +202,17 @@ class Explanation:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the plan is the choice, not given or changed later."""
+        """True if the plan is the choice, not given or changed later."""
         return self.choice is not None and self.choice.plan == self.plan
 
     @property
     def has_won(self) -> bool:
-        """Whether the plan won a race."""
+        """True if the plan won a race."""
         return self.raced is not None and not self.is_racing and self.raced.stays.plan == self.plan
 
     @property
     def has_moved(self) -> bool:
-        """Whether the plan followed the gradients since the choice."""
+        """True if the plan followed the gradients since the choice."""
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
@@ -229,7 +229,7 @@ class Explanation:
 
     @property
     def spent(self) -> float:
-        """Relative squared error."""
+        """Relative squared error of the plan."""
         return plan_error(self.plan, self.cluster, self.errors)
 
     @property
@@ -270,7 +270,7 @@ _MODES = {mode.value: mode for mode in Mode}
 
 
 def machine_of(costs: CostTable) -> str:
-    """`NVIDIA H200, torch 2.13, 2026-11-20`."""
+    """Return the machine of a table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 

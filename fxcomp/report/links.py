@@ -24,7 +24,7 @@ class _Named:
     place: str
     link: Link
     levels: tuple[Level, ...]
-    """Levels of which it is the slowest link."""
+    """Levels whose slowest link it is."""
 
 
 def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:

@@ -21,7 +21,7 @@ from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.report.document import Block, Section, Table, count, mb, short
 
-_MOST_ROWS = 8  # of a table, unless all are requested
+_MOST_ROWS = 8  # rows of a table, unless all are requested
 _SHOWN = 2  # names per row
 
 _NUMBERS = {"step_ms": "predicted step, ms", "wire_bytes": "bytes sent by a rank", "loss": "relative squared error"}
@@ -97,7 +97,7 @@ class ChangedGradients:
 class PlanDiff:
     strategies: tuple[ChangedGradients, ...]
     moved: ChangedGradients | None
-    """Gradients in another bucket."""
+    """Gradients whose bucket does not match their bucket before."""
     missing: tuple[ChangedGradients, ...]
     """Gradients of one plan only, or of another size or type."""
     buckets: tuple[int, int]
@@ -110,7 +110,7 @@ class PlanDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plans are equal; numbers may differ."""
+        """True if the plans are equal; numbers may differ."""
         return not (self.strategies or self.moved or self.missing or self.reordered)
 
     def to_json(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class LoggedRun:
     name: str
     steps: Sequence[float]
     seconds: Sequence[float] | None
-    """Since the run began, without gaps at checkpoints."""
+    """Time since the run began, without the gap before continuing from a checkpoint."""
     series: Mapping[str, Mapping[int, float]]
     """Values of each metric by line number; they may be not finite."""
     plans: Sequence[tuple[int, str]]

@@ -15,16 +15,16 @@ from fxcomp.search.by_module import ModuleTime
 class ScatterFacts:
     plan: Plan
     modules: Sequence[str]
-    """By bucket."""
+    """Module name of each bucket."""
     times: Sequence[ModuleTime]
-    """By bucket; empty if the plan was given."""
+    """Module times of each bucket; empty if the plan was given."""
     step_us: float
     """Predicted step."""
     dense_us: float
     cluster: Cluster
     mode: str
     kept_bytes: int
-    """Residuals on each rank."""
+    """Bytes of residuals on each rank."""
     notes: Sequence[str]
     measured_ms: float | None
 

@@ -40,14 +40,14 @@ from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE, WORTH_FOLLOWING
 from fxcomp.search.shared_draws import LEAST_GAIN
 
-_LONGEST_PATH = 12  # entries shown
+_LONGEST_PATH = 12  # entries shown of the critical path
 
 
 class Tone(Enum):
     COMPRESS = "compress"
     DENSE = "dense"
     GIVEN = "given"
-    """Not chosen by this comparison."""
+    """The plan was not chosen by this comparison."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
 
 WIDTH = 100
 """Default number of columns."""
-_NARROWEST = 20  # for legibility
+_NARROWEST = 20  # narrower reports are not legible
 _NARROW = 64  # below, tables omit optional columns
 _STYLES = {Tone.COMPRESS: "bold green", Tone.DENSE: "bold yellow", Tone.GIVEN: "bold"}
 

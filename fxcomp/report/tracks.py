@@ -67,11 +67,11 @@ def measured_track(explanation: Explanation, step: int) -> Track:
 class Grounds(Enum):
     MEASURED = "measured"
     FORMULA = "formula"
-    """Over the links' properties."""
+    """A formula over the links' properties."""
     ESTIMATED = "estimated"
     ASSUMED = "assumed"
     NONE = ""
-    """No time."""
+    """The task takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TaskFacts:
     """A task's bucket, and the source of its time."""
 
     bucket: int | None
-    """None for compute that serves several buckets."""
+    """Bucket of the task; None for compute that serves several buckets."""
     of: str
     """The bucket's strategy and tensors."""
     grounds: Grounds

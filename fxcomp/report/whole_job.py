@@ -23,7 +23,7 @@ class WholeJob:
 
     stretches: Sequence[Stretch]
     sent_bytes: Sequence[float]
-    """Per rank and step, by stretch."""
+    """Bytes sent per rank and step, by stretch."""
     dense_step_us: float
     dense_step_bytes: float
     gradients_us: float | None

@@ -27,7 +27,7 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Between = tuple[float, float]
-"""An open interval."""
+"""Lower and upper bound of an open interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Compression:
     rate: float
     us_per_byte: float
     kind: CollectiveKind = CollectiveKind.ALL_GATHER
-    """Of the payloads."""
+    """Collective of the payloads."""
     all_reduce: Algorithm = Algorithm.RING
     algorithm: Algorithm = Algorithm.RING
-    """For the payloads."""
+    """Algorithm of the payloads' collective."""
 
 
 def pays_at_gb_per_s(

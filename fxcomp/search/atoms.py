@@ -56,7 +56,7 @@ class Atom:
 
     @property
     def is_last(self) -> bool:
-        """Whether the atom ends its gradient, and so bears the update."""
+        """True if the atom ends its gradient, and so bears the update."""
         return self.extent.stop == self.gradient.elements
 
 

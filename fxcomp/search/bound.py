@@ -67,11 +67,11 @@ class _BoundKind:
 
     gradients: tuple[int, ...]
     is_cut: bool
-    """Whether their parts may be in several buckets."""
+    """True if their parts may be in several buckets."""
     rates: Numbers
     """µs per element, shape [strategies, streams]."""
     is_allowed: NDArray[np.bool_]
-    """Shape [strategies]."""
+    """Allowed strategies, shape [strategies]."""
 
 
 class _Bound:

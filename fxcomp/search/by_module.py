@@ -76,10 +76,10 @@ class ModuleTime:
     """Predicted times of a module's gradients, in µs."""
 
     ready_us: float
-    """Compute time until ready."""
+    """Compute time until the gradients are ready."""
     dense_us: float
     own_us: float
-    """With the plan's strategy."""
+    """Time with the plan's strategy."""
 
 
 def module_times(
@@ -192,7 +192,7 @@ class _Search:
         found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
         best = self._gentler(min(found, key=self._step_us))
         if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
-            best = dense  # below the error of the costs
+            best = dense  # the gain is below the error of the costs
         plan, runner = self._plan(best), self._runner(DENSE, dense)
         others = () if best == dense else (self._runner(PREDICTED_BEST, best),)
         return Choice(

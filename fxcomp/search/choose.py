@@ -64,23 +64,23 @@ class Choice:
     fastest: Plan
     fastest_us: float
     bf16_us: float
-    """In one shot or hierarchical, whichever is faster."""
+    """The step with bf16 everywhere, in one shot or hierarchical, whichever is faster."""
     free_us: float
-    """Without communication."""
+    """The step without communication."""
     error: float
     """Relative error of the prediction."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """By bucket, the fastest other strategies."""
+    """The fastest other strategies of each bucket."""
     runners: tuple[Runner, ...] = ()
     """Plans to race, the shortest predicted step first."""
     pins: Pins = NO_PINS
     """Pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
-    """None without a comparison of gradients and momenta."""
+    """Comparison of exchanging gradients and momenta; None without one."""
 
     @property
     def stays_dense(self) -> bool:
-        """Whether the chosen plan compresses only pinned parameters."""
+        """True if the chosen plan compresses only pinned parameters."""
         return self.pins.leaves_dense(self.plan)
 
     @property

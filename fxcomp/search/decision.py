@@ -24,7 +24,7 @@ class Raced:
     """A finished race."""
 
     runners: tuple[Runner, ...]
-    """In the order of their first turns, the plan in force first."""
+    """Runners in the order of their first turns; the first one's plan was in force."""
     winner: int
     first_step: int
     last_step: int
@@ -118,12 +118,12 @@ class Decision:
     costs: CostTable
     workload: Workload
     choice: Choice | None = None
-    """None if the plan was given."""
+    """Comparison of plans; None if the plan was given."""
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
-    """Whether this is the dense plan for timing steps before the choice."""
+    """True if this is the dense plan for timing steps before the choice."""
     is_remembered: bool = False
-    """Whether the costs are an earlier job's, which the first steps check."""
+    """True if the costs are an earlier job's, which the first steps check."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
@@ -142,10 +142,10 @@ class PlanMove:
     step: int
     why: str
     error: tuple[float, float]
-    """Before and after, by the errors known then."""
+    """Relative squared error before and after, by the errors known then."""
     limit: float
     step_us: tuple[float, float]
-    """Predicted, before and after."""
+    """Predicted step before and after."""
     changes: tuple[str, ...]
     """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 

@@ -25,7 +25,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 _CANONICAL = ((1 << 15, 1 << 15),) * 16  # rounding up hardly counts
 _ROUNDED = 8  # most grains by which a shard is rounded up
-_JUST_BELOW = 1 - 1e-9  # for a break's price before its jump
+_JUST_BELOW = 1 - 1e-9  # factor for a break's price before its jump
 
 STREAMS = tuple(Stream)
 COMPUTE = STREAMS.index(Stream.COMPUTE)
@@ -43,7 +43,7 @@ class Least:
     tail_us_per_element: float
 
 
-_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # empty gradients
+_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # work of an empty gradient
 
 Line = tuple[float, float]
 

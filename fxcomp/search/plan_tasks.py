@@ -49,7 +49,7 @@ class StepPrices:
     def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.broadcast = self._broadcast()
-        """Without predecessors; None without buffers."""
+        """Broadcast task without its predecessors; None if there are no buffers."""
         self._writer = BucketWriter(workload, costs, cluster)
         self._buckets: dict[tuple[int, Bucket, float, int], BucketTasks] = {}
         self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
@@ -284,7 +284,7 @@ class BucketWriter:
         if not self.commits or not leg.compressor.has_state:
             return []
         us = self.prices.pack_us(self._state_size(leg))
-        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # the current state
+        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # does not wait for the bucket
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
         """Save a payload that is summed in place, for rollback of the residual."""

@@ -36,9 +36,9 @@ class Terms:
     """Fraction of elements that may be bursty."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
-    """Replaces the mode's limit and compressors."""
+    """Error budget that replaces the mode's limit and compressors."""
     share: float = 1.0
-    """Usable fraction of the limit."""
+    """Fraction of the limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
     """Plans for momenta have no error limit: the residual enters a mean one step later."""
 
@@ -95,7 +95,7 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The plans to search."""
+    """The set of plans to search."""
 
     choices: Choices
     bounds: Bounds = NO_BOUNDS
@@ -103,7 +103,7 @@ class Question:
     """Cut large gradients. Sizes of parts add up, which overprices the factors of a joined matrix."""
     pinned: Pinned = NOTHING_PINNED
     losses: Losses | None = None
-    """None stands for Gaussian errors."""
+    """Errors of strategies; None stands for Gaussian errors."""
     prices_errors: bool = False
     """Search for the price of error at which the limit saves most."""
 

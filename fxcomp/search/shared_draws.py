@@ -23,7 +23,7 @@ from fxcomp.search.plan_tasks import StepPrices
 DRAWS = 64
 
 COMPUTE_ERROR = 0.05  # assumed: compute is timed in the step
-COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, with cold caches in the step
+COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, without the step's compute in the caches
 
 COMPRESSING = ("compress", "decompress", "propose")
 """First words of compressors' task names."""

@@ -27,7 +27,7 @@ class Gradient:
     own_us: float = 0.0
     """Time to update this rank's own momentum, if momenta are exchanged."""
     moved_us: float = 0.0
-    """Replaces `update_us` if momenta are exchanged."""
+    """The optimizer's time if momenta are exchanged, instead of `update_us`."""
     joined_bytes: int = 0
     """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
 
@@ -46,7 +46,7 @@ class Gradient:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the parameter has at most one dimension."""
+        """True if the parameter has at most one dimension."""
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
@@ -132,7 +132,7 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """Whether updates wait for every gradient and for `finish_us`, not only for their bucket."""
+        """True if updates wait for every gradient and for `finish_us`, not only for their bucket."""
         return self.clips or self.commits or self.finish_us > 0
 
     @property

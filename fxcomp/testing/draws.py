@@ -53,7 +53,7 @@ def state_starts_as_it_should(compressor: Compressor) -> None:
 
 
 def streams_move_on(compressor: Compressor) -> None:
-    """Check that each step changes the state, and the payload if another key does."""
+    """Check that each step changes the state, and the payload too if it depends on the key."""
     if not has_stream(compressor):
         return
     segments = (70_000, 513)

@@ -87,9 +87,7 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
         sent += average(compressor, gradients, replicas, segments)
         put_in += torch.stack(gradients).double().mean(dim=0)
     left = torch.stack([replica.residual for replica in replicas if replica.residual is not None]).double()
-    left = (
-        left.sum(dim=0) if compressor.is_linear else left.mean(dim=0)
-    )  # linear compressors' buckets are scaled before
+    left = left.sum(dim=0) if compressor.is_linear else left.mean(dim=0)  # linear: buckets are scaled before
     return ((sent + left - put_in).square().sum() / put_in.square().sum()).sqrt().item()
 
 
@@ -159,7 +157,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """Check that they show in their own segment only and leave its residual unchanged."""
+    """Check that NaN and infinity show in their own segment only, and leave the residual of their values unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -233,7 +231,7 @@ def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments:
 
 
 def the_next_step_is_finite_again(compressor: Compressor) -> None:
-    """Check that a bad gradient leaves residuals, thresholds and warm starts."""
+    """Check that a bad gradient does not persist in residuals, thresholds or warm starts."""
     segments = (3000,)
     for feedback in {False, may_feed_back(compressor)}:
         replicas = replicas_of(compressor, segments, 2, feedback=feedback)
@@ -241,7 +239,7 @@ def the_next_step_is_finite_again(compressor: Compressor) -> None:
         average(compressor, [good, good], replicas, segments)
         kept = [Replica(clone(r.residual), clone(r.state)) for r in replicas]
         average(compressor, [SAMPLES["one nan"](3000), good], replicas, segments)
-        if compressor.facts.state_from_payload:  # as in the runtime
+        if compressor.facts.state_from_payload:  # the runtime keeps the old state after a bad step
             for replica, before in zip(replicas, kept, strict=True):
                 replica.state = before.state
         mean = average(compressor, [good, good], replicas, segments)

@@ -75,9 +75,9 @@ class Shard:
 
     segments: tuple[int, ...]
     workers: list[Replica]
-    """One per rank, for its own gradient."""
+    """Replicas, one per rank, for the rank's own gradient."""
     owner: Replica
-    """Encodes the mean. Its residual has the scale of the mean."""
+    """State of the rank that encodes the mean. Its residual has the scale of the mean."""
 
 
 def shards_of(

@@ -22,7 +22,7 @@ _GAP = 5.0  # largest distance of joined points, in usual distances
 _LOG = 100.0  # ratio of values for a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
-"""Larger values are not drawn."""
+"""Limit of the drawn values."""
 
 Point = tuple[float, float]
 
@@ -36,7 +36,7 @@ class PlotLine:
     crosses: Sequence[Point] = ()
     """Values that cannot be drawn."""
     is_mean: bool = False
-    """Drawn over its pale original."""
+    """True if the line is a mean, drawn over its pale original."""
 
     @property
     def color(self) -> str:
@@ -83,7 +83,7 @@ class Axis:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return a position in percent."""
+        """Return the position of a value, in percent."""
         if self.is_log:
             return 100 * math.log(value / self.low) / math.log(self.high / self.low)
         return 100 * (value - self.low) / (self.high - self.low)

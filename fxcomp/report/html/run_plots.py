@@ -14,7 +14,7 @@ from fxcomp.report.runs import LoggedRun, are_few
 
 
 class Metric(NamedTuple):
-    """A plotted number."""
+    """A number to plot: title, unit, and a sentence below the title."""
 
     title: str
     unit: str = ""
@@ -34,7 +34,7 @@ METRICS: Mapping[str, Metric] = {
         "The time of a step in which nothing but the network is waited for; the median of recent steps.",
     ),
 }
-"""Drawn by default."""
+"""Numbers drawn by default."""
 
 _READING = (
     "Long lines are thinned: each column of a plot keeps its lowest and its highest point. A line is not joined where"

@@ -53,7 +53,7 @@ class Compiled:
     """The search in C++."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem  # C++ reads its arrays
+        self._problem = problem  # keeps alive the arrays that C++ reads
         self._columns = problem.for_kernels
         opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
         self._search = ctypes.c_void_p(opened)

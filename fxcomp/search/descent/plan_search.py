@@ -43,7 +43,7 @@ SPENT = 0.98
 _CLOSE = 3  # starts priced exactly, if about as fast as the result
 _KEPT = 128  # starts kept
 _ERROR = 5e-3  # relative error of the search's prices
-_LINES_ERROR = 1e-3  # without the rounding of shards
+_LINES_ERROR = 1e-3  # the same without the rounding of shards
 _ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with rounding of shards, without
 
 

@@ -125,7 +125,7 @@ class Problem:
     broadcast_stream: int
     """-1 if nothing is broadcast."""
     shares: int
-    """Whether tasks may need more processors than there are."""
+    """True if tasks may need more processors than there are."""
     has_spare: int
 
     @cached_property

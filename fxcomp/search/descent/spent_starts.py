@@ -23,7 +23,7 @@ class Effort(NamedTuple):
     """Results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
-    """With one cell per atom, for the best result and `improved` starts."""
+    """Limits with one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
     tails: int

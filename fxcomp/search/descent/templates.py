@@ -129,7 +129,7 @@ class Setting:
     commits: bool
     saves_residuals: bool
     copies: bool
-    """Whether host and device copy values."""
+    """True if host and device copy values."""
     element_type: ElementType = ElementType.F32
 
     @classmethod
