@@ -42,7 +42,7 @@ from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
 
-_FIRSTS = 8  # number of values of k
+_FIRSTS = 8  # values of k, evenly spaced by elements
 _STEPS = 8  # search steps per weight
 _MOST_KINDS = 24  # most kinds of gradients for which pairs of strategies are compared
 _ROUNDING = 1e-9

@@ -41,7 +41,7 @@ _IN_FULL = 2  # searches run in full, if cells are not joined
 _NEAR = 0.02  # relative: slower searches are not run in full
 _FAR = 0.1  # relative: slower bf16 plans are not priced exactly; above rounding errors
 _UNIFORM = 4  # uniform plans offered to the race
-_ALTERNATIVES = 24  # in all, at least one per bucket
+_ALTERNATIVES = 24  # alternatives in all, at least one per bucket
 _FLIP_RATIO = 1.2  # precision of the bisection, as a ratio
 
 
@@ -74,7 +74,7 @@ class Choice:
     runners: tuple[Runner, ...] = ()
     """Plans to race, the shortest predicted step first."""
     pins: Pins = NO_PINS
-    """Pinned by the user, also in the dense and bf16 plans."""
+    """Strategies pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
     """Comparison of exchanging gradients and momenta; None without one."""
 
