@@ -1,1 +1,1 @@
-"""Explain a step: the explanation as data, and one file for each format."""
+"""Explain a step: the explanation as data, and one file per format."""

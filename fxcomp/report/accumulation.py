@@ -1,4 +1,4 @@
-"""Compare steps of other numbers of micro-batches: what a slow link costs is paid once a step."""
+"""Compare numbers of micro-batches, which share the communication of one step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
 
 LENGTHS = (1, 2, 4, 8, 16)
-"""The numbers of micro-batches that are compared, beside the one that was asked about."""
+"""Numbers compared, besides the current one."""
 
 SHOWN_FROM = 1.25
-"""Accumulation is worth a table if the dense step takes so many times what it would without communication (assumed)."""
+"""Minimum ratio of the dense step to the step without communication (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
-    """Predict the best dense plan, and this one, after other numbers of backward passes; empty if it hardly matters.
+    """Predict the best dense plan and this plan by number of micro-batches, in µs per micro-batch.
 
-    Each is a number of micro-batches, with the µs for one of them.
+    Return nothing if communication hardly matters.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches
@@ -38,7 +38,6 @@ def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
 
 
 def accumulation_blocks(rows: Sequence[tuple[int, float, float]], asked: int, digits: int) -> list[Block]:
-    """Write the comparison for people."""
     cells = [
         (str(number), f"{ms(dense_us, digits)} ms", f"{ms(plan_us, digits)} ms", "now" if number == asked else "")
         for number, dense_us, plan_us in rows

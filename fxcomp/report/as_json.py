@@ -1,4 +1,4 @@
-"""The report as data, for programs."""
+"""The report as JSON data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
 SCHEMA = 1
-"""The form of the data, which `report.schema.json` beside this file describes. A key that is new leaves it as it is."""
+"""Version of `report.schema.json`. Added keys do not change it."""
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """Convert to JSON; times in ms, None where nothing was compared."""
+    """Convert to JSON; times in ms."""
     plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
     waits, bound_us = exposed_by_bucket(explanation.timeline), explanation.bound_us
     return {
@@ -92,12 +92,11 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
-    """List the tasks of the predicted step."""
     return [{**task, "bucket": bucket_of(task["task"])} for task in timeline.to_json()]
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:
-    """The plans that may race; `wins` is the share of draws in which one beats dense."""
+    """List the plans that may race; `wins` is the fraction of draws in which one beats dense."""
     runners = explanation.choice.runners if explanation.choice else ()
     return [
         {"name": each.name, "step_ms": each.step_us / 1e3, "wins": each.wins, "loss": each.loss} for each in runners
@@ -105,7 +104,6 @@ def _runners(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
-    """List the pinned parameters by the pattern that decides."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     return [
         {
@@ -119,7 +117,6 @@ def _pinned(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _budget(explanation: Explanation) -> dict[str, Any] | None:
-    """Return the plans' budget and this plan's error; None without a budget."""
     budget, errors = explanation.budget, explanation.errors
     if budget is None:
         return None
@@ -149,7 +146,6 @@ def _layer(layer: Row) -> dict[str, Any]:
 
 
 def _shares(row: Row) -> dict[str, Any]:
-    """Return the weight of these elements, their error and their saving."""
     return {
         "bytes": row.dense_bytes,
         "squares": row.squares,

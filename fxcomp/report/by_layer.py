@@ -1,9 +1,9 @@
-"""Attribute a plan's error to layers: one row each, with its strategy, size, error and saving on the wire.
+"""Attribute a plan's error to layers: strategy, size, error and saving on the wire.
 
-    spent = squares * error                     of a gradient or a part of one; a share of the whole gradient's squares
-    saved = wire time dense - wire time         of a bucket, shared out by elements
+    spent = squares * error                     of a gradient or part; a fraction of the whole gradient's squares
+    saved = wire time dense - wire time         of a bucket, divided by elements
 
-A *layer* here is all gradients with like names (`blocks.*.up.weight`) and one strategy.
+A *layer* is a group of gradients whose names differ only in numbers (`blocks.*.up.weight`), with one strategy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Row:
     names: tuple[str, ...]
     buckets: tuple[int, ...]
     strategies: tuple[Strategy, ...]
-    """A layer has one."""
+    """Strategies of the row; a layer has one."""
     is_pinned: bool
     dense_bytes: int
     sent_bytes: float
-    """The share of the bytes that a rank sends of the buckets."""
+    """Share of a rank's sent bytes."""
     squares: float
-    """The share of the whole gradient's squares."""
+    """Fraction of the whole gradient's squares."""
     spent: float
     saved_us: float
 
@@ -45,29 +45,28 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The relative squared error of its own; None where it has no squares."""
+        """Relative squared error; None without squares."""
         return self.spent / self.squares if self.squares > 0 else None
 
 
 def layers_of(explanation: Explanation) -> list[Row]:
-    """Return the layers, sorted by their share of the error, largest first."""
+    """Return the layers, largest error first."""
     rows = _grouped(_parts(explanation), lambda part: (alike(part.name), part.strategies, part.is_pinned))
     layers = [replace(row, name=alike(row.name)) if len(row.names) > 1 else row for row in rows]
     return sorted(layers, key=lambda row: (-row.spent, -row.saved_us, -row.dense_bytes))
 
 
 def gradients_of(explanation: Explanation) -> list[Row]:
-    """List the gradients in the plan's order."""
+    """Return the gradients, in the plan's order."""
     return _grouped(_parts(explanation), lambda part: part.name)
 
 
 def alike(name: str) -> str:
-    """Leave numbers out of a name: `blocks.*.up.weight`."""
+    """Return a name without numbers: `blocks.*.up.weight`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def summed(name: str, rows: Sequence[Row]) -> Row:
-    """Add rows up."""
     return Row(
         name,
         tuple(dict.fromkeys(each for row in rows for each in row.names)),
@@ -90,7 +89,6 @@ def _grouped(parts: Sequence[Row], key: Callable[[Row], Hashable]) -> list[Row]:
 
 
 def _parts(explanation: Explanation) -> list[Row]:
-    """List the elements of each gradient in each bucket."""
     workload, plan, sizes = explanation.workload, explanation.plan, explanation.plan.sizes
     losses = Losses(workload.gradients, explanation.cluster, explanation.errors)
     places = {gradient.name: place for place, gradient in enumerate(workload.gradients)}
@@ -115,17 +113,14 @@ def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
     return sum(costs.collective(part.send.kind, part.send.level, part.size, cluster).us for part in sent)
 
 
-# In words
-
-
 _FEW, _MOST_LAYERS = 8, 24
-_SMALL = 0.01  # the share of squares and of saved time below which a layer that spends next to nothing is not named
-_SPENT = 0.0005  # the share of the budget that is next to nothing
+_SMALL = 0.01  # fraction of squares and of saved time below which a layer without error has no row
+_SPENT = 0.0005  # fraction of the budget that counts as no error
 _SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire less than dense."
 
 
 def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
-    """Compare what is lost with the budget, and list by layer the error and the time saved."""
+    """Compare the plan's error with the budget, and list error and saved time by layer."""
     blocks: list[Block] = [_spent(explanation, budget), _source(explanation)]
     shown, rest = _split(layers_of(explanation), explanation)
     return [
@@ -154,7 +149,6 @@ def _source(explanation: Explanation) -> str:
 
 
 def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], list[Row]]:
-    """Separate layers with a row of their own from layers that are listed together in one row."""
     budget = explanation.allowed or 0.0
     saved_us = sum(layer.saved_us for layer in layers)
 
@@ -168,7 +162,6 @@ def _split(layers: Sequence[Row], explanation: Explanation) -> tuple[list[Row], 
 
 
 def _by_layer(layers: Sequence[Row], rest: Sequence[Row], explanation: Explanation) -> Table:
-    """List the layers, and add up the others."""
     digits, allowed = decimals(explanation.step_us), explanation.allowed or 0.0
     others = [summed(count(len(rest), "other layer"), rest)] if rest else []
     rows = [

@@ -1,4 +1,4 @@
-"""Show a step on a GPU that is not here: kernels, the host's time for starting them, memory, precision, and advice."""
+"""Report on a step on an absent GPU: kernels, host time, memory, precision, advice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StepOnDevice:
 
     name: str
     launches: Mapping[str, int]
-    """Kernels that the host starts, by kind of work, without collectives' own."""
+    """Kernels by kind of work, without collectives."""
     kernels_us: float
-    """Time of the device in kernels."""
+    """Device time in kernels."""
     host_us: float
-    """Time of the host for starting them."""
+    """Host time to launch the kernels."""
     memory: Mapping[str, float]
-    """Bytes by part, at the step's peak."""
+    """Bytes by part, at the peak."""
 
     @property
     def kernels(self) -> int:
@@ -34,20 +34,17 @@ class StepOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A step on a named device. Everything is an estimate."""
+    """A step on a named device, estimated."""
 
     memory_bytes: int
-    """Size of the device's memory."""
     steps: Sequence[StepOnDevice]
     products: Mapping[str, float]
-    """Share of the products' floating-point operations, by number type."""
+    """Fraction of matrix products' operations, by number type."""
     attention: Mapping[str, int]
-    """Calls of fused attention in forward, by kernel."""
+    """Calls of fused attention, by kernel."""
     advice: Sequence[str]
-    """Better uses of this device, with their gain."""
 
     def blocks(self) -> list[Block]:
-        """Write it for a report."""
         digits = decimals(max(step.kernels_us for step in self.steps))
         rows = [
             (
@@ -88,5 +85,4 @@ class DeviceUse:
         yield from self.advice
 
     def to_json(self) -> dict[str, Any]:
-        """Give it as data."""
         return asdict(self)

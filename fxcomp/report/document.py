@@ -1,6 +1,6 @@
-"""The parts of a document before it has a format: titled sections of sentences, tables, and timelines.
+"""Sections of sentences, tables, and timelines, independent of the format.
 
-Quantities, strategies and lists of gradients become words here, so that all formats use the same.
+Quantities, strategies and lists of gradients become text here, so that all formats agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 
 def decimals(step_us: float) -> int:
-    """Decimals of times in ms, so that a step has about four digits."""
+    """Return the decimals of times in ms, for about four digits per step."""
     return 1 if step_us >= 100e3 else 2 if step_us >= 10e3 else 3
 
 
@@ -33,7 +33,7 @@ def count(number: int, noun: str) -> str:
 
 
 def short(strategy: Strategy) -> str:
-    """Name a strategy in a few words: `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
+    """Return a short name: `int8 by level`, `topk(0.01) on cpu`, `int4 twice`, `int4, then int8`."""
     name = ", then ".join(map(str, strategy.compressors)) or "dense"
     if len(strategy.compressors) == 2 and len(set(strategy.compressors)) == 1:
         name = f"{strategy.compressor} twice"
@@ -42,13 +42,13 @@ def short(strategy: Strategy) -> str:
 
 
 def members(names: Sequence[str]) -> str:
-    """Name the first and count the others: `fc.weight and 3 more`."""
+    """Abbreviate names: `fc.weight and 3 more`."""
     first, number = names[0], len(names)
     return first if number == 1 else f"{first} and {number - 1} more"
 
 
 def in_types(types: Mapping[str, ElementType]) -> str:
-    """Name gradients' types, those of most gradients first; empty if all are fp32."""
+    """Return gradients' types, the most frequent first; empty for fp32."""
     counts = Counter(types.values())
     if counts.keys() <= {ElementType.F32}:
         return ""
@@ -57,25 +57,25 @@ def in_types(types: Mapping[str, ElementType]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below the names of columns; without names, pairs of a name and a sentence."""
+    """Rows below column names; without names, pairs of name and sentence."""
 
     names: Sequence[str]
     rows: Sequence[Sequence[str]]
     text: Collection[str] = ("",)
-    """Columns that are aligned left and folded; others are numbers."""
+    """Text columns, aligned left and folded."""
     optional: Collection[str] = ()
-    """Columns that are left out where there is little room."""
+    """Columns omitted in narrow output."""
 
 
 Timelines = Sequence[tuple[str, Timeline]]
-"""Predicted steps by name, to be drawn one above the other on one scale."""
+"""Steps by name, drawn on one scale."""
 
 Block = str | Table | Timelines
-"""A string is a sentence, or a few."""
+"""A string has one or more sentences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    """Empty if the section continues the one before."""
+    """Empty to continue the previous section."""
     blocks: Sequence[Block]

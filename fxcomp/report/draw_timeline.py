@@ -1,4 +1,4 @@
-"""Draw timelines in characters: one row a stream, the step from left to right."""
+"""Draw timelines in characters, one row per stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL = 11  # columns before the first cell
 
 
 def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:
-    """Draw timelines one above the other on one scale, and the last once more where it fills less than half of it."""
+    """Draw timelines on one scale, and the last one enlarged if it fills less than half of it."""
     scale_us = max(timeline.step_time_us for _, timeline in named)
     name, last = named[-1]
     lines: list[str] = []
@@ -31,12 +31,11 @@ def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[st
 
 
 def draw_timeline(timeline: Timeline, width: int) -> list[str]:
-    """Draw the streams that have work to do, and the time axis, in `width` columns."""
+    """Draw the busy streams and the time axis."""
     return [*_rows(timeline, width, timeline.step_time_us), _axis(timeline.step_time_us, width)]
 
 
 def legend(timelines: Sequence[Timeline]) -> str:
-    """Explain the marks that these drawings use."""
     used = {part for timeline in timelines for part, us in parts_us(timeline).items() if us}
     marks = [f"{mark} {name}" for name, mark in _MARKS.items() if name in used]
     if any(stream not in _WORKING for timeline in timelines for stream in _busy(timeline)):
@@ -57,7 +56,6 @@ def _cells(width: int) -> int:
 
 
 def _rows(timeline: Timeline, width: int, scale_us: float) -> list[str]:
-    """Draw the streams that have work to do; the whole scale fills the width."""
     cells = max(1, round(_cells(width) * timeline.step_time_us / scale_us)) if scale_us else _cells(width)
     return [f"  {LANES[stream]:<{_LABEL - 2}}{_row(timeline, stream, cells)}" for stream in _busy(timeline)]
 
@@ -67,7 +65,7 @@ def _busy(timeline: Timeline) -> list[Stream]:
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
-    """Mark each cell by what fills most of it; a link's cell by what is there at all, however short."""
+    """Mark each cell by its longest task; compute must fill half of a cell."""
     cell_us = timeline.step_time_us / cells
     filled: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in timeline.spans:

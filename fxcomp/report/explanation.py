@@ -1,8 +1,7 @@
-"""Hold the data of a report: a plan, its predicted step by kind of work and by bucket, and how the plan was followed.
+"""The data of a report.
 
-Every format takes one `Explanation`. To add a format, write one more file with a function of it. For people, lay out
-the blocks of `sections.report_of(explanation)`, which `document.py` defines, as `terminal.py` does; for programs, take
-the data itself, as `as_json.py` does.
+Every format takes one `Explanation`. A text format arranges the blocks of `sections.report_of(explanation)` (see
+`document.py`, `terminal.py`), a data format reads the fields (see `as_json.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
 _NAMES = {
-    # The graph says proposal and mean for what the search calls propose and decompress.
+    # Graphs have proposal and mean for the search's propose and decompress.
     "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
     "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
@@ -46,19 +45,20 @@ _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
 def kind_of(task: str) -> str:
-    """The kind of work of a task on the compute stream; packing includes starting collectives."""
+    """Return the kind of work of a compute task; packing includes starting collectives."""
     return _KINDS.get(re.split(r"[ _]", task)[0], "packing")
 
 
 def bucket_of(task: str) -> int | None:
-    """`all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3` belong to bucket 3."""
+    """Return 3 for `all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3`."""
     match = re.search(r"(?<![A-Za-z\d(])\d+", task)
     return int(match[0]) if match else None
 
 
 def parts_us(timeline: Timeline) -> dict[str, float]:
-    """Split the step into compute, packing, compression, the loss function's exchanges, contention with the network's
-    software, exposed communication, and what the host takes longer than all of these."""
+    """Split the step, in µs, into compute, packing, compression, the loss function's exchanges, contention with the
+    network's software, exposed communication, and the host's excess over all of these.
+    """
     parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
     for span in timeline.spans:
         if span.task.stream is Stream.COMPUTE:
@@ -69,7 +69,7 @@ def parts_us(timeline: Timeline) -> dict[str, float]:
 
 
 def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
-    """Split the exposed time, in µs, by the bucket that compute waits for. None is the broadcast of buffers."""
+    """Split the exposed time, in µs, by the awaited bucket; None is the broadcast of buffers."""
     waits: dict[int | None, float] = {}
     for name, us in exposed_by_task(timeline).items():
         bucket = bucket_of(name)
@@ -78,7 +78,7 @@ def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
 
 
 def critical_shares(timeline: Timeline) -> list[tuple[str, float]]:
-    """The critical path as names and µs; consecutive compute of one kind is one entry."""
+    """Return the critical path as names and µs, with consecutive compute merged by kind."""
     shares: list[tuple[str, float]] = []
     for span in critical_path(timeline):
         name = kind_of(span.task.name) if span.task.stream is Stream.COMPUTE else span.task.name
@@ -94,7 +94,7 @@ _MOST = 8
 
 
 def moves_section(moves: Sequence[PlanMove]) -> Section:
-    """List the last changes, and what all of them made of the error and of the predicted step."""
+    """List the last changes, and the total change of error and predicted step."""
     digits = decimals(max(max(move.step_us) for move in moves))
     why = "why, and what changed"
     rows = [
@@ -125,7 +125,6 @@ def moves_section(moves: Sequence[PlanMove]) -> Section:
 
 
 def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
-    """Give every change, with times in ms."""
     return [
         {
             "step": move.step,
@@ -139,50 +138,49 @@ def moves_json(moves: Sequence[PlanMove]) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_OPERATORS = 6  # by name; more are counted
+_MOST_OPERATORS = 6  # operators listed by name
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, its predicted step, and what both were computed from."""
+    """A plan, its predicted step, and the inputs of both."""
 
     plan: Plan
     timeline: Timeline
-    """The predicted step of the plan."""
     workload: Workload
     costs: CostTable
     cluster: Cluster
     choice: Choice | None = None
-    """The comparison that chose a plan; None if nothing was compared."""
+    """Comparison of plans; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """The bandwidth between hosts at which the verdict changes; None if it never does, or nothing was compared."""
+    """Bandwidth between hosts at which the verdict changes, or None."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
-    """Measured: how long the step stood still for the network."""
+    """Measured time in which the device waits for the network."""
     unknowns: Unknowns = NO_UNKNOWNS
-    """Operators that the model of compute knows little of."""
+    """Operators with unknown or inexact prices."""
     raced: Raced | None = None
-    """The last race of plans in the running job."""
+    """Last race of the running job."""
     is_racing: bool = False
-    """The plan in use is the one whose turn it is."""
+    """True if this plan has its turn in a race."""
     budget: Budget | None = None
-    """The limit in the place of the mode's, by the errors that are known now."""
+    """Error budget that replaces the mode's limit."""
     micro_batches: int = 1
-    """The number of micro-batches whose gradients a step sums up."""
+    """Number of micro-batches accumulated per step."""
     moves: Sequence[PlanMove] = ()
-    """Changes of the plan since, by the gradients."""
+    """Changes since the choice, by the gradients' errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
-    """The plans of the job's warm-up and the one that stays, by the first step of each; empty if there is one plan."""
+    """Plans of the warm-up and the lasting plan, by first step; empty for one plan."""
     steps: int | None = None
-    """The length of the job, if that is known."""
+    """Length of the job, if known."""
     device: DeviceUse | None = None
-    """Kernels and memory on a named device; None if none was named."""
+    """Kernels and memory on a named device."""
     measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])
-    """Steps as they ran, line by line, by the step's number; empty where none was profiled."""
+    """Measured timelines by step number."""
     batch: str = ""
-    """The type of the batches that every time is of, predicted or measured; empty where it is not known."""
+    """Type of the batches that all times refer to, if known."""
 
     @property
     def step_us(self) -> float:
@@ -190,7 +188,7 @@ class Explanation:
 
     @property
     def dense_timeline(self) -> Timeline | None:
-        """The predicted step of the best dense plan; None if nothing was compared, or this is that plan."""
+        """Predicted step of the best dense plan; None if this is that plan, or nothing was compared."""
         if self.choice is None or self.choice.dense == self.plan:
             return None
         tasks = plan_tasks(self.workload, self.choice.dense, self.costs, self.cluster)
@@ -198,53 +196,50 @@ class Explanation:
 
     @property
     def error(self) -> float:
-        """The prediction's own relative error."""
         if self.choice is not None and self.is_chosen:
             return self.choice.error
         return self.costs.error_of(self.workload.free_us, self.step_us)
 
     @property
     def is_chosen(self) -> bool:
-        """The plan is the one that was chosen, and not given or switched to later."""
+        """True if the plan is the choice, not given or changed later."""
         return self.choice is not None and self.choice.plan == self.plan
 
     @property
     def has_won(self) -> bool:
-        """The plan is the one that was measured fastest in the running job."""
+        """True if the plan won a race."""
         return self.raced is not None and not self.is_racing and self.raced.stays.plan == self.plan
 
     @property
     def has_moved(self) -> bool:
-        """The plan is what became of the chosen one while it followed the gradients."""
+        """True if the plan followed the gradients since the choice."""
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
-        """Name a strategy in a few words, with the devices of this machine."""
+        """Return a short name, with this machine's devices."""
         return self.costs.shown(short(strategy))
 
     @property
     def pins(self) -> Pins:
-        """Return the pins that were set when the plan was chosen."""
         return self.choice.pins if self.choice is not None else NO_PINS
 
     @property
     def errors(self) -> ErrorTable:
-        """The errors that the plan's is counted in."""
         return ASSUMED if self.budget is None else self.budget.table
 
     @property
     def spent(self) -> float:
-        """The plan's relative squared error."""
+        """Relative squared error of the plan."""
         return plan_error(self.plan, self.cluster, self.errors)
 
     @property
     def allowed(self) -> float | None:
-        """The relative squared error that the budget allows; None without one."""
+        """Relative squared error that the budget allows."""
         return None if self.budget is None else self.budget.limit(self.workload.shapes, self.cluster)
 
     @property
     def bound_us(self) -> float | None:
-        """A time that no plan of the mode is predicted to be faster than; None if the plan was not chosen by one."""
+        """Lower bound on the step of every plan of the mode; None if no mode chose the plan."""
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
@@ -255,7 +250,6 @@ class Explanation:
 
     @property
     def compute_source(self) -> str:
-        """The source of compute times, in words."""
         roofline = f"{self.costs.roofline} ({self.costs.roofline.source})"
         measured = self.costs.compute.values()
         if not measured:
@@ -264,7 +258,7 @@ class Explanation:
         return f"{count(len(measured), 'operation')}: {sources}; others by {roofline}"
 
     def sent_bytes(self, bucket: Bucket) -> float:
-        """Bytes of a bucket that one rank sends over the slowest links: between hosts, if there are several."""
+        """Return the bytes that one rank sends over the slowest links (between hosts, if several)."""
         sent: dict[bool, float] = {True: 0.0, False: 0.0}
         for part in sent_by(bucket, self.cluster, self.workload.shapes):
             ranks = self.cluster.ranks_at(part.send.level)
@@ -276,12 +270,12 @@ _MODES = {mode.value: mode for mode in Mode}
 
 
 def machine_of(costs: CostTable) -> str:
-    """`NVIDIA H200, torch 2.13, 2026-11-20`: what a table was measured on, and when."""
+    """Return the machine of a table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 
 def sources_of(explanation: Explanation) -> Table:
-    """Say where each number of a report is from."""
+    """Return the source of each number of a report."""
     costs, plan, unknowns = explanation.costs, explanation.plan, explanation.unknowns
     rows = [("compute", explanation.compute_source)]
     if unknowns.unpriced:

@@ -1,10 +1,10 @@
-"""Say of each link of a cluster whether it was measured.
+"""Report whether each link of a cluster was measured.
 
     links as measured                                                 all of them, in the running job
-    10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, asked about eight
-    10gbit between hosts, 100gbit inside                              nothing was measured: as told
+    10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, for a cluster of eight
+    10gbit between hosts, 100gbit inside                              nothing was measured
 
-A link is measured where a collective over it was, among as many ranks or others.
+A link is measured if a collective over it was.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fxcomp.plan.plan import Plan
 @dataclass(frozen=True, slots=True)
 class _Named:
     name: str
-    """`inter`, `intra`, or the name of what lies above."""
+    """`inter`, `intra`, or a higher tier's name."""
     place: str
     link: Link
     levels: tuple[Level, ...]
-    """The levels whose collectives cross it, and nothing slower."""
+    """Levels whose slowest link it is."""
 
 
 def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:
-    """Write each link's bandwidth and place; where something was measured, which were and which are assumed."""
+    """Return each link's bandwidth and place, marked as measured or assumed."""
     links, measured = _links(cluster), measured_links(cluster, costs)
     if measured and len(measured) == len(links):
         return ["links as measured"]
@@ -39,12 +39,12 @@ def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:
 
 
 def measured_links(cluster: Cluster, costs: CostTable) -> list[str]:
-    """Name the links that were measured: `inter`, `intra`, `rack`."""
+    """Return the measured links: `inter`, `intra`, `rack`."""
     return [each.name for each in _links(cluster) if _is_measured(each, cluster, costs)]
 
 
 def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tuple[str, str]]:
-    """List the plan's collectives that are priced by a link, each with the link."""
+    """Return the plan's collectives that are priced by a link, with sources."""
     measured = measured_links(cluster, costs)
     by_level = {level: each.name for each in _links(cluster) for level in each.levels}
     rows: list[tuple[str, str]] = []
@@ -59,7 +59,6 @@ def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tup
 
 
 def _links(cluster: Cluster) -> list[_Named]:
-    """List the links that collectives can cross, those between hosts first."""
     flat = () if cluster.has_levels else (Level.WORLD,)
     found: list[_Named] = []
     if cluster.hosts > 1:

@@ -1,9 +1,9 @@
-"""Say what two plans do differently: strategies, buckets, and the numbers that both files have.
+"""Compare two plans: strategies, buckets, and the numbers in both files.
 
     12 gradients  30.1 MB  int8 -> powersgd(4)
      3 gradients   0.2 MB  in another bucket
 
-Plans may cut gradients at different places, so what is compared are pieces that lie in one bucket in both.
+Plans may cut gradients at different places, so the compared pieces lie in one bucket of each plan.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 from fxcomp.report.document import Block, Section, Table, count, mb, short
 
-_MOST_ROWS = 8  # of a table, unless all are asked for
-_SHOWN = 2  # names in a row
+_MOST_ROWS = 8  # rows of a table, unless all are requested
+_SHOWN = 2  # names per row
 
 _NUMBERS = {"step_ms": "predicted step, ms", "wire_bytes": "bytes sent by a rank", "loss": "relative squared error"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan, and the numbers that its file has about it."""
+    """A plan, and the numbers in its file."""
 
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Errors of gradients, as shares of the whole gradient's squares; empty in a file without an error budget."""
+    """Errors as fractions of the whole gradient's squares; empty without an error budget."""
 
     @classmethod
     def from_json(cls, data: object) -> PlanFile:
-        """Read a saved plan, or what `explain --json` prints. Raises BadPlan."""
+        """Read a saved plan or the output of `explain --json`. Raise BadPlan."""
         if not isinstance(data, Mapping):
             raise BadPlan(f"this is a {type(data).__name__}, and no plan")
         facts = cast("Mapping[str, Any]", data)
@@ -63,7 +63,7 @@ class PlanFile:
 
 
 def _bucket(data: Mapping[str, Any]) -> Bucket:
-    """Read a bucket of a report: its parts are named like `fc.weight[0:65536]`."""
+    """Read a report's bucket; parts are named like `fc.weight[0:65536]`."""
     names: list[str] = []
     starts: list[int] = []
     for label in data["names"]:
@@ -76,19 +76,18 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
 
 
 _Part = tuple[range, int]
-"""Elements of a gradient, and their bucket."""
 
 _Piece = tuple[str, int, int, int]
-"""A number of elements of one gradient, by its name, that lie in one bucket before and in one after."""
+"""Name, number of elements, bucket before, bucket after."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedGradients:
-    """Gradients to which the same happens."""
+    """Gradients with the same change."""
 
     what: str
     kinds: tuple[str, ...]
-    """Of a change of strategy: compressors, levels, device, exchange point."""
+    """Changed properties: compressors, levels, device, exchange point."""
     names: tuple[str, ...]
     elements: int
     bytes: int
@@ -96,24 +95,22 @@ class ChangedGradients:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """All differences, the largest first."""
-
     strategies: tuple[ChangedGradients, ...]
     moved: ChangedGradients | None
-    """Gradients that are in another bucket than the match of the one before."""
+    """Gradients whose bucket does not match their bucket before."""
     missing: tuple[ChangedGradients, ...]
-    """Gradients that one plan alone has, or has in another size."""
+    """Gradients of one plan only, or of another size or type."""
     buckets: tuple[int, int]
     gradients: int
     reordered: bool
-    """Buckets leave, or gradients lie in them, in another order."""
+    """Buckets or their gradients are in another order."""
     numbers: Mapping[str, tuple[float, float]]
     spent: Mapping[str, tuple[float, float]]
-    """Errors that differ between the files, the largest differences first."""
+    """Errors that differ, largest difference first."""
 
     @property
     def is_empty(self) -> bool:
-        """The plans are the same; numbers may differ, because clusters or costs do."""
+        """True if the plans are equal; numbers may differ."""
         return not (self.strategies or self.moved or self.missing or self.reordered)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +118,6 @@ class PlanDiff:
 
 
 def diff_plans(before: PlanFile, after: PlanFile) -> PlanDiff:
-    """Compare two plans."""
     old, new = before.plan, after.plan
     sizes, others = old.sizes, new.sizes
     parts, other_parts = _parts(old), _parts(new)
@@ -150,14 +146,12 @@ def _pairs(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 def _pieces(name: str, old: Sequence[_Part], new: Sequence[_Part]) -> Iterator[_Piece]:
-    """Cut a gradient where either plan cuts it."""
     for start, stop in pairwise(sorted({0, *(extent.stop for extent, _ in (*old, *new))})):
         before, after = (next(k for extent, k in each if start in extent) for each in (old, new))
         yield name, stop - start, before, after
 
 
 def _parts(plan: Plan) -> dict[str, list[_Part]]:
-    """List the parts of each gradient, with the bucket of each."""
     found: dict[str, list[_Part]] = {}
     for number, bucket in enumerate(plan.buckets):
         for name, extent in zip(bucket.names, bucket.extents, strict=True):
@@ -166,7 +160,7 @@ def _parts(plan: Plan) -> dict[str, list[_Part]]:
 
 
 def _partners(pieces: Sequence[_Piece]) -> dict[int, int]:
-    """Match buckets one to one, those with the most in common first."""
+    """Match buckets one to one, largest overlap first."""
     common = Counter[tuple[int, int]]()
     for _, elements, before, after in pieces:
         common[before, after] += elements
@@ -178,7 +172,6 @@ def _partners(pieces: Sequence[_Piece]) -> dict[int, int]:
 
 
 _Way = tuple[Strategy, ExchangePoint]
-"""The way that a piece travels."""
 
 
 def _strategies(pieces: Sequence[_Piece], old: Plan, new: Plan) -> tuple[ChangedGradients, ...]:
@@ -206,7 +199,6 @@ def _words(old: _Way, new: _Way) -> str:
 
 
 def _kinds(old: _Way, new: _Way) -> tuple[str, ...]:
-    """Name what of a way differs."""
     (before, point), (after, other) = old, new
     levels = [[step.level for step in strategy.collectives] for strategy in (before, after)]
     differ = {
@@ -243,11 +235,7 @@ def _change(what: str, pieces: Sequence[_Piece], plan: Plan, kinds: tuple[str, .
     )
 
 
-# In words
-
-
 def headline(diff: PlanDiff) -> str:
-    """Say in a sentence whether the plans differ."""
     old, new = diff.buckets
     if diff.is_empty:
         return f"The plans are the same: {count(diff.gradients, 'gradient')} in {count(old, 'bucket')}."
@@ -255,7 +243,7 @@ def headline(diff: PlanDiff) -> str:
 
 
 def note_on_another_plan(before: Plan | None, after: Plan) -> str:
-    """Say that a loaded state is of another plan, and what differs; empty if it is of the same one, or says of none."""
+    """Describe the difference to a loaded state's plan; empty if equal or unknown."""
     if before is None or before == after:
         return ""
     diff = diff_plans(PlanFile(before), PlanFile(after))
@@ -269,7 +257,6 @@ def note_on_another_plan(before: Plan | None, after: Plan) -> str:
 
 
 def sections_of(diff: PlanDiff, *, all_names: bool = False) -> list[Section]:
-    """Lay the differences out; every gradient by name if asked for."""
     found: list[Section] = []
     for title, changes in (
         ("Strategies", diff.strategies),

@@ -1,9 +1,8 @@
-"""Read what a run has logged: a line of JSON a step, with what `step.metrics()` says, the loss and the time.
+"""Read the log of a run: a line of JSON per step.
 
     {"step": 12, "loss": 2.31, "seconds": 4.2, "sent_mb": 0.6, "residual_norm": 0.1, "plan": "5f0c..."}
 
-A number may be missing from a line, null, or not finite; nothing is made up for it. Lines that a killed run has left
-half written are left out.
+A number may be missing, null, or not finite. Lines cut off by a killed run are skipped.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ _RANKS = "do several ranks write this file? Let rank 0 alone write it"
 
 
 def are_few(number: float, lines: float) -> bool:
-    """Tell what some interruptions leave in a log from what is wrong with it: two, or a tenth of its lines."""
+    """Return whether interruptions may cause this number: at most two, or a tenth of the lines."""
     return number <= max(2, _FEW * lines)
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """Numbers of one run, by the number of a line."""
+    """Numbers of one run, by line number."""
 
     name: str
     steps: Sequence[float]
     seconds: Sequence[float] | None
-    """Since the run began; without the time between two parts of one that went on from a checkpoint."""
+    """Time since the run began, without the gap before continuing from a checkpoint."""
     series: Mapping[str, Mapping[int, float]]
-    """For each metric the values of the lines that have it, by the number of the line; they may be not finite."""
+    """Values of each metric by line number; they may be not finite."""
     plans: Sequence[tuple[int, str]]
-    """Each plan's digest, with the step at which it was followed first."""
+    """First step and digest of each plan."""
     notes: Sequence[str]
 
 
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
-"""Objects of a file, each with its place."""
+"""Objects of a file, with positions."""
 
 
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read a file, of which `metrics` are wanted. Raises BadOption naming the line and the field."""
+    """Read metrics from a file. Raise BadOption with the line and the field."""
     notes: list[str] = []
     lines = list(_lines(Path(path), notes))
     if not lines:
@@ -84,7 +83,7 @@ def _values(lines: Lines, metric: str) -> dict[int, float]:
 
 
 def _repeats(path: str | Path, lines: Lines, steps: Sequence[float], twice: Sequence[str]) -> Iterator[str]:
-    """Note where steps repeat or fall back. Raises BadOption where several runs are written through each other."""
+    """Note repeated steps and steps that fall back. Raise BadOption if several runs write the file."""
     if twice:
         yield f"{twice[0]}{_in_all(twice)}: {_RANKS}"
     falls = [
@@ -112,7 +111,7 @@ _CURE = (
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read line by line, each with its place. Leave a few broken ones out, with a note. Raises BadOption for more."""
+    """Yield objects with their positions. Skip a few broken lines; raise BadOption for more."""
     whole, broken = 0, list[str]()
     try:
         with path.open("rb") as file:
@@ -142,7 +141,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
-    """Read a number; None where there is none. Raises BadOption for anything else."""
+    """Read a number; None if missing. Raise BadOption for other types."""
     value = line.get(name)
     if value is None:
         return None
@@ -155,7 +154,7 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: bool) -> Sequence[float] | None:
-    """Join the clocks of the parts of a run: where one falls back, it goes on from the last time."""
+    """Join the clocks of a run's parts: each continues from the previous end."""
     seconds: list[float] = []
     for where, line in lines:
         if (read := _number(where, line, "seconds")) is not None:

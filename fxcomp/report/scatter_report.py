@@ -1,4 +1,4 @@
-"""Explain how the gradients of a fully_shard model are scattered: a table by module, and what that saves."""
+"""Explain the strategies of a fully_shard model: modules, and the saved time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from fxcomp.search.by_module import ModuleTime
 
 @dataclass(frozen=True, slots=True)
 class ScatterFacts:
-    """The facts of a report."""
-
     plan: Plan
     modules: Sequence[str]
-    """Names of the buckets' modules."""
+    """Module name of each bucket."""
     times: Sequence[ModuleTime]
-    """Of the buckets' modules; none for a plan that was given."""
+    """Module times of each bucket; empty if the plan was given."""
     step_us: float
-    """The predicted step."""
+    """Predicted step."""
     dense_us: float
     cluster: Cluster
     mode: str
     kept_bytes: int
-    """Of residuals, on each rank."""
+    """Bytes of residuals on each rank."""
     notes: Sequence[str]
     measured_ms: float | None
 
@@ -40,7 +38,6 @@ def headline(facts: ScatterFacts) -> str:
 
 
 def sections(facts: ScatterFacts) -> list[Section]:
-    """Write the verdict, the table by module, and notes."""
     said = [_verdict(facts), *([] if facts.measured_ms is None else [f"Measured: {facts.measured_ms:.4g} ms a pass."])]
     said.append(
         f"Error feedback keeps {facts.kept_bytes / 1e6:.4g} MB on each rank: fp32 for each element of whole gradients."

@@ -1,5 +1,4 @@
-"""Write the report for people as sections of text, whatever format shows them: the verdict, what each alternative would
-take, the plan, the timeline, and where the numbers are from."""
+"""Write the report as sections of text, for all formats."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE, WORTH_FOLLOWING
 from fxcomp.search.shared_draws import LEAST_GAIN
 
-_LONGEST_PATH = 12  # entries of the critical path
+_LONGEST_PATH = 12  # entries shown of the critical path
 
 
 class Tone(Enum):
     COMPRESS = "compress"
     DENSE = "dense"
     GIVEN = "given"
-    """The plan in use was not chosen by this comparison."""
+    """The plan was not chosen by this comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Report:
 
 
 def report_of(explanation: Explanation) -> Report:
-    """Write all sections of the report, the most wanted first."""
+    """Write all sections of the report."""
     plan, cluster, choice = explanation.plan, explanation.cluster, explanation.choice
     digits = decimals(explanation.step_us)
     summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
@@ -98,9 +97,6 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Notes", list(explanation.notes)))
     tone, verdict = _verdict(explanation)
     return Report(_headline(explanation), tone, verdict, _reason(explanation), sections)
-
-
-# The verdict
 
 
 def _headline(explanation: Explanation) -> str:
@@ -145,7 +141,6 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
 
 
 def _reason(explanation: Explanation) -> str:
-    """Say why the plan is followed: it was measured fastest, or chosen by prediction."""
     choice, raced = explanation.choice, explanation.raced
     if raced is not None and explanation.has_won:
         return f"Measured in a race of {raced.what}: {raced.verdict}."
@@ -181,7 +176,7 @@ def _steps(explanation: Explanation, digits: int) -> Table:
 
 
 def _arithmetic(explanation: Explanation, digits: int) -> str:
-    """The parts of the step, rounded so that the numbers shown add up."""
+    """Return the step's parts, rounded such that they add up."""
     step = round(explanation.step_us / 1e3, digits)
     parts = {name: round(us / 1e3, digits) for name, us in parts_us(explanation.timeline).items()}
     largest = max(parts, key=lambda name: parts[name])
@@ -194,7 +189,6 @@ _ALWAYS_SHOWN = ("compute", "exposed")
 
 
 def _gap(explanation: Explanation, digits: int) -> list[Block]:
-    """Say how far from the best possible the plan may be, if it was chosen."""
     bound_us = explanation.bound_us
     if not bound_us:
         return []
@@ -216,9 +210,6 @@ def _prediction(explanation: Explanation, digits: int) -> str:
     return f"{text}; exposed: {explanation.exposed_ms:.{digits}f} ms measured, {predicted} ms predicted."
 
 
-# Runners
-
-
 def _race(raced: Raced, digits: int) -> list[Block]:
     rows: list[Sequence[str]] = []
     for k, runner in enumerate(raced.runners):
@@ -234,15 +225,11 @@ def _race(raced: Raced, digits: int) -> list[Block]:
 
 
 def _worth_trying(choice: Choice, digits: int) -> Table:
-    """The plans that a running job may race, before it runs."""
     rows = [
         (each.name, f"{ms(each.step_us, digits)} ms", "" if each.name == DENSE else f"{each.wins:.0%} of draws")
         for each in choice.runners
     ]
     return Table(("plan", "predicted", "beats dense in"), rows, text=("plan",), optional=("beats dense in",))
-
-
-# The plan
 
 
 _POINTS = {ExchangePoint.GRADIENT: "", ExchangePoint.MOMENTUM: ", at the momentum"}
@@ -263,13 +250,11 @@ def _plan(explanation: Explanation, digits: int) -> Table:
 
 
 def _strategies(explanation: Explanation) -> Table:
-    """Spell out the short names."""
     strategies = dict.fromkeys(bucket.strategy for bucket in explanation.plan.buckets)
     return Table((), [(explanation.short(each), explanation.costs.shown(str(each))) for each in strategies])
 
 
 def _pinned(explanation: Explanation) -> Table:
-    """The patterns that decide something, with their decisions."""
     sizes = {gradient.name: gradient.dense_bytes for gradient in explanation.workload.gradients}
     rows = [
         (rule.pattern, rule.text, mb(sum(sizes[name] for name in names)), members(names))
@@ -279,11 +264,8 @@ def _pinned(explanation: Explanation) -> Table:
     return Table(("pattern", "strategy", "MB", "parameters"), rows, text, optional=("parameters",))
 
 
-# Alternatives
-
-
 def _not_taken(explanation: Explanation, choice: Choice, digits: int) -> list[Block]:
-    """For each bucket the best of its other strategies, all else equal; consecutive equal rows share one."""
+    """List each bucket's best other strategy; equal consecutive rows are merged."""
     runs: list[tuple[int, int, Sequence[str]]] = []
     shorter: list[Alternative] = []
     for k, (bucket, others) in enumerate(zip(explanation.plan.buckets, choice.alternatives, strict=True)):
@@ -319,7 +301,7 @@ def _difference(longer_ms: float, digits: int) -> str:
 
 
 def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
-    """Name the rule: a compressed plan must save enough, surely enough; else prices of the search are coarse."""
+    """Name the rule: a compressed plan must save enough in enough draws, or exact prices differ."""
     if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
         return (
             f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"
@@ -328,17 +310,12 @@ def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
     return "Shorter by the search's prices, and not taken: by exact prices, this plan was the best of those compared."
 
 
-# Sources
-
-
 def _collectives(explanation: Explanation) -> list[Block]:
-    """The largest of each kind of collective with its formula, and the bandwidth at which compressing it alone pays."""
     asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
     return [Table((), formula_lines(*asked)), *break_even_lines(*asked)]
 
 
 def _timelines(explanation: Explanation) -> Timelines:
-    """The dense plan's step above this one's where they were compared, and one that was measured below."""
     return [(track.name, track.timeline) for track in tracks_of(explanation)]
 
 

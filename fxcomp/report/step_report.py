@@ -1,4 +1,4 @@
-"""Hand a report to whoever asked for it: as text, as a page, as data, or as a trace."""
+"""The report that users get."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from fxcomp.report.trace import to_trace
 
 
 class StepReport:
-    """A step as it is known now: its plan, the reasons, its times. Later steps do not change it."""
+    """A snapshot of a step: plan, reasons, times. Later steps do not change it."""
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
-        """The facts that every format is made of."""
 
     def __str__(self) -> str:
         return to_text(self.explanation)
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook, in a frame of its own: its styles touch nothing around it."""
+        """Return the page for a notebook, in a frame that isolates its styles."""
         page = escape(to_html(self.explanation), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:48rem;border:0"></iframe>'
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as data."""
+        """Return the report as JSON data."""
         return to_json(self.explanation)
 
     def save_html(self, path: str | Path) -> None:
-        """Write one file, `path`, that any browser opens, without a network. Raises BadOption."""
+        """Write a self-contained HTML file to `path`. Raise BadOption."""
         _save(to_html(self.explanation), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace to `path` for ui.perfetto.dev: predicted steps, and profiled ones. Raises BadOption."""
+        """Write a trace of predicted and profiled steps to `path`, for ui.perfetto.dev. Raise BadOption."""
         _save(json.dumps(to_trace(self.explanation)) + "\n", path)
 
 

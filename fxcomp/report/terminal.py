@@ -1,4 +1,4 @@
-"""Show reports and tables of costs as text on a terminal. The only file that uses rich."""
+"""Render reports and tables of costs on a terminal. No other file uses rich."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fxcomp.report.sections import Tone, report_of
 
 
 def sections_of(costs: CostTable, notes: Sequence[str]) -> list[Section]:
-    """List the table's collectives, compressors and constants of the machine, then the notes."""
     sections: list[Section] = []
     if costs.collectives:
         sections.append(Section("Collectives", [_collectives(costs)]))
@@ -74,7 +73,6 @@ def _machine(costs: CostTable) -> Table:
 
 
 def _sharing(costs: CostTable) -> list[tuple[str, str]]:
-    """Write how compute and communication slow each other, as (name, text)."""
     told = [
         (
             "transport",
@@ -92,14 +90,14 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
 
 
 WIDTH = 100
-"""Columns where nobody says how many there are."""
-_NARROWEST = 20  # a report is not legible in fewer
-_NARROW = 64  # below this many columns, tables leave out their optional ones
+"""Default number of columns."""
+_NARROWEST = 20  # narrower reports are not legible
+_NARROW = 64  # below, tables omit optional columns
 _STYLES = {Tone.COMPRESS: "bold green", Tone.DENSE: "bold yellow", Tone.GIVEN: "bold"}
 
 
 def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = False) -> str:
-    """Render the report in `width` columns; without escape codes unless colors are asked for."""
+    """Render the report in `width` columns."""
     report = report_of(explanation)
     head = [Text(report.headline, style="dim"), Text(), Text(report.verdict, style=_STYLES[report.tone])]
     if report.reason:
@@ -108,19 +106,18 @@ def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = Fals
 
 
 def print_report(explanation: Explanation, stream: TextIO) -> None:
-    """Write the report in the stream's width, colors and characters."""
+    """Print the report in the stream's width, colors and encoding."""
     colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     text = to_text(explanation, width=width_of(stream), colors=colors)
     stream.write(encodable(text, stream.encoding))
 
 
 def sections_to_text(headline: str, sections: Sequence[Section], *, width: int = WIDTH) -> str:
-    """Render any sections in `width` columns, without escape codes."""
     return _render([Text(headline), *_sections(sections, width)], width, colors=False)
 
 
 def print_sections(headline: str, sections: Sequence[Section], stream: TextIO) -> None:
-    """Write a headline and sections in the stream's width and characters."""
+    """Print sections in the stream's width and encoding."""
     stream.write(encodable(sections_to_text(headline, sections, width=width_of(stream)), stream.encoding))
 
 
@@ -144,7 +141,7 @@ _ASCII = str.maketrans(
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Convert the text to plain ASCII if the encoding lacks one of its characters."""
+    """Convert text to ASCII if the encoding lacks a character."""
     try:
         text.encode(encoding or "ascii")
     except UnicodeEncodeError:
@@ -153,7 +150,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def width_of(stream: TextIO, *, otherwise: int = WIDTH) -> int:
-    """Return the number of columns: what COLUMNS says, else a terminal's; `otherwise` for what is none."""
+    """Return the columns: COLUMNS, else the terminal's, else `otherwise`."""
     told = os.environ.get("COLUMNS", "")
     if told.isdecimal() and int(told):
         return max(_NARROWEST, int(told))
@@ -167,7 +164,7 @@ def _render(parts: Iterable[RenderableType], width: int, colors: bool) -> str:
         width=width,
         force_terminal=colors,
         color_system="standard" if colors else None,
-        markup=False,  # names of parameters may hold brackets
+        markup=False,  # names may contain brackets
         highlight=False,
         emoji=False,
         legacy_windows=False,

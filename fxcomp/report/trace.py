@@ -1,8 +1,8 @@
-"""Write steps as a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
+"""Write steps as a trace in Chrome's JSON format, for Perfetto and chrome://tracing.
 
-process   a step: dense, the plan in use, each measured one; all begin at 0, so they lie side by side
+process   a step: dense, the plan in use, each measured one; all begin at 0
 thread    a stream
-slice     a task, with its bucket, its price and the source of that
+slice     a task, with its bucket, price and source
 flow      a bucket, from the compute that makes its last gradient to the update that uses it
 """
 
@@ -22,11 +22,11 @@ Event = Mapping[str, Any]
 _LANE_NUMBER = {stream: number for number, stream in enumerate(LANES, start=1)}
 _ROUNDING_US = 1e-6
 _MOST_BUCKETS = 100_000
-"""Flows of one track have numbers below this, so that those of two tracks differ."""
+"""Limit of a track's flow numbers, such that tracks differ."""
 
 
 def to_trace(explanation: Explanation) -> dict[str, Any]:
-    """Write the predicted steps and those that were profiled, as JSON's data."""
+    """Return predicted and profiled steps as JSON data."""
     tracks = [*predicted_tracks(explanation), *(measured_track(explanation, step) for step in explanation.measured)]
     events = [event for number, track in enumerate(tracks, start=1) for event in _track(explanation, track, number)]
     about = {"plan": explanation.plan.digest, "hardware": explanation.costs.hardware, "batch": explanation.batch}
@@ -67,7 +67,7 @@ def _slice(span: Span, known: TaskFacts, process: int, *, is_measured: bool) -> 
 
 
 def flows_of(timeline: Timeline) -> dict[int, list[Span]]:
-    """List for each bucket the spans that lead from its last gradient to its update, in order of time."""
+    """Return each bucket's spans from its last gradient to its update, by time."""
     spans = {span.task.name: span for span in timeline.spans}
     own: dict[int, list[Span]] = {}
     for span in timeline.spans:
@@ -78,7 +78,7 @@ def flows_of(timeline: Timeline) -> dict[int, list[Span]]:
 
 
 def _with_ends(own: Sequence[Span], spans: Mapping[str, Span]) -> list[Span]:
-    """Put the compute that a bucket waits for first before its own spans, and the update that waits for it after."""
+    """Add the maker of the bucket's last gradient and the update."""
     names, begins_us = {span.task.name for span in own}, own[0].start_us
     lasting = [span for span in spans.values() if span.end_us > span.start_us]
     makers = [span for span in lasting if _computes(span) and span.task.name in own[0].task.after]
@@ -99,7 +99,7 @@ def _updates(span: Span) -> bool:
 
 
 def _flow(spans: Sequence[Span], bucket: int, process: int) -> Iterator[Event]:
-    """Write arrows from slice to slice; each end lies inside of its slice, which is how they are matched."""
+    """Write arrows between slices. Ends lie inside slices: viewers match them by time."""
     for place, span in enumerate(spans):
         phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
         inside_us = span.start_us + (span.end_us - span.start_us) / 2

@@ -1,4 +1,4 @@
-"""Line up the timelines of a report, and say of each task what it is of and where its price is from."""
+"""List the timelines of a report, with each task's bucket and the source of its price."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LANES = {
     Stream.INTER: "between",
     Stream.H2D: "to device",
 }
-"""The streams as drawings name them, from top to bottom."""
+"""Names in drawings, from top to bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Track:
 
 
 def tracks_of(explanation: Explanation) -> list[Track]:
-    """List the dense plan's step, this plan's, and one that was measured: of each what there is."""
+    """List the dense plan's step, this plan's, and the median measured one, as available."""
     found = predicted_tracks(explanation)
     measured = explanation.measured
     if measured:
@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """List the dense plan's step above this one's, where they were compared."""
+    """List this plan's step, after the dense plan's if compared."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"
@@ -61,36 +61,33 @@ def predicted_tracks(explanation: Explanation) -> list[Track]:
 
 
 def measured_track(explanation: Explanation, step: int) -> Track:
-    """Make the track of a step that was profiled, by its number."""
     return Track(f"measured, step {step}", explanation.measured[step], explanation.plan, is_measured=True)
 
 
 class Grounds(Enum):
-    """The grounds of a time."""
-
     MEASURED = "measured"
     FORMULA = "formula"
-    """A formula over what is known of the links."""
+    """A formula over the links' properties."""
     ESTIMATED = "estimated"
     ASSUMED = "assumed"
     NONE = ""
-    """It takes no time of its own."""
+    """The task takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """The use of a task, and the grounds of its time."""
+    """A task's bucket, and the source of its time."""
 
     bucket: int | None
-    """The bucket that it belongs to; None for compute that serves several."""
+    """Bucket of the task; None for compute that serves several buckets."""
     of: str
-    """The bucket's strategy and tensors; empty without a bucket."""
+    """The bucket's strategy and tensors."""
     grounds: Grounds
     source: str
 
 
 def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
-    """Say it of every task of a track, by name."""
+    """Return the facts of a track's tasks, by name."""
     by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
     buckets, found = track.plan.buckets, dict[str, TaskFacts]()
     seen = Counter[tuple[int | None, CollectiveKind | None]]()
@@ -116,7 +113,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
 
 
 def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
-    """Find the collective of a strategy that a task is, by its kind and its place among those of that kind."""
+    """Return a task's collective in the strategy, by kind and index."""
     alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
     if alike:
         return alike[min(place, len(alike) - 1)]
@@ -124,7 +121,7 @@ def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> 
 
 
 def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
-    """Name the source of a price, other than of a collective."""
+    """Return the source of a price, except a collective's."""
     costs, kind = explanation.costs, kind_of(task.name)
     if task.stream in (Stream.D2H, Stream.H2D):
         return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"
@@ -142,13 +139,12 @@ def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
 
 
 def _kind_of_collective(task: str) -> CollectiveKind | None:
-    """`all_gather 3`, `all_gather_3_intra` and `broadcast buffers`."""
+    """Parse `all_gather 3`, `all_gather_3_intra` and `broadcast buffers`."""
     return next((kind for kind in CollectiveKind if task.startswith(kind.value)), None)
 
 
 def _grounds(source: str) -> Grounds:
-    """Read the grounds from the words of a source."""
-    if "estimate" in source:  # from a data sheet, of which a part is assumed
+    if "estimate" in source:  # from a data sheet, partly assumed
         return Grounds.ESTIMATED
     if "assumed" in source:
         return Grounds.ASSUMED

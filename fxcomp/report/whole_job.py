@@ -1,4 +1,4 @@
-"""Say what exchanging momenta means for a whole job: the algorithm, memory, and time and bytes with the warm-up."""
+"""Report on exchanging momenta over a whole job, including the warm-up."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fxcomp.search.exchanged import Stretch, first_that_pays, job_us, long, stre
 
 @dataclass(frozen=True, slots=True)
 class WholeJob:
-    """All steps of a job, and what they would be dense."""
+    """A whole job, and its dense equivalent."""
 
     stretches: Sequence[Stretch]
     sent_bytes: Sequence[float]
-    """The bytes that a rank sends in a step of each stretch."""
+    """Bytes sent per rank and step, by stretch."""
     dense_step_us: float
     dense_step_bytes: float
     gradients_us: float | None
-    """The job by the best plan that exchanges gradients, if there was a comparison."""
+    """Time with the best plan for gradients; None without a comparison."""
     pays_from: int | None
-    """The number of steps from which momenta are faster than that; None if they never are, or nothing was compared."""
+    """Steps from which momenta are faster; None if never, or not compared."""
 
     @property
     def steps(self) -> int:
@@ -57,7 +57,6 @@ class WholeJob:
         return [each for each in self.stretches if not each.plan.moves_exchange]
 
     def to_json(self) -> dict[str, Any]:
-        """Give the numbers, with times in ms."""
         return {
             "steps": self.steps,
             "warm_steps": sum(each.steps for each in self.warm),
@@ -75,7 +74,7 @@ class WholeJob:
 
 
 def whole_job(explanation: Explanation) -> WholeJob | None:
-    """Predict the whole job; None where its length is not known, or no momenta are exchanged."""
+    """Predict the whole job; None without its length, or without momenta."""
     plan, steps = lasting_plan(explanation), explanation.steps
     if steps is None or not plan.moves_exchange:
         return None
@@ -106,12 +105,12 @@ def whole_job(explanation: Explanation) -> WholeJob | None:
 
 
 def lasting_plan(explanation: Explanation) -> Plan:
-    """Return the plan that stays once a job has warmed up."""
+    """Return the plan after the warm-up."""
     return [explanation.plan, *explanation.stages.values()][-1]
 
 
 def residual_bytes(explanation: Explanation) -> int:
-    """Count the memory of what the first rank keeps of momenta that were not sent."""
+    """Return the first rank's bytes of residuals of momenta."""
     shapes, found = explanation.workload.shapes, 0
     for bucket in lasting_plan(explanation).buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), explanation.cluster)
@@ -125,7 +124,6 @@ def _sent(explanation: Explanation, plan: Plan) -> float:
 
 
 def moved_json(explanation: Explanation) -> dict[str, Any]:
-    """Give what a report says of momenta; nothing where none are exchanged."""
     plan = lasting_plan(explanation)
     if not plan.moves_exchange:
         return {}
@@ -135,7 +133,6 @@ def moved_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def momenta_section(explanation: Explanation) -> Section:
-    """Write it for people."""
     plan, sizes = lasting_plan(explanation), explanation.workload.sizes
     moved, values = len(plan.moved), max(1, sum(sizes.values()))
     first, kept = list(explanation.stages or {0: plan})[-1], residual_bytes(explanation)

@@ -1,10 +1,10 @@
-"""Compute what a plan sends: the size of each collective, its price as a formula, and the break-even bandwidth.
+"""Compute the sizes of a plan's collectives, their prices as formulas, and the break-even bandwidth.
 
-Below that bandwidth compressing a bucket that nothing hides is faster than sending it dense:
+Below that bandwidth B, compressing an exposed bucket is faster than sending it dense:
 
     saved(B) = dense(n) - compressed(n / r) - c n          dense and compressed by the formulas of collectives
 
-r is dense bytes per byte sent, c the compressor's µs per dense byte. It is linear in 1/B, so it has one root at most.
+r is dense bytes per byte sent, c the compressor's µs per dense byte. saved is linear in 1/B: it has at most one root.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Between = tuple[float, float]
-"""Above the first and below the second."""
+"""Lower and upper bound of an open interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A compressor in a formula: dense bytes per byte sent, and µs per dense byte for encoding and decoding."""
+    """Dense bytes per byte sent, and µs per dense byte for encoding and decoding."""
 
     rate: float
     us_per_byte: float
     kind: CollectiveKind = CollectiveKind.ALL_GATHER
-    """The collective in which payloads meet."""
+    """Collective of the payloads."""
     all_reduce: Algorithm = Algorithm.RING
-    """The algorithm of the dense all_reduce."""
     algorithm: Algorithm = Algorithm.RING
-    """The algorithm of the payloads' collective."""
+    """Algorithm of the payloads' collective."""
 
 
 def pays_at_gb_per_s(
     compression: Compression, ranks: int, size: float, alpha_us: float, message_us: float = 0.0
 ) -> Between | None:
-    """Return the bandwidths of a rank, in GB/s, at which compressing `size` dense bytes is faster; None if at none."""
+    """Return the bandwidths per rank, in GB/s, at which compressing `size` dense bytes is faster, or None."""
     dense = counts(CollectiveKind.ALL_REDUCE, ranks, compression.all_reduce)
     sent = counts(compression.kind, ranks, compression.algorithm)
     fewer_bytes = size * (dense[2] - sent[2] / compression.rate)
@@ -62,12 +61,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> list[BucketLine]:
-    """List the collectives of a bucket on one rank, in order."""
+    """Return a bucket's collectives on one rank, in order."""
     return sent(lines_of(route_of(bucket.strategy, bucket.shapes(shapes), cluster, rank, bucket.element_type)))
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:
-    """For each collective of a plan, give its name and the price of its largest use, as formula and numbers."""
+    """Return each collective's name and the price of its largest use, as formula and numbers."""
     largest: dict[Collective, tuple[int, int]] = {}
     for number, bucket in enumerate(plan.buckets):
         for line in sent_by(bucket, cluster, shapes):
@@ -83,9 +82,9 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
 
 
 def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[str]:
-    """Say at which bandwidths compressing the largest bucket pays if compute hides nothing of it.
+    """Return the bandwidths at which compressing an exposed bucket, the largest, pays.
 
-    The plan's own strategies are compared with dense; int8 if the plan compresses nothing.
+    The plan's own strategies are compared with dense; int8 if there are none.
     """
     if not plan.buckets or cluster.world_size == 1 or costs.collectives:
         return []
@@ -93,7 +92,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
     int8 = parse_compressor("int8")
     default = Strategy.hierarchical(int8) if cluster.has_levels else Strategy.flat(int8)
     used = [bucket.strategy for bucket in plan.buckets if not bucket.strategy.is_dense] or [default]
-    # An agreement takes another collective, which the formula does not have.
+    # The formula lacks the collective of an agreement.
     lines = [
         _break_even(bucket, strategy, costs, cluster, shapes)
         for strategy in dict.fromkeys(used)
@@ -103,7 +102,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 
 
 def _is_one_shot(strategy: Strategy) -> bool:
-    """Tell a strategy that compresses once, for one collective: the formula has no more."""
+    """Return whether a strategy compresses once, for one collective."""
     if len(strategy.compressors) != 1 or strategy.compressors[0].facts.agreement is not None:
         return False
     return sum(held.compressor is not None and not isinstance(step, Decompress) for held, step in _walk(strategy)) == 1
@@ -114,7 +113,6 @@ def _walk(strategy: Strategy) -> list[tuple[Standing, Step]]:
 
 
 def _level(strategy: Strategy) -> Level:
-    """The level at which payloads meet."""
     return next(step.level for held, step in _walk(strategy) if held.compressor and isinstance(step, Collective))
 
 
@@ -143,7 +141,7 @@ def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: C
 def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
-    """Express in the break-even formula's terms what a strategy does to a bucket, or to a rank's shard of it."""
+    """Return the formula's parameters for a strategy on a bucket, or on a rank's shard of it."""
     legs = route_of(strategy, bucket.shapes(shapes), cluster, element_type=bucket.element_type).legs
     encode = next(leg for leg in legs if isinstance(leg, Encode))
     decode = next(leg for leg in legs if isinstance(leg, Decode))
@@ -159,7 +157,7 @@ def compression_of(
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
-    """GB/s of the link between hosts per GB/s that one rank of a ring gets, where that link is the slowest."""
+    """Return GB/s of the link between hosts per GB/s of one rank of a ring, if that link is the slowest."""
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
         return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)

@@ -1,1 +1,1 @@
-"""Choose a plan: the workload of a graph, candidates, and the tasks that price them."""
+"""Choose a plan: the workload of a graph, candidates, and their simulation."""

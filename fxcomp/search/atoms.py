@@ -1,12 +1,12 @@
-"""Cut large gradients into the atoms that the search deals to buckets.
+"""Cut large gradients into the atoms that the search assigns to buckets.
 
     embedding.weight   38 MB of 60     4 atoms, whole rows each
     fc.weight           2 MB           1 atom
 
-A bucket starts when its last gradient is ready. One gradient that is most of a model is one bucket then, and none of
-its stages overlap: while it is compressed the wire stands still. If its stages take S together, the longest M, and one
-more message o, then C chunks take S/C + (C-1)/C · M + C · o: four chunks save three quarters of what can be saved,
-and more of them cost the search time. The search joins atoms again where messages are dear.
+A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
+not overlap. If they take S together, the longest M, and one more message o, C chunks take S/C + (C-1)/C · M + C · o.
+Four chunks save three quarters of the possible time; more slow the search down. The search joins atoms again if
+messages are expensive.
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ from fxcomp.plan.plan import part_shape
 from fxcomp.search.workload import Gradient, Workload
 
 LARGE = 4 << 20
-"""Bytes: smaller gradients are never cut (assumed)."""
+"""Bytes below which a gradient is never cut (assumed)."""
 
 LARGE_SHARE = 0.25
-"""Of all bytes: other buckets' stages overlap with those of smaller gradients."""
+"""Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, if that makes no more than MOST of them."""
+"""Bytes of a chunk, unless more than MOST result."""
 
 MOST = 4
 
 GRAIN = 4096
-"""Elements: chunks begin at multiples, where rows allow it, so that no compressor's block is cut."""
+"""Elements. Chunks begin at multiples if rows allow it, so that no compressor's block is cut."""
 
 READ_AT_ONCE = 16
-"""Bytes: CUDA's widest read of one thread, at multiples of as many."""
+"""Bytes of CUDA's widest load, which must be aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A gradient of a workload, or a part of one."""
+    """A gradient, or a part of one."""
 
     number: int
-    """The gradient's place in the workload."""
     extent: range
     gradient: Gradient
-    """The whole one."""
 
     @property
     def elements(self) -> int:
@@ -58,12 +56,12 @@ class Atom:
 
     @property
     def is_last(self) -> bool:
-        """It ends its gradient, and bears its update."""
+        """True if the atom ends its gradient, and so bears the update."""
         return self.extent.stop == self.gradient.elements
 
 
 def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
-    """List the atoms in ready order. One rank alone has no buckets, and cuts nothing."""
+    """List the atoms in ready order. A world of one rank cuts nothing."""
     limit = math.inf if world_size == 1 else max(LARGE, LARGE_SHARE * workload.dense_bytes)
     return [
         Atom(number, extent, gradient)
@@ -73,10 +71,10 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 
 
 def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
-    """Join the atoms of a bucket: gradients and parts of gradients, each with its elements.
+    """Join a bucket's atoms into gradients and parts of gradients, each with its range of elements.
 
-    The part that holds the last element bears the update, and the copy that joins all parts before it. What is no
-    multiple of 16 bytes comes last: a GPU reads less at once of what lies after it.
+    The part with the last element bears the update and the copy that joins all parts. Sizes that are no multiple of 16
+    bytes come last, to keep the others aligned.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):
@@ -89,7 +87,6 @@ def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
 
 
 def _rows(gradient: Gradient) -> list[range]:
-    """Cut a gradient into chunks of whole rows; a vector is not cut."""
     if gradient.is_vector:
         return [range(gradient.elements)]
     rows, row = gradient.shape[0], math.prod(gradient.shape[1:])

@@ -1,23 +1,21 @@
-"""Prove that no plan of a workload is faster than so much, whatever its size.
+"""Prove a lower bound on the step of every plan of a workload.
 
-Let a bucket with strategy o and n elements occupy stream s for at least a(o,s) + n r(o,s): `least_work` has such lines.
-Whatever the buckets are, and however processors are shared, which only slows work down:
+A bucket with strategy o and n elements occupies stream s for at least a(o,s) + n r(o,s) (see `least_work`). For any
+buckets, and any sharing of processors, which only slows work down:
 
-- compute does backward, every update and its share of all buckets, one after the other: the step takes at least
-  backward + updates + a + Σ n r. At least one bucket pays a, and each element pays r for the strategy that it has;
-- any other stream starts nothing for gradients k and later before k is ready: a bucket leaves when its last gradient
-  is. So the step takes at least ready(k) + a + the sum of n r over those gradients + the tail, which is compute's
-  work after the last collective: buckets' tails run in order, so that of the last gradient comes after all of them.
+- compute runs backward, all updates and its part of all buckets in sequence. The step takes at least
+  backward + updates + a + Σ n r: at least one bucket pays a, and each element pays r of its strategy;
+- buckets launch when their last gradient is ready, so other streams start work for gradients from k on after k is
+  ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute's work after the last
+  collective. Buckets' tails run in order, so the last gradient's tail follows all of them.
 
-A step that is at least as long as each of these sums is at least as long as every mean of them, with weights λ that add
-up to 1. In a mean every element pays Σ λ(s) r(o,s), so it is least where each has the strategy that is cheapest in this
-mean. A plan must also keep its squared error below a budget E: for any price μ >= 0 of error, the mean is at least
-Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and for bursts likewise. All λ, μ and k give a bound; the best that a
-search in numbers finds is returned. Besides, a step is no shorter than the way of any one gradient from when it is
-ready.
+The step is at least any mean of these sums, with weights λ that add up to 1. In a mean every element pays
+Σ λ(s) r(o,s), which is least for the strategy that is cheapest in this mean. The squared error must stay below a
+budget E: for any price μ >= 0 of error, the mean is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and
+likewise for bursts. All λ, μ and k give a bound; a numerical search looks for the largest. The step is also at least
+each gradient's own path from its ready time.
 
-"Plan" means one that `choose` may make: whole gradients, or parts of those that are large, in buckets with strategies
-that the mode gives to their content.
+A plan is any that `choose` may make: gradients, or parts of large ones, in buckets with the strategies of the mode.
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ from fxcomp.search.workload import Gradient, Workload
 
 Numbers = NDArray[np.float64]
 
-_FIRSTS = 8  # gradients from which on the other streams' work is summed
-_STEPS = 8  # of a search for one weight
-_MOST_KINDS = 24  # for which pairs of strategies are looked at
+_FIRSTS = 8  # values of k, evenly spaced by elements
+_STEPS = 8  # search steps per weight
+_MOST_KINDS = 24  # most kinds of gradients for which pairs of strategies are compared
 _ROUNDING = 1e-9
-"""Relative: a bound is lowered by so much, because sums are rounded."""
+"""Relative margin for rounding errors."""
 
 
 def bound_us(
     workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
 ) -> float:
-    """Return a time that no plan's step is shorter than; at least the step without communication."""
+    """Return a lower bound on every plan's step, in µs; at least the step without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
         return workload.free_us
     losses = Losses(workload.gradients, cluster)
@@ -65,20 +63,18 @@ def bound_us(
 
 @dataclass(frozen=True, slots=True)
 class _BoundKind:
-    """Gradients that are alike to every strategy: their work per element is the same."""
+    """Gradients with the same work per element under every strategy."""
 
     gradients: tuple[int, ...]
     is_cut: bool
-    """Their parts may be in several buckets."""
+    """True if their parts may be in several buckets."""
     rates: Numbers
-    """By strategy and stream."""
+    """µs per element, shape [strategies, streams]."""
     is_allowed: NDArray[np.bool_]
-    """By strategy."""
+    """Allowed strategies, shape [strategies]."""
 
 
 class _Bound:
-    """The sums of a workload, by weights."""
-
     def __init__(
         self, workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, bursts: float, pinned: Pinned
     ) -> None:
@@ -111,7 +107,6 @@ class _Bound:
         self.after_us = self._after_us()
 
     def best_us(self) -> float:
-        """Search for weights that give a high bound."""
         best = self._path_us()
         for first in self._firsts():
             sums = _BoundSums(self, first)
@@ -162,7 +157,7 @@ class _Bound:
         return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
     def _of_any(self, kind: ElementType) -> list[Least]:
-        """Bound each strategy's fixed work: it is the same for every gradient of a type."""
+        """Bound each strategy's fixed work, equal for all gradients of a type."""
         of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
         gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
@@ -171,7 +166,7 @@ class _Bound:
         return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
 
     def _after_us(self) -> float:
-        """Bound compute's work after the last collective: the last gradient's tail, and the updates that follow it."""
+        """Bound compute's work after the last collective: the last gradient's tail and updates."""
         last = len(self.elements) - 1
         is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
         gradient = self.workload.gradients[last]
@@ -181,7 +176,7 @@ class _Bound:
         return float(tail_us) + self._update_us(last)
 
     def _path_us(self) -> float:
-        """Bound the way of each gradient alone, or of one element where it may be cut, to its update."""
+        """Bound the path of each gradient, or of one element if it may be cut, to its update."""
         best = 0.0
         for kind in self.kinds:
             fixed, rates = self.fixed.sum(axis=1)[kind.is_allowed], kind.rates.sum(axis=1)[kind.is_allowed]
@@ -192,14 +187,13 @@ class _Bound:
         return best
 
     def _update_us(self, number: int) -> float:
-        """Sum what must follow when a gradient has arrived."""
         workload = self.workload
         if workload.updates_wait:
             return workload.finish_us + sum(gradient.update_us for gradient in workload.gradients)
         return workload.gradients[number].update_us
 
     def _firsts(self) -> list[int]:
-        """Choose gradients: the first one, and those after equal shares of all elements."""
+        """Choose values of k: the first gradient, and those after equal shares of the elements."""
         total, found = self.elements.sum(), [0]
         gone = 0.0
         for number, elements in enumerate(self.elements):
@@ -210,11 +204,11 @@ class _Bound:
 
 
 _ERROR, _BURSTS = -1, -2
-"""The names of the two prices, among streams' numbers."""
+"""Keys of the two prices; streams have numbers from 0."""
 
 
 class _BoundSums:
-    """The bound by weights, where other streams' work is counted from one gradient on."""
+    """The bound as a function of the weights, for one k."""
 
     def __init__(self, bound: _Bound, first: int) -> None:
         self.bound = bound
@@ -222,14 +216,14 @@ class _BoundSums:
         self.compute_us = workload.compute_us
         self.other_us = bound.ready_us[first] + bound.after_us
         self.rows: list[tuple[float, float, Numbers, NDArray[np.bool_]]] = []
-        """Of each kind the elements before `first` and from it on, its rates, and its strategies."""
+        """Per kind: elements before k, elements from k on, rates, allowed strategies."""
         for kind in bound.kinds:
             before = sum(bound.elements[k] for k in kind.gradients if k < first)
             after = sum(bound.elements[k] for k in kind.gradients if k >= first)
             self.rows.append((float(before), float(after), kind.rates, kind.is_allowed))
 
     def us(self, weights: dict[int, float]) -> float:
-        """Return the bound. Weights of streams are relative to compute's, which is 1."""
+        """Return the bound. Streams' weights are relative to compute's, which is 1."""
         bound = self.bound
         whole = 1.0 + sum(weights[stream] for stream in bound.used)
         full = np.zeros(len(STREAMS))
@@ -254,7 +248,7 @@ class _BoundSums:
         return float(us) + _cheapest(fixed, later, np.array(counts))
 
     def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
-        """Search for the best value of one weight: in the logarithm, first coarsely, then finely."""
+        """Search one weight, on a logarithmic scale, coarse to fine."""
 
         def at(value: float) -> float:
             return self.us({**weights, name: value})
@@ -270,10 +264,9 @@ class _BoundSums:
 
 
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
-    """Bound what elements pay, so many of each kind, whatever the strategies in use are.
+    """Bound the cost of `counts` elements of each kind for any set of strategies in use.
 
-    Each of those pays its fixed part once or more. They are one, two, or at least three: then the three lowest fixed
-    parts are paid, and no element pays less than the lowest rate.
+    Each strategy in use pays its fixed part at least once; three or more pay at least the three lowest.
     """
     least = float(counts @ rates.min(axis=1))
     one = float((fixed + counts @ rates).min())
@@ -289,7 +282,6 @@ def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
 
 
 def _refine(at: Callable[[float], float], best: float, value: float) -> tuple[float, float]:
-    """Halve the step to the left and right while that helps."""
     step = 2.0
     for _ in range(_STEPS):
         for tried in (value * step, value / step):

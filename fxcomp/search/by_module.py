@@ -1,13 +1,11 @@
-"""Choose how the gradients of each module that fully_shard scatters travel: dense, or compressed on their way.
+"""Choose a strategy for each module that fully_shard scatters: dense or compressed.
 
-A module's gradients stay together, so there are no buckets to choose. Its own time is that of packing, compressing, the
-collective and decompressing. On a GPU the modules wait for one wire, which the all_gather of their parameters takes
-too, and compute goes on meanwhile:
+A module's gradients stay together, so there are no buckets to choose. Its own time is the sum of packing, compressing,
+the collective and decompressing. On a GPU the modules share one wire with the all_gather of parameters:
 
     end_k = max(ready_k, end_{k-1}) + own_k          the step is as long as the last end
 
-With gloo a rank waits for each module, so all own times add up to compute. Strategies end as shards: fully_shard
-gathers parameters from them.
+With gloo a rank waits for each module, so own times add to compute. Strategies end with shards.
 """
 
 from __future__ import annotations
@@ -35,25 +33,21 @@ from fxcomp.search.shared_draws import LEAST_GAIN
 from fxcomp.search.workload import Gradient, Workload, content_of
 
 SCATTERED = Strategy.scattered(None)
-"""reduce_scatter, dense."""
 
 _BF16 = Strategy.scattered(BF16())
 
 _ROUNDS = 3
-"""So often every module is looked at again after others have changed (assumed: two are enough in practice)."""
+"""Passes over all modules (assumed: two are enough)."""
 
 
 def can_scatter(compressor: Compressor) -> bool:
-    """Tell a compressor that needs nothing but a part of a gradient: no agreement, no memory, no whole matrix."""
+    """Return whether a compressor works on any part of a gradient: no agreement, state or whole matrix."""
     facts = compressor.facts
     return facts.agreement is None and not compressor.has_state and not facts.needs_whole_parameters
 
 
 def scattered(compressor: Compressor | None) -> Strategy:
-    """Return the strategy that compresses gradients while they are scattered.
-
-    Raises BadPlan for a compressor that cannot work on parts.
-    """
+    """Return the strategy that compresses scattered gradients. Raise BadPlan if the compressor cannot work on parts."""
     if compressor is not None and not can_scatter(compressor):
         raise BadPlan(
             f"{compressor} cannot compress what fully_shard scatters: it needs whole parameters, a memory of its own or"
@@ -63,9 +57,9 @@ def scattered(compressor: Compressor | None) -> Strategy:
 
 
 def scattered_by(text: str) -> Strategy:
-    """Read what a user names for a module: `dense`, a compressor, or the strategy itself. Raises BadPlan.
+    """Parse a module's strategy: `dense`, a compressor, or the full strategy. Raise BadPlan for others.
 
-    Plans of an earlier fxcomp gathered what they had reduced, which fully_shard does in their place.
+    Plans of an earlier fxcomp that gathered the reduced gradients are accepted: fully_shard gathers now.
     """
     named = strategy_named(text)
     found = scattered(named.compressor)
@@ -79,19 +73,19 @@ def scattered_by(text: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTime:
-    """The time of a module's gradients, by the costs and as measured."""
+    """Predicted times of a module's gradients, in µs."""
 
     ready_us: float
-    """The time that compute has worked when they are there."""
+    """Compute time until the gradients are ready."""
     dense_us: float
     own_us: float
-    """As they travel in the plan."""
+    """Time with the plan's strategy."""
 
 
 def module_times(
     plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster, *, overlaps: bool
 ) -> tuple[ModuleTime, ...]:
-    """Price the modules of a plan, in its order."""
+    """Price a plan's modules, in order."""
     pricing = _Pricing(workload, plan.buckets, costs, cluster, overlaps=overlaps)
     return tuple(
         ModuleTime(ready, pricing.own_us(k, SCATTERED), pricing.own_us(k, bucket.strategy))
@@ -100,7 +94,6 @@ def module_times(
 
 
 def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Cluster, *, overlaps: bool) -> list[Task]:
-    """Make the tasks of a step whose modules take these times."""
     stream = wire_of(Level.WORLD, cluster.hosts) if overlaps else Stream.COMPUTE
     tasks: list[Task] = []
     done_us = 0.0
@@ -116,15 +109,15 @@ def module_tasks(times: Sequence[ModuleTime], workload: Workload, cluster: Clust
 def choose_by_module(
     workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, terms: Terms, *, overlaps: bool
 ) -> Choice:
-    """Choose for each module, in the order in which they are ready, so that the step is shortest within the terms.
+    """Choose each module's strategy, such that the step is shortest within the terms.
 
-    `overlaps`: compute goes on while gradients travel. Raises BadOption for pins that do not go together.
+    `overlaps`: compute continues during collectives. Raise BadOption for contradictory pins.
     """
     return _Search(workload, modules, costs, cluster, terms, overlaps=overlaps).choice()
 
 
 class _Pricing:
-    """Prices the modules of a model by themselves, in the order in which they are ready."""
+    """Prices of modules, in ready order."""
 
     def __init__(
         self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
@@ -135,7 +128,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Add up what a module's gradients take; the gather of its parameters only where that is on the wire."""
+        """Sum a module's tasks, with the gather of its parameters if that shares the wire."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "
@@ -149,8 +142,6 @@ class _Pricing:
 
 
 class _Search:
-    """The strategies that each module may have, with their times and what they lose."""
-
     def __init__(
         self,
         workload: Workload,
@@ -185,7 +176,7 @@ class _Search:
         return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
 
     def _pinned(self, members: Sequence[Gradient]) -> Strategy | None:
-        """Return the strategy that rules pin for a module: for all of it, if for a part."""
+        """Return the pinned strategy of a module; a pin on a part applies to all of it."""
         rules = {rule.text: each.name for each in members if (rule := self._terms.pins.rule_for(each.name))}
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
@@ -195,15 +186,13 @@ class _Search:
             )
         return next((scattered_by(text) for text in rules), None)
 
-    # Choosing
-
     def choice(self) -> Choice:
         dense = self._with_pins(SCATTERED)
         starts = [dense, [min(each, key=lambda s, k=k: self._own_us[k][s]) for k, each in enumerate(self._offered)]]
         found = [self._improved(start) for start in starts if self._is_allowed(start) or start is dense]
         best = self._gentler(min(found, key=self._step_us))
         if self._step_us(best) > (1 - LEAST_GAIN) * self._step_us(dense):
-            best = dense  # costs are not known that well
+            best = dense  # the gain is below the error of the costs
         plan, runner = self._plan(best), self._runner(DENSE, dense)
         others = () if best == dense else (self._runner(PREDICTED_BEST, best),)
         return Choice(
@@ -222,7 +211,6 @@ class _Search:
         )
 
     def _with_pins(self, strategy: Strategy) -> list[Strategy]:
-        """Give every module a strategy, but for those that are pinned."""
         return [offered[0] if len(offered) == 1 else strategy for offered in self._offered]
 
     def _plan(self, strategies: Sequence[Strategy]) -> Plan:
@@ -234,7 +222,7 @@ class _Search:
         return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == PREDICTED_BEST), loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
-        """Change one module at a time while the step gets shorter, the longest first."""
+        """Change one module at a time, longest first, while the step gets shorter."""
         order = sorted(range(len(start)), key=lambda k: -self._own_us[k][SCATTERED])
         best, best_us = list(start), self._step_us(start)
         for _ in range(_ROUNDS):
@@ -250,7 +238,7 @@ class _Search:
         return best
 
     def _gentler(self, best: list[Strategy]) -> list[Strategy]:
-        """Let every module lose as little as the step's time allows: what compute hides is not compressed."""
+        """Minimise each module's error without lengthening the step."""
         best_us = self._step_us(best)
         for k in sorted(range(len(best)), key=lambda k: self._own_us[k][SCATTERED]):
             for strategy in sorted(self._offered[k], key=lambda strategy: self._lost(k, strategy)):
@@ -275,7 +263,7 @@ class _Search:
         return self._losses.of(strategy, [self._places[gradient.name] for gradient in self._members[number]])
 
     def _is_allowed(self, strategies: Sequence[Strategy]) -> bool:
-        """Tell a plan within the error and the bursts of the terms; what is pinned is the user's."""
+        """Return whether a plan keeps the limits of error and bursts; pins alone may exceed them."""
         free = [k for k, offered in enumerate(self._offered) if len(offered) > 1]
         lost = math.fsum(self._lost(k, strategies[k]) for k in range(len(strategies)))
         bursts = sum(self._modules[k].elements for k in free if is_bursty(strategies[k], self._cluster))

@@ -1,4 +1,4 @@
-"""Choose a plan: which gradients travel together, and how each bucket travels, judged only by the simulated step."""
+"""Choose a plan, its buckets and their strategies, by the simulated step."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from fxcomp.search.runners import (
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
-_PRICED = 3  # how many of the best plans are priced exactly
-_IN_FULL = 2  # how many searches are carried on in full, where that is cheap
-_NEAR = 0.02  # relative: searches that are further from the best one are not
-_FAR = 0.1  # relative: bf16 everywhere is not priced exactly where it is slower by more, which no rounding makes up for
-_UNIFORM = 4  # how many uniform plans are looked at
-_ALTERNATIVES = 24  # how many are told in all, at least one for each bucket
-_FLIP_RATIO = 1.2  # where the verdict flips is known to ten percent: predictions are not better
+_PRICED = 3  # plans priced exactly
+_IN_FULL = 2  # searches run in full, if cells are not joined
+_NEAR = 0.02  # relative: slower searches are not run in full
+_FAR = 0.1  # relative: slower bf16 plans are not priced exactly; above rounding errors
+_UNIFORM = 4  # uniform plans offered to the race
+_ALTERNATIVES = 24  # alternatives in all, at least one per bucket
+_FLIP_RATIO = 1.2  # precision of the bisection, as a ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +55,42 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen plan, and the costs of the others."""
+    """The chosen plan, the compared plans, and their predicted steps in µs."""
 
     plan: Plan
     step_us: float
     dense: Plan
     dense_us: float
     fastest: Plan
-    """The plan with the shortest predicted step, chosen or not."""
     fastest_us: float
     bf16_us: float
-    """bf16 everywhere, over all ranks at once or level by level, whichever is faster."""
+    """The step with bf16 everywhere, in one shot or hierarchical, whichever is faster."""
     free_us: float
-    """No communication at all."""
+    """The step without communication."""
     error: float
-    """The prediction's own relative error."""
+    """Relative error of the prediction."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """For each bucket of the plan, the best other strategies."""
+    """The fastest other strategies of each bucket."""
     runners: tuple[Runner, ...] = ()
-    """The plans that a running job may try, the shortest predicted step first."""
+    """Plans to race, the shortest predicted step first."""
     pins: Pins = NO_PINS
-    """Strategies pinned by hand: all plans of the choice have it, the dense one and bf16 too."""
+    """Strategies pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
-    """The comparison of gradients and momenta; None where gradients alone were considered."""
+    """Comparison of exchanging gradients and momenta; None without one."""
 
     @property
     def stays_dense(self) -> bool:
-        """All that is not pinned is dense in the chosen plan."""
+        """True if the chosen plan compresses only pinned parameters."""
         return self.pins.leaves_dense(self.plan)
 
     @property
     def gain(self) -> float:
-        """The share of the dense step that the fastest plan saves."""
+        """Fraction of the dense step that the fastest plan saves."""
         return 1.0 - self.fastest_us / self.dense_us if self.dense_us > 0 else 0.0
 
     @property
     def wins(self) -> float:
-        """The share of draws of the costs' errors in which the fastest plan beats the best dense one."""
+        """Fraction of draws in which the fastest plan beats the best dense one."""
         return next((each.wins for each in self.runners if each.plan == self.fastest), 0.0)
 
     @property
@@ -118,7 +117,6 @@ class Choice:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Choice:
-        """Build one from `to_json`'s data."""
         plans = {name: Plan.from_json(data[name]) for name in ("plan", "dense", "fastest")}
         others = tuple(
             tuple(Alternative(Strategy.parse(text), us) for text, us in bucket) for bucket in data["alternatives"]
@@ -143,9 +141,9 @@ class Choice:
 
 @gc_paused()
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
-    """Choose a plan, with the reasons. A mode alone stands for terms of that mode.
+    """Choose a plan. A mode stands for its default terms.
 
-    What is pinned by hand stays so in every plan that is compared: "dense" is what leaves all else dense.
+    Every compared plan has the pinned strategies; the "dense" plan compresses nothing else.
     """
     terms = terms if isinstance(terms, Terms) else Terms(terms)
     prices = StepPrices(workload, costs, cluster)
@@ -177,7 +175,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield plans of one strategy everywhere that lose less than all that are faster, with their steps."""
+    """Yield uniform plans and steps, fastest first, each with a smaller error than all before."""
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
@@ -188,7 +186,7 @@ def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, f
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best plan of a kind, priced exactly, and the search that found it."""
+    """The best plan of a kind, priced exactly, and its search."""
 
     plan: Plan
     step_us: float
@@ -197,7 +195,7 @@ class Best:
 
 
 def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
-    """Find the fastest plan of several searches: no uniform plan is faster. The best few are priced exactly."""
+    """Return the fastest plan of several searches. No uniform plan is faster."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
     best_us = ends[0][0][0].value.us
@@ -208,7 +206,7 @@ def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
     ]
     others = sorted(((each, search) for found, search in ends for each in found), key=lambda pair: pair[0].value)
     others = others[: _PRICED - 1]
-    if not dense_only:  # what lies close together by the search's prices may not do so exactly
+    if not dense_only:  # close plans may be ranked wrongly
         bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
         others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
     best = min((_priced(*each) for each in (*carried_on, *others)), key=attrgetter("step_us"))
@@ -224,7 +222,7 @@ def _priced(found: Found, search: PlanSearch) -> Best:
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
-    """Give one bucket at a time its best other strategies, all else the same. The search's prices tell the change."""
+    """Return each bucket's best other strategies, by the search's prices."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us
     return tuple(
@@ -234,14 +232,13 @@ def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
 
 
 def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> float:
-    """Predict the step of any plan."""
     return StepPrices(workload, costs, cluster).step_us(plan)
 
 
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
-    """Make a plan of one compressor or strategy everywhere (`dense`, `bf16`, `int8`, ...), in buckets of the best size.
+    """Build a plan of one compressor or strategy (`dense`, `bf16`, `int8`, ...), in buckets of the best size.
 
-    A compressor goes over all ranks in one shot. Vectors stay dense where balanced mode would not compress them.
+    A compressor is exchanged in one shot. Vectors stay dense where balanced mode would not compress them.
     """
     strategy = strategy_named(name)
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
@@ -252,7 +249,7 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
 
 
 def bf16_everywhere(prices: StepPrices, pins: Pins = NO_PINS) -> Plan:
-    """Make the fastest plan of bf16 everywhere but for pins, over all ranks at once or level by level."""
+    """Build the fastest plan of bf16 everywhere except for pins."""
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     bf16 = _bf16_strategies(cluster, offload=offload) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]
@@ -272,7 +269,6 @@ def _bf16_strategies(cluster: Cluster, *, offload: bool) -> tuple[Strategy, ...]
 
 
 def _bf16_numbers(search: PlanSearch) -> list[int]:
-    """Number the bf16 strategies that a search may give to every bucket."""
     bf16 = _bf16_strategies(search.prices.cluster, offload=search.prices.costs.offloads)
     return [number for number, option in enumerate(search.options[0]) if option.strategy in bf16]
 
@@ -280,10 +276,10 @@ def _bf16_numbers(search: PlanSearch) -> list[int]:
 def flip_gbit(
     workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode, *, choice: Choice | None = None
 ) -> float | None:
-    """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is not.
+    """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is compressed.
 
-    None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. By the cluster's links, not what was measured live.
-    Plans are improved a little and not to the end. `choice`, the verdict on this cluster by its links, is never
+    Return None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Prices come from the cluster's links, not from
+    live measurements, and plans are searched with low effort. `choice`, the verdict at the current bandwidth, is never
     contradicted.
     """
     costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)

@@ -1,4 +1,4 @@
-"""Hold what was decided for a step, now and later: plain data, equal on all ranks."""
+"""The decided plan and its inputs: plain data, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,41 +16,39 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""The first steps of a job, of which the race is to cost little."""
+"""Steps over which the cost of a race is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raced:
-    """A race that is over."""
+    """A finished race."""
 
     runners: tuple[Runner, ...]
-    """In the order in which they ran first; the first one's plan was in force."""
+    """Runners in the order of their first turns; the first one's plan was in force."""
     winner: int
-    """The place of the one whose plan stays."""
     first_step: int
     last_step: int
-    """The number of steps after which the race was over."""
+    """Steps done at the end of the race."""
     cost_ms: float
-    """The time of its timed steps beyond as many of the winner's."""
+    """Time beyond the winner's for as many steps, in ms."""
 
     @property
     def stays(self) -> Runner:
-        """The runner whose plan stays."""
         return self.runners[self.winner]
 
     @property
     def when(self) -> str:
-        """The steps of the turns, counted from 0: `steps 2 to 21`."""
+        """`steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """The plans that took turns: `3 plans`, or `2 plans at the momentum`."""
+        """`3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property
     def share(self) -> float:
-        """The cost as a share of the first thousand steps under the winner."""
+        """Cost as a fraction of the winner's first thousand steps."""
         ms = self.stays.measured_ms
         return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
 
@@ -66,7 +64,7 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed`; and why, if another was lower."""
+        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(
@@ -77,7 +75,7 @@ class Raced:
 
     @property
     def rule_that_decided(self) -> str:
-        """Say why the runner with the lowest time does not stay; empty if it does."""
+        """Reason why the runner with the lowest time does not stay; empty if it does."""
         timed = [(runner.measured_ms, runner) for runner in self.runners if runner.measured_ms is not None]
         lowest_ms, lowest = min(timed, key=lambda each: each[0], default=(math.inf, self.stays))
         stays_ms = self.stays.measured_ms
@@ -98,7 +96,7 @@ class Raced:
 
 
 def _as_json(runner: Runner) -> dict[str, Any]:
-    """Convert what was predicted and measured; the plan by its digest, times in ms."""
+    """Convert a runner to JSON, with its plan's digest."""
     return {
         "name": runner.name,
         "plan": runner.plan.digest,
@@ -116,25 +114,20 @@ def _ms(measured_ms: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan, and what it was decided by."""
-
     plan: Plan
     costs: CostTable
     workload: Workload
     choice: Choice | None = None
-    """The comparison of plans; None where the plan was given."""
+    """Comparison of plans; None if the plan was given."""
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
-    """The dense plan of steps that are timed, by which the plan is chosen then."""
+    """True if this is the dense plan for timing steps before the choice."""
     is_remembered: bool = False
-    """The costs are an earlier job's; the first steps check them."""
+    """True if the costs are an earlier job's, which the first steps check."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
-        """Return the bandwidth between hosts at which the verdict changes; None without one.
-
-        The search takes a second or so, and is done once.
-        """
+        """Return the bandwidth between hosts at which the verdict changes, in Gbit/s, or None. The result is cached."""
         if self.choice is None or cluster.hosts == 1:
             return None
         if not self._flips:
@@ -144,15 +137,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlanMove:
-    """One change of the plan, or the decision to leave it: plain data, the same on all ranks."""
+    """An adaptation of the plan, or the decision against it: plain data, equal on all ranks."""
 
     step: int
     why: str
     error: tuple[float, float]
-    """Of the plan before and of the answer, by the errors of that time."""
+    """Relative squared error before and after, by the errors known then."""
     limit: float
     step_us: tuple[float, float]
-    """The predicted steps."""
+    """Predicted step before and after."""
     changes: tuple[str, ...]
     """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 

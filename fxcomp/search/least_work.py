@@ -1,11 +1,11 @@
-"""Bound the work of a bucket from below by lines: so much for any bucket, and so much more for each element.
+"""Bound the work of a bucket from below by lines: a fixed part plus a part per element.
 
-Every price in a bucket's tasks is a function of a size that never falls, and is made of lines between its breaks, or of
-the lower of several lines. A line through its value at the largest size that may come up, and below it at every break,
-is below it everywhere: a + r x with a >= 0. Sizes themselves are at least proportional to a bucket's elements, because
-payloads are rounded up, segment by segment; a shard may be short of its part by one grain, which is taken off a.
+Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. A line through the
+value at the largest size that lies below the price at every break is below it everywhere: a + r x with a >= 0. Sizes
+are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one grain
+smaller than its share, which is subtracted from a.
 
-What need not be there for the bound to hold is left out: copies to the host, casts, turns, what commits add.
+The bound omits copies to the host, casts, turns, and the tasks of commits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 
-_CANONICAL = ((1 << 15, 1 << 15),) * 16  # a bucket so large that what is rounded up in it hardly counts
-_ROUNDED = 8  # grains by which a shard's part may be rounded up, more than it is
-_JUST_BELOW = 1 - 1e-9  # a break's price before it jumps
+_CANONICAL = ((1 << 15, 1 << 15),) * 16  # rounding up hardly counts
+_ROUNDED = 8  # most grains by which a shard is rounded up
+_JUST_BELOW = 1 - 1e-9  # factor for a break's price before its jump
 
 STREAMS = tuple(Stream)
 COMPUTE = STREAMS.index(Stream.COMPUTE)
@@ -34,23 +34,22 @@ _CPU, _ARRIVING = STREAMS.index(Stream.CPU), STREAMS.index(Stream.CPU_ARRIVING)
 
 @dataclass(frozen=True)
 class Least:
-    """The least work of a bucket with one strategy, by stream."""
+    """Least work of a bucket with one strategy, in µs, by stream."""
 
     fixed_us: tuple[float, ...]
-    """Of any bucket."""
     us_per_element: tuple[float, ...]
     tail_us: float
-    """Compute's part of it that follows the last collective, of any bucket."""
+    """Part of compute's work after the last collective."""
     tail_us_per_element: float
 
 
-_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # an empty gradient is in a bucket of others
+_NOTHING = Least((0.0,) * len(STREAMS), (0.0,) * len(STREAMS), 0.0, 0.0)  # work of an empty gradient
 
 Line = tuple[float, float]
 
 
 def line_below(price: Callable[[float], float], breaks: Sequence[float], largest: float) -> Line:
-    """Return a and r with a + r x <= price(x) for every x in (0, largest], and a >= 0."""
+    """Return (a, r) with a + r x <= price(x) for every x in (0, largest], and a >= 0."""
     sizes = [0.0, *(size for size in breaks if 0 < size < largest)]
     points = [(size, min(price(size), price(size * _JUST_BELOW))) for size in sizes]
     end_us = price(largest)
@@ -63,22 +62,21 @@ def line_below(price: Callable[[float], float], breaks: Sequence[float], largest
 
 @dataclass
 class LeastWork:
-    """Lines below the prices of one job, each worked out once."""
+    """Lower lines of prices, cached."""
 
     costs: CostTable
     cluster: Cluster
     elements: int
-    """Of all gradients: no bucket has more."""
     itemsize: int = 4
-    """The most bytes that an element has."""
+    """Largest bytes per element."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
     def of(
         self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
-        """Bound buckets of a type with this strategy; `shape` is a gradient's, where what is sent depends on it.
+        """Bound buckets of a type with this strategy; `shape` is the gradient's, if payloads depend on it.
 
-        Of a gradient that may be cut proposals count nothing: those of its parts may be too small for any.
+        A gradient that may be cut has no proposals: its parts may be too small.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -96,7 +94,7 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Adds up what bounds each of a bucket's lines; `_BOUNDS` has the kinds that count."""
+    """Sums the bounds of a bucket's lines, of the kinds in `_BOUNDS`."""
 
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
@@ -106,9 +104,9 @@ class _LeastWorkWriter:
         self.rounded = 1.0 if is_exact else 1 - _ROUNDED * grain * self.cluster.world_size / elements
         self.grain = grain
         self.leading = strategy.leading_splits
-        """The splits still to come that cut anywhere."""
+        """The remaining splits that may cut anywhere."""
         self.short = 0
-        """The elements by which a rank's part may be less than its share."""
+        """Elements by which a shard may be smaller than its share."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
 
@@ -163,7 +161,7 @@ class _LeastWorkWriter:
         self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
-        """Add a price of a size that this bucket has; another's may be short of its share by so much."""
+        """Add a price for this bucket's size; another bucket's size may be `short` less than its share."""
         fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
         if fixed < 0:
             return

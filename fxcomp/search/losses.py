@@ -1,9 +1,9 @@
-"""Add up what strategies lose of a workload's gradients, by an error table.
+"""Sum the errors of strategies over a workload's gradients, by an error table.
 
     lost = weight · error, of each gradient        weight = its squares · all elements / all squares
 
-Weights add up to the elements, so limits and losses of plans are in elements, with a table and without one. Without one
-every element weighs the same. A part of a gradient weighs as much as its share of the elements.
+Weights add up to the number of elements, so limits and errors of plans are in elements. Without a table every element
+weighs the same; a part of a gradient weighs its fraction of the elements.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from fxcomp.search.atoms import Atom
 from fxcomp.search.workload import Gradient
 
 Numbers = Any
-"""A numpy array of fp64."""
 
 
 class Losses:
-    """The error of each strategy on each gradient. Strategies are looked up once."""
+    """Errors of strategies on gradients, cached by strategy."""
 
     def __init__(self, gradients: Sequence[Gradient], cluster: Cluster, table: ErrorTable = ASSUMED) -> None:
         self._names = [gradient.name for gradient in gradients]
@@ -42,20 +41,19 @@ class Losses:
         self._errors: dict[Strategy, Numbers] = {}
 
     def errors(self, strategy: Strategy) -> Numbers:
-        """The relative squared error of each gradient."""
         found = self._errors.get(strategy)
         if found is None:
-            errors = strategy_errors(strategy, self._cluster, self._column)  # of a dense one a single number
+            errors = strategy_errors(strategy, self._cluster, self._column)  # a single number for a dense strategy
             found = self._errors[strategy] = np.broadcast_to(errors, self.weights.shape)
         return found
 
     def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
-        """Return the error, in elements, of the gradients with these places; of all if none are given."""
+        """Return the error of gradients, in elements; of all by default."""
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 
     def sums(self, atoms: Sequence[Atom], borders: Sequence[int], strategies: Sequence[Strategy]) -> Numbers:
-        """Add up what each strategy loses of all atoms before each border: an array of borders * strategies."""
+        """Return prefix sums of each strategy's error at the borders, shape [borders, strategies]."""
         numbers = [atom.number for atom in atoms]
         shares = np.array([atom.elements / max(1, atom.gradient.elements) for atom in atoms])
         weights = self.weights[numbers] * shares if atoms else np.zeros(0)

@@ -1,6 +1,6 @@
-"""Give the gradients that are pinned by hand strands of their own, with the strategies that their rules name.
+"""Put pinned gradients into strands of their own, with the strategies of their rules.
 
-What they lose counts toward the mode's limits. If they alone lose more, everything else stays dense.
+Their error counts toward the limit. If they alone exceed it, everything else stays dense.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fxcomp.search.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class PinnedStrand:
-    """Gradients that share buckets with each other alone, and the strategies that these may have."""
+    """Gradients that share buckets only with each other, and the strategies of these buckets."""
 
     text: str
-    """The compressor or strategy that rules name."""
+    """The compressor or strategy in the rules."""
     strategies: tuple[Strategy, ...]
     names: Collection[str]
     elements: int
@@ -32,15 +32,14 @@ class PinnedStrand:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The meaning of pins for one workload on one cluster."""
+    """Pins of one workload on one cluster."""
 
     strands: tuple[PinnedStrand, ...] = ()
     lost: float = 0.0
-    """The most that they may lose, in elements."""
+    """Their largest possible error, in elements."""
     bursting: float = 0.0
-    """The most elements of theirs that may come in bursts."""
+    """Largest number of their elements under bursty strategies."""
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
-    """By the gradient's name."""
 
     @classmethod
     def of(cls, pins: Pins, workload: Workload, cluster: Cluster, losses: Losses, *, offload: bool = True) -> Pinned:
@@ -65,11 +64,11 @@ class Pinned:
         return cls(strands, lost, bursting, {name: strand for strand in strands for name in strand.names})
 
     def exceeds(self, lossable: float) -> bool:
-        """Return whether pins alone lose more than so many elements."""
+        """Return whether the error of pins alone exceeds the limit, in elements."""
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits: what it may lose, in elements, and the optimizer's; or what pins alone take."""
+        """Return a plan's limits, in elements; at least the error and bursts of pins alone."""
         bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 

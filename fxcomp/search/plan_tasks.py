@@ -1,11 +1,11 @@
-"""Lay a plan out as the tasks of the emitted step, in the order in which they are issued.
+"""Expand a plan into the tasks of the emitted step, in issue order.
 
-    region 0, pack 0, compress 0, all_gather 0      compute down to bucket 0's last gradient; its first stage
+    region 0, pack 0, compress 0, all_gather 0      compute up to bucket 0's last gradient, then its first stage
     region 1, pack 1, all_reduce 1                  ...
     backward                                        the rest of backward, after every launch
-    decompress 0, update 0, update 1                what follows the last collective, bucket by bucket
+    decompress 0, update 0, update 1                after the last collective, bucket by bucket
 
-The order of launches is `Plan.schedule()`; the emitted code follows the same.
+Launches follow `Plan.schedule()`, as in the emitted code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDING_US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BucketTasks:
-    """The tasks of one bucket: those of each stage that starts during backward, those after them, the update."""
+    """A bucket's tasks: stages started during backward, later tasks, and the update."""
 
     stages: tuple[tuple[Task, ...], ...]
     final: tuple[Task, ...]
@@ -44,33 +44,27 @@ class BucketTasks:
 
 
 class StepPrices:
-    """Prices of the plans of one workload, by one cost table on one cluster.
-
-    Exactly, as a plan's tasks take, bucket by bucket; and as curves over sizes, by which a search compares plans. Each
-    bucket is priced once, and each curve traced once.
-    """
+    """Cached prices of one workload's plans: exact by simulation, or as curves over sizes for a search."""
 
     def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
         self.broadcast = self._broadcast()
-        """The broadcast of buffers, without its predecessors; None if there is none."""
+        """Broadcast task without its predecessors; None if there are no buffers."""
         self._writer = BucketWriter(workload, costs, cluster)
         self._buckets: dict[tuple[int, Bucket, float, int], BucketTasks] = {}
         self._curves: dict[PriceQuestion, tuple[Curve, ...]] = {}
 
     def step_us(self, plan: Plan) -> float:
-        """Predict the step of any plan."""
         return step_time_us(self.tasks(plan), self.costs.processors)
 
     def tasks(self, plan: Plan) -> list[Task]:
-        """Write down the emitted step of a plan."""
         workload = self.workload.moved(plan.moved)
         members = zip(plan.buckets, members_of(plan, workload), strict=True)
         buckets = [self._bucket(k, bucket, each) for k, (bucket, each) in enumerate(members)]
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Trace the answers up to a size: of a collective three curves where processors are shared, else one."""
+        """Trace prices up to a size. A collective has three curves if processors are shared, else one."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]
@@ -80,7 +74,7 @@ class StepPrices:
         return known
 
     def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
-        # Where a gradient is cut, the plan's other buckets say with which of its parts it is updated.
+        # The plan's other buckets determine which part of a cut gradient bears its update.
         updates_us, joined = sum(each.update_us for each in members), sum(each.joined_bytes for each in members)
         key = k, bucket, updates_us, joined
         tasks = self._buckets.get(key)
@@ -117,23 +111,23 @@ class StepPrices:
 
 
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
-    """Write down the emitted step of one plan."""
+    """Return the tasks of a plan's emitted step."""
     return tuple(StepPrices(workload, costs, cluster).tasks(plan))
 
 
 def ready_times(workload: Workload, plan: Plan) -> list[float]:
-    """Return when each bucket's last gradient is ready."""
+    """Return when each bucket's last gradient is ready, in µs."""
     position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
     return [workload.gradients[max(position[name] for name in bucket.names)].ready_us for bucket in plan.buckets]
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Make the task of handing a step out to a device, which nothing waits for; none where the host computes."""
+    """Return the task of launching a step on a device, for which no task waits."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 
 def region_tasks(ready_us: Sequence[float]) -> list[Task]:
-    """Make the compute down to each bucket's last gradient, given when that is ready."""
+    """Return the compute tasks up to each bucket's last gradient."""
     tasks: list[Task] = []
     done_us = 0.0
     for k, ready in enumerate(ready_us):
@@ -145,7 +139,6 @@ def region_tasks(ready_us: Sequence[float]) -> list[Task]:
 def assemble(
     workload: Workload, regions: Sequence[Task], buckets: Sequence[BucketTasks], broadcast: Task | None
 ) -> list[Task]:
-    """Put the regions and the buckets' tasks in the order in which they are issued."""
     tasks = handing_out(workload.host_us)
     done_us, entered = 0.0, -1
     for launch in launch_order(tuple(len(bucket.stages) for bucket in buckets)):
@@ -160,7 +153,7 @@ def assemble(
             tasks.append(region)
             done_us += region.duration_us
         tasks.extend(_asked_for(buckets[launch.bucket].stages[launch.stage], tasks))
-    for region in regions[entered + 1 :]:  # nothing is launched in a world of one rank
+    for region in regions[entered + 1 :]:  # a world of one rank
         tasks.append(region)
         done_us += region.duration_us
     rest = Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us))
@@ -173,7 +166,7 @@ def assemble(
         if not workload.updates_wait:
             tasks.append(bucket.update)
     buffers = Task("update buffers", Stream.COMPUTE, workload.buffers_us, after=(BROADCAST,))
-    if shares and workload.commits:  # before the step may return early: what the forward pass changed stays
+    if shares and workload.commits:  # before the step may return early: the forward pass's changes stay
         tasks.append(buffers)
     if workload.updates_wait:
         arrived = tuple(name for bucket in buckets for name in bucket.update.after)
@@ -185,14 +178,13 @@ def assemble(
 
 
 def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
-    """Cut a region in two, the second under its name: others wait for its end."""
+    """Cut a region in two. The second part keeps the name: other tasks wait for its end."""
     first_us = max(0.0, min(first_us, region.duration_us))
     head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
     return head, Task(region.name, region.stream, region.duration_us - first_us)
 
 
 def _asked_for(stage: Sequence[Task], tasks: Sequence[Task]) -> Sequence[Task]:
-    """Let the pool begin a stage when the main thread has done what comes before it."""
     first, *others = stage
     if first.stream not in POOL:
         return stage
@@ -205,7 +197,6 @@ def _after(task: Task, before: Task) -> Task:
 
 
 def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
-    """List the gradients, and parts of gradients, in each bucket."""
     by_name, parts = {gradient.name: gradient for gradient in workload.gradients}, plan.parts
     completed_in: dict[str, int] = {name: plan.bucket_of(name) for name, each in parts.items() if len(each) > 1}
     found: list[list[Gradient]] = []
@@ -223,14 +214,14 @@ def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
 
 
 class BucketWriter:
-    """Writes the tasks of a workload's buckets, line by line; `_TASKS` has the tasks of each kind."""
+    """Writer of buckets' tasks, line by line; `_TASKS` maps kinds of lines to methods."""
 
     def __init__(self, workload: Workload, prices: Prices, cluster: Cluster) -> None:
         self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
         self.prices, self.cluster = prices, cluster
 
     def bucket(self, k: int, gradients: Sequence[Gradient], strategy: Strategy) -> BucketTasks:
-        """Write the tasks of a bucket of these gradients, which have one type, numbered k."""
+        """Return the tasks of bucket k, whose gradients have one type."""
         joining_us = [self.prices.pack_us(each.joined_bytes) if each.joined_bytes else 0.0 for each in gradients]
         update_us = sum(each.update_us + us for each, us in zip(gradients, joining_us, strict=True))
         if self.cluster.world_size == 1:
@@ -246,18 +237,18 @@ class BucketWriter:
         return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(self.previous,)))
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """Write the lines down to a collective, after the main thread's packing or waiting."""
+        """Return the tasks up to a collective, after the main thread's packing or waiting."""
         awaited = self.lines[number - 1][-1] if number else None
         if awaited is None or awaited.stream is Stream.CPU:  # the pool waits
             first = []
-        else:  # the main thread blocks until the previous wire is done
+        else:  # the main thread blocks until the wire is done
             first = [self._task(f"wait for {_name_of(awaited)}", Stream.COMPUTE, 0.0)]
         return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
-        """Write the lines after the last collective if no stage has them, and the copy back to the device.
+        """Return the tasks after the last collective, if no stage has them, and the copy back to the device.
 
-        The main thread asks for them when it has nothing left to launch.
+        The main thread requests them after its last launch.
         """
         lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
@@ -293,10 +284,10 @@ class BucketWriter:
         if not self.commits or not leg.compressor.has_state:
             return []
         us = self.prices.pack_us(self._state_size(leg))
-        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # as it is by now, whatever the bucket waits for
+        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # does not wait for the bucket
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
-        """Save a payload that is summed in place: rolling a residual back needs it."""
+        """Save a payload that is summed in place, for rollback of the residual."""
         leg = line.encode
         if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []
@@ -313,7 +304,6 @@ class BucketWriter:
         return [self._task("decompress", line.stream, us)]
 
     def send(self, line: BucketLine) -> list[Task]:
-        """Start a collective and price it."""
         leg = line.send
         if leg.ranks == 1:
             return []
@@ -325,14 +315,13 @@ class BucketWriter:
         return [start, sent]
 
     def _task(self, what: str, stream: Stream, duration_us: float, *also_after: str) -> Task:
-        """Make a task after the bucket's previous one."""
         load = self.prices.pool_load if stream in POOL else 0.0
         task = Task(self._named(what), stream, duration_us, (self.previous, *also_after), load)
         self.previous = task.name
         return task
 
     def _named(self, what: str) -> str:
-        """Name a task by the bucket, and by a number after its first word if that comes again."""
+        """Name a task by the bucket, with a count if repeated."""
         self.names[what] += 1
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"
@@ -364,5 +353,4 @@ _TASKS: dict[LineKind, Callable[[BucketWriter, BucketLine], list[Task]]] = {
 
 
 def _name_of(line: BucketLine) -> str:
-    """Name a collective in timelines."""
     return line.kind.value if line.kind is LineKind.AGREE else line.send.kind.value

@@ -1,4 +1,4 @@
-"""Say what the search is asked: what a plan of a workload may be (mode or budget, pins), and its limits."""
+"""The input of the search: allowed plans (mode or budget, pins) and their limits."""
 
 from __future__ import annotations
 
@@ -22,44 +22,41 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
-"""A strategy that would keep a smaller part of the gradient than this share of what the budget keeps is not offered.
+"""Fraction of the part kept under the budget that every strategy must keep.
 
-Error feedback delays what is left out, and the wait grows as 1 / kept: one layer must not wait for thousands of steps
-so that others need not wait at all. L-GreCo's parameters stay within a factor of 2 to 4 of the reference's, too."""
+Error feedback delays the rest by a time that grows as 1 / kept: no layer may wait for thousands of steps. L-GreCo's
+parameters also stay within a factor of 2 to 4 of the reference's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The limits of one workload's plans."""
-
     mode: Mode
     bursts: float = 1.0
-    """The share of all elements that may come in bursts."""
+    """Fraction of elements that may be bursty."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
-    """In the place of the mode's limit and compressors."""
+    """Error budget that replaces the mode's limit and compressors."""
     share: float = 1.0
-    """Of the limit: what may be spent."""
+    """Fraction of the limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
-    """Momenta are free of limits: what is left out comes a step later into a mean."""
+    """Plans for momenta have no error limit: the residual enters a mean one step later."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Read what a user asked for, by errors of Gaussian values unless others are known."""
+        """Build terms from user options, with Gaussian errors by default."""
         asked = compress.budget
         return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
     @property
     def table(self) -> ErrorTable:
-        """The errors that limits are counted in."""
         return ASSUMED if self.budget is None else self.budget.table
 
     def by(self, table: ErrorTable) -> Terms:
-        """The same, with a budget counted in other errors."""
         return self if self.budget is None else replace(self, budget=Budget(self.budget.asked, table))
 
     def limit(self, workload: Workload, cluster: Cluster) -> float:
-        """Return the relative squared error that a plan may have."""
+        """Return the maximum relative squared error of a plan."""
         if self.at is ExchangePoint.MOMENTUM:
             return math.inf
         limit = error_limit(self.mode) if self.budget is None else self.budget.limit(workload.shapes, cluster)
@@ -71,7 +68,7 @@ class Terms:
     def strategies(
         self, limit: float, losses: Losses, cluster: Cluster, content: Content, *, offload: bool = True
     ) -> tuple[Strategy, ...]:
-        """Return every strategy that a bucket of this content may have, with the limit of the whole plan."""
+        """Return the strategies allowed for a bucket of this content, given the plan's limit."""
         if self.at is ExchangePoint.MOMENTUM:
             return strategies_at_momenta(cluster, content, offload=offload)
         if self.budget is None:
@@ -82,7 +79,6 @@ class Terms:
         return tuple(each for each in offered if each.is_dense or losses.elements - losses.of(each) >= least)
 
     def notes(self, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
-        """Say that pins alone lose more than the limit, if they do."""
         losses, limit = self.losses(workload, cluster), self.limit(workload, cluster)
         pinned, elements = Pinned.of(self.pins, workload, cluster, losses), workload.elements
         if not pinned.exceeds(limit * elements):
@@ -95,30 +91,28 @@ class Terms:
 
 
 Choices = Mapping[Content, tuple[Strategy, ...]]
-"""The strategies that buckets of each content may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The plans that are searched among."""
+    """The set of plans to search."""
 
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
-    """Large gradients are cut. The sizes of parts add up, which prices the factors of a joined matrix too high."""
+    """Cut large gradients. Sizes of parts add up, which overprices the factors of a joined matrix."""
     pinned: Pinned = NOTHING_PINNED
-    """Gradients that are no part of `choices`."""
     losses: Losses | None = None
-    """Errors of strategies; of Gaussian values if None."""
+    """Errors of strategies; None stands for Gaussian errors."""
     prices_errors: bool = False
-    """Look for the price of an element's loss at which the limit is spent best."""
+    """Search for the price of error at which the limit saves most."""
 
 
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
-    """Ask for what terms offer: vectors apart, and in buckets with matrices; large gradients cut, and whole.
+    """Build the questions of the terms: vectors apart and together with matrices, large gradients cut and whole.
 
-    Where latency rules, one bucket less is worth more than the vectors' precision, or than stages that overlap. What is
-    pinned goes its own way, and what it loses is spent. If that is too much, all else is dense.
+    If latency dominates, one bucket fewer is worth more than precise vectors or overlap. Pinned gradients have their
+    own buckets. If their error exceeds the limit, everything else is dense.
     """
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)

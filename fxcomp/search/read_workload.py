@@ -1,6 +1,6 @@
-"""Read an annotated graph for the search: a workload before buckets are chosen, or the tasks of a final graph.
+"""Read annotated graphs for the search: workloads before bucketing, or a final graph's tasks.
 
-The only file of the search that sees nodes.
+No other file of the search sees nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fxcomp.search.workload import Gradient, Workload
 
 
 def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
-    """Make one task of the plain nodes between two lines, and one of every line with a cost.
+    """Return one task per region of plain nodes, and one per line with a cost.
 
-    Main-thread tasks run in graph order by being on one stream; a task waits for the tasks whose values it takes, and
-    what the pool does, or has done, for the main thread to ask for it.
+    The main thread's tasks share a stream, in graph order. A task waits for the tasks that make its inputs; the pool's
+    also wait until the main thread requests them.
     """
     writer = _GraphTaskWriter(nodes_on_host(gm))
     for piece in cut(gm):
@@ -35,14 +35,12 @@ def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
 
 
 class _GraphTaskWriter:
-    """Writes tasks, and tracks which make a node's value and how far the main thread has come."""
-
     def __init__(self, on_host: Collection[Node]) -> None:
         self.on_host = on_host
         self.tasks: list[Task] = []
         self.made_by: dict[Node, tuple[str, ...]] = {}
         self.come_to: tuple[str, ...] = ()
-        """The main thread's last task. It asks for what the pool has made when nothing but updates is left."""
+        """The main thread's last task before the updates, which requests the pool's results."""
         self.updates = False
 
     def add_region(self, region: Region) -> None:
@@ -55,14 +53,14 @@ class _GraphTaskWriter:
     def add_line(self, node: Node) -> None:
         label = info(node)
         before = self._waits_for(node.all_input_nodes)
-        if label.role is Role.EXCHANGE:  # compute stands still for it
+        if label.role is Role.EXCHANGE:
             made = self._add(Task(f"exchange {node.name}", Stream.COMPUTE, label.cost_us or 0.0, before))
         elif _blocks(node):
             made = self._add(Task(node.name, Stream.COMPUTE, 0.0, before))
         elif label.cost_us:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
             if label.starting_us:
-                is_pools = node in self.on_host  # a payload that the pool passes on, too
+                is_pools = node in self.on_host  # also a payload that the pool passes on
                 stream, load = (Stream.CPU, label.launcher_load) if is_pools else (Stream.COMPUTE, 0.0)
                 before = (*before, *self._add(Task(f"start {node.name}", stream, label.starting_us, before, load)))
             made = self._add(Task(node.name, label.stream, label.cost_us, before, label.load, label.overlap_speed))
@@ -83,14 +81,14 @@ class _GraphTaskWriter:
 
 
 def _blocks(node: Node) -> bool:
-    """Return whether the main thread waits here for a collective, although what follows runs elsewhere."""
+    """Return whether the main thread waits here for a collective whose users run elsewhere."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
 def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets.
 
-    `feed_us` is what the step takes around its nodes; it counts before the first one.
+    `feed_us` is time outside the nodes, before the first one.
     """
     ready: dict[Node, float] = {}
     clock = feed_us
@@ -121,7 +119,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
 
 
 def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) -> Workload:
-    """Add what exchanging momenta costs: what graphs with costs hold for a parameter where its exchange has moved."""
+    """Add the cost of exchanging momenta, from the graphs before and after the exchanges have moved."""
     moved_us = _by_parameter(after, (Role.UPDATE,))
     own, gradient = (_by_parameter(gm, (Role.COMPUTE, Role.GRADIENT)) for gm in (after, before))
     gradients = [
@@ -136,7 +134,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Compute; it stands still for an exchange."""
+"""Roles that count as compute; it stops for an exchange."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

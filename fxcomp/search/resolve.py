@@ -1,12 +1,11 @@
-"""Solve again for a plan in force, by errors as they are now.
+"""Choose strategies again for a plan in force, by the current errors.
 
     solving = Resolve(prices, plan, terms)
-    solving.turn()                                      a few milliseconds of work: None, and in the end the plan
+    solving.turn()                                      a few milliseconds of work; None until the last, the plan
 
-No step waits for it: one turn fits between two steps. First the same buckets get other strategies and parameters, which
-a running step can follow at once. Then other buckets are looked for. They must save `WORTH_MOVING` of the step, or the
-first ones stay. Both are improved at one price of what is lost after the other, as a search does (`PlanSearch`). The
-result keeps the budget, whatever the plan in force does by now.
+No step waits: one turn fits between two steps. First the same buckets get other strategies, which a running step can
+follow at once. Then other buckets are searched, which must save `WORTH_MOVING` of the step. Both searches bisect the
+price of error. The result keeps the budget, even if the plan in force does not.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from fxcomp.search.question import Terms, questions_of
 from fxcomp.search.workload import content_of
 
 WORTH_MOVING = 0.02
-"""Of the step: other buckets, which need another program, must save so much."""
+"""Fraction of the step that other buckets must save, because they need another program."""
 
-_ROUNDS = 8  # prices that are tried
+_ROUNDS = 8  # prices to try
 _ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)
 _STARTS, _MOVING_ROUNDS = 3, 6
 _MOVE = Limits(evaluations=2500, options=5, pairs=False)
@@ -47,27 +46,24 @@ _LAST = Limits(evaluations=1200, options=4, borders=False)
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The prediction for a plan: its step, and its relative squared error by the table."""
-
     step_us: float
     error: float
 
 
 class Resolve:
-    """One solution, turn by turn."""
+    """A search in turns."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves
-        """Look for other buckets, too."""
         self.before: Solved | None = None
-        """The plan in force; None until it is priced."""
+        """The plan in force; None until priced."""
         self.after: Solved | None = None
-        """The plan that was found; None until there is one."""
+        """The new plan; None until found."""
         self._turns = self._solve()
 
     def turn(self) -> Plan | None:
-        """Go on for a few milliseconds; returns the plan in the end. Ask no more after that."""
+        """Work for a few milliseconds; return the plan at the last turn. Do not call again after that."""
         return next(self._turns)
 
     def _solve(self) -> Iterator[Plan | None]:
@@ -106,7 +102,6 @@ class Resolve:
         return engine.values([parts])[0], buckets.plan(parts)
 
     def _with_others(self) -> Generator[None, None, tuple[Value, Plan]]:
-        """Search as for a new plan, with less effort: vectors apart, and together with matrices."""
         ends: list[tuple[Value, Plan]] = []
         for question in questions_of(self._prices, self._terms)[:2]:
             search = PlanSearch(question, self._prices)
@@ -130,7 +125,7 @@ _LEAST = 1e-9  # elements
 
 
 class _Kind(NamedTuple):
-    """A way for a bucket to travel."""
+    """Key of buckets that may have the same strategies."""
 
     strategies: tuple[Strategy, ...]
     is_pinned: bool
@@ -138,7 +133,7 @@ class _Kind(NamedTuple):
 
 
 class _Buckets:
-    """A plan's buckets as cells: a strand for those that may travel by the same."""
+    """A plan's buckets as cells, one strand per kind."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._prices = plan, prices
@@ -188,12 +183,10 @@ class _Buckets:
         self._cells = [(strand, cell) for _, strand, cell in sorted(places)]
 
     def engine(self, bounds: Bounds) -> Engine:
-        """Price plans under these limits."""
         return engine_of(self._problems.at(self._prices, bounds), self.plan, self._prices)
 
     @property
     def now(self) -> Parts:
-        """The plan as it is."""
         return tuple(
             Part(strand, cell, cell + 1, self._strategies[strand].index(self._bucket(strand, cell).strategy))
             for strand, cell in self._cells
@@ -201,11 +194,10 @@ class _Buckets:
 
     @property
     def plainest(self) -> Parts:
-        """Each bucket with the first strategy that it may have: dense, unless it is pinned."""
+        """Each bucket's first strategy: dense, unless pinned."""
         return tuple(Part(strand, cell, cell + 1, 0) for strand, cell in self._cells)
 
     def plan(self, parts: Parts) -> Plan:
-        """Give the buckets the strategies of a solution."""
         found = {self._numbers[part.strand][part.start]: self._strategies[part.strand][part.option] for part in parts}
         return self._plan.with_strategies([found[number] for number in range(len(self._plan.buckets))])
 
@@ -214,12 +206,10 @@ class _Buckets:
 
 
 def _place_of(atom: Atom) -> tuple[int, int]:
-    """Its place among all that travels."""
     return atom.number, atom.extent.start
 
 
 def _strand_of(cells: list[list[Atom]], order: dict[tuple[int, int], int]) -> Strand:
-    """Put buckets one after the other, a cell each."""
     atoms = [atom for cell in cells for atom in cell]
     borders = accumulate(map(len, cells), initial=0)
     return Strand(tuple(atoms), tuple(order[_place_of(atom)] for atom in atoms), tuple(borders))

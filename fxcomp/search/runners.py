@@ -1,16 +1,15 @@
-"""Pick the plans that a job may try while it runs, and say which of them is worth it.
+"""Pick the plans that a job may race, and decide which is worth following without a race.
 
     dense, always
-    bf16 everywhere, flat or by level, if the mode allows it
+    bf16 everywhere, flat or hierarchical, if the mode allows it
     the plan with the shortest predicted step, and up to two more that differ from all of these
 
-Where ranks exchange momenta, these are the fastest plan there and bf16 in the same buckets, once the warm-up is over.
+If ranks exchange momenta, the fastest plan and bf16 in the same buckets race after the warm-up. `fxcomp.step.race` lets
+the runners take turns. Before it, each has a predicted step and a fraction of draws (`shared_draws`) in which it beats
+dense:
 
-What a prediction cannot tell apart the running job can: `fxcomp.step.race` lets the runners take turns. Here is what is
-said about each beforehand: its predicted step, and the share of the draws (`shared_draws`) in which it beats dense.
-
-    in WORTH_TRYING of the draws or more    it may race
-    in WORTH_FOLLOWING or more              it is followed where nothing races
+    at least WORTH_TRYING        it may race
+    at least WORTH_FOLLOWING     it is followed if there is no race
 """
 
 from __future__ import annotations
@@ -28,51 +27,48 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.shared_draws import in_draws, share_won
 
 WORTH_TRYING = 0.1
-"""The share of draws in which a plan must beat dense to race. Dense and bf16 race always."""
+"""Minimum fraction of draws in which a plan beats dense to race. Dense and bf16 always race."""
 
 WORTH_FOLLOWING = 0.75
-"""The share of draws in which a plan must beat dense to be followed without a race."""
+"""Minimum fraction of draws in which a plan beats dense to be followed without a race."""
 
 OTHERS = 2
-"""The most runners beside dense, bf16 and the fastest."""
+"""Maximum number of runners besides dense, bf16 and the fastest."""
 
 DIFFERENT = 0.25
-"""The least share of all elements that other compressors carry, or over other levels, than in every other runner."""
+"""Minimum fraction of elements with other compressors or levels than in every other runner."""
 
 NEARLY_ALL = 0.02
-"""bf16 everywhere does not race beside a plan that differs from it in less than this."""
+"""The same minimum for bf16 everywhere."""
 
 SAME = 1e-3
-"""Relative: predictions that are closer than this are equal."""
+"""Relative difference below which predictions are equal."""
 
 DENSE, BF16, PREDICTED_BEST = "dense", "bf16", "predicted best"
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A plan that may race, with its prediction and, after the race, its measurement."""
+    """A plan that may race, with prediction and measurement."""
 
     name: str
     plan: Plan
     step_us: float
-    """Its predicted step."""
     wins: float
-    """The share of draws in which it beats dense."""
+    """Fraction of draws in which it beats dense."""
     loss: float
-    """The relative squared error of the gradient: what a tie is decided by."""
+    """Relative squared error of the gradient; decides ties."""
     measured_ms: float | None = None
-    """The median of its counted steps, by the slowest rank of each; None if it has not run."""
+    """Median of the counted steps of the slowest rank; None before it has run."""
     steps: int = 0
-    """The number of counted steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Convert what is predicted."""
+        """Convert the prediction to JSON, without measurements."""
         facts = {"name": self.name, "plan": self.plan.to_json(), "step_us": self.step_us}
         return {**facts, "wins": self.wins, "loss": self.loss}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Runner:
-        """Build one from `to_json`'s data."""
         values: dict[str, Any] = {**data, "plan": Plan.from_json(data["plan"])}
         return cls(**values)
 
@@ -82,9 +78,8 @@ def pick_runners(
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
 
-    `always` has dense among them; bf16 is left out where the fastest plan is nearly that. `others` come with their
-    steps, the fastest first. They run if they differ, if they win often enough, and if no runner is both as fast and as
-    precise.
+    `always` contains dense; bf16 is dropped if nearly equal to another. `others` are plans with their steps, fastest
+    first. They race if they differ, win often enough, and no runner is both as fast and as precise.
     """
     dense_us = in_draws(prices, always[DENSE])
 
@@ -111,30 +106,29 @@ def pick_runners(
 def made_runner(
     name: str, plan: Plan, prices: StepPrices, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
-    """Predict a plan that may race; `dense_us` is the dense plan in the same draws."""
+    """Predict a plan that may race; `dense_us` is dense in the same draws."""
     wins = share_won(in_draws(prices, plan), dense_us)
     return Runner(name, plan, prices.step_us(plan), wins, plan_error(plan, prices.cluster, table))
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
-    """Let the runner whose plan is in force come first; none if it is none of them, or the only one."""
+    """Return the runners with the plan in force first; empty if it is missing or alone."""
     mine = [runner for runner in runners if runner.plan == plan]
     others = [runner for runner in runners if runner.plan != plan]
     return (*mine, *others) if mine and others else ()
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
-    """Return whether a plan beats dense in enough draws to be followed without a race; the dense plan never does."""
+    """Return whether a plan beats dense in enough draws to be followed without a race."""
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 
 def kind_of(strategy: Strategy) -> tuple[object, ...]:
-    """Say what makes strategies differ: their compressors and levels, not the device."""
+    """Return a strategy's compressors and levels, without the device."""
     return (strategy.compressors, strategy.is_hierarchical)
 
 
 def _name_of(plan: Plan) -> str:
-    """Name a plan after the compressors of most of its elements."""
     largest = max(plan.buckets, key=lambda bucket: bucket.elements)
     return ", then ".join(map(str, largest.strategy.compressors)) or DENSE
 
@@ -144,7 +138,6 @@ def _differs(plan: Plan, picked: Sequence[Runner], least: float) -> bool:
 
 
 def _share_that_differs(plan: Plan, other: Plan) -> float:
-    """Return the share of all elements that other compressors carry, or over other levels, whichever elements."""
     mine, theirs = _elements_by_kind(plan), _elements_by_kind(other)
     return 1.0 - (mine & theirs).total() / max(1, mine.total())
 

@@ -1,10 +1,9 @@
-"""Compare plans when the costs are as wrong as they may be: every plan meets the same errors.
+"""Compare plans under random cost errors that all plans share.
 
-    the step of a draw = simulate(tasks, each × the error of what it is: compute, a link, copies, or a compressor)
+    the step of a draw = simulate(tasks, each × the error of its kind: compute, a link, copies, or a compressor)
 
-An error is log-normal with median 1 and belongs to the draw, not to the plan. What two plans share, such as compute and
-a link that is slower than its table, moves both of them, so it does not hide which one is faster. `DRAWS` draws have
-fixed seeds: every rank and every run finds the same.
+An error is log-normal with median 1 and belongs to the draw, not to the plan: an error in compute or in a link moves
+all plans alike. Seeds are fixed, so that every rank and every run computes the same.
 """
 
 from __future__ import annotations
@@ -23,20 +22,18 @@ from fxcomp.search.plan_tasks import StepPrices
 
 DRAWS = 64
 
-COMPUTE_ERROR = 0.05  # assumed: compute is timed in the job's own step
-COMPRESSOR_ERROR = (
-    0.25  # assumed: compressors are timed by themselves, with caches that the step's compute does not fill
-)
+COMPUTE_ERROR = 0.05  # assumed: compute is timed in the step
+COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, without the step's compute in the caches
 
 COMPRESSING = ("compress", "decompress", "propose")
-"""The first words of a compressor's tasks."""
+"""First words of compressors' task names."""
 
 LEAST_GAIN = 0.01
-"""A plan beats another one if it saves this share of its step: a race can hardly measure less."""
+"""Fraction of the step that a plan must save to beat another; about the resolution of a race."""
 
 
 def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
-    """Predict the step once in each draw of the costs' errors, in µs."""
+    """Predict the step in each draw, in µs."""
     tasks, costs = prices.tasks(plan), prices.costs
     compute, links, compressors = drawn_errors(costs.error, costs.compute_error)
     errors = {_COMPUTE: compute, **dict.fromkeys(_MOVING.values(), links)}
@@ -49,15 +46,15 @@ def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
 
 
 def drawn_errors(error: float, compute_error: float) -> tuple[float, float, float]:
-    """Return the standard deviations of the logarithms of compute, links and compressors, by a cost table's errors.
+    """Return the standard deviations of the log errors of compute, links and compressors.
 
-    Most of a prediction's error is the links'.
+    A prediction's error is mostly due to links.
     """
     return COMPUTE_ERROR + compute_error, error, max(COMPRESSOR_ERROR, error) + compute_error
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
-    """Return the share of draws in which the first plan is faster by LEAST_GAIN."""
+    """Return the fraction of draws won by at least LEAST_GAIN."""
     return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
 
 
@@ -66,7 +63,6 @@ _COMPUTE = Stream.COMPUTE.value
 
 
 def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
-    """Name the error that each task has: its link's, its compressors', else compute's."""
     compressors = [", ".join(dict.fromkeys(map(str, bucket.strategy.compressors))) for bucket in plan.buckets]
 
     def kind_of(task: Task) -> str:
@@ -81,5 +77,5 @@ def _kinds_of(tasks: Sequence[Task], plan: Plan) -> list[str]:
 
 @cache
 def _normals(kind: str) -> np.ndarray:
-    """Draw standard normals that belong to a name, whatever else is drawn."""
+    """Draw standard normals, seeded by the kind's name."""
     return np.random.default_rng((0, zlib.crc32(kind.encode()))).standard_normal(DRAWS)

@@ -1,4 +1,4 @@
-"""Describe a training step to the search: when each gradient is ready, and what must run anyway."""
+"""A training step as input of the search."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from fxcomp.plan.modes import Content
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18
-"""No time comes near it, and sums of such times are finite (assumed)."""
+"""Upper limit of times; sums of such times are finite (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One parameter's gradient."""
-
     name: str
     shape: tuple[int, ...]
     ready_us: float
-    """The time that compute has worked, from the start of the step, when backward has made it."""
+    """Compute time until backward has made it."""
     update_us: float
-    """The optimizer's time for this parameter."""
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
-    """The time to make this rank's own momentum of its gradient; counts where ranks exchange momenta."""
+    """Time to update this rank's own momentum, if momenta are exchanged."""
     moved_us: float = 0.0
-    """The optimizer's time for this parameter, in the place of `update_us`, where ranks exchange momenta."""
+    """The optimizer's time if momenta are exchanged, instead of `update_us`."""
     joined_bytes: int = 0
-    """Copied into one tensor before the update: the whole gradient, where this part of it is the last to arrive."""
+    """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -49,11 +46,11 @@ class Gradient:
 
     @property
     def is_vector(self) -> bool:
-        """The parameter has at most one dimension: a bias or a norm's weight."""
+        """True if the parameter has at most one dimension."""
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
-        """Describe a part of the gradient that travels in another bucket than the rest; one part bears the update."""
+        """Return a part of the gradient, for a bucket of its own. One part bears the update."""
         update_us, joined = (self.update_us, self.dense_bytes) if bears_update else (0.0, 0)
         return replace(self, shape=part_shape(self.shape, extent), update_us=update_us, joined_bytes=joined)
 
@@ -66,25 +63,24 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step without its communication. Gradients are in the order in which they become ready."""
+    """A step without communication. Gradients are in ready order."""
 
     gradients: tuple[Gradient, ...]
     backward_us: float
-    """The end of forward and backward."""
     finish_us: float = 0.0
-    """Compute after every gradient has arrived: the check for finite values, the norm, the coefficient of clipping."""
+    """Compute after every gradient has arrived: the check for finite values, the norm, the clip coefficient."""
     clips: bool = False
     commits: bool = False
-    """Updates wait until it is known that every gradient is finite; what must be taken back where not is saved."""
+    """Updates wait until every gradient is known to be finite; state is saved for rollback."""
     saves_residuals: bool = False
-    """Residuals are saved too, to be put back to the bit."""
+    """Residuals are saved too, to be restored bit for bit."""
     broadcast_bytes: int = 0
-    """Buffers that rank 0 shares with all, such as batch-norm statistics."""
+    """Buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
-    """The time of copying them back."""
+    """Time to copy buffers back."""
     host_us: float = 0.0
-    """The host's time for handing the step out to a device that works later, which hides it."""
+    """Host time to launch the step, overlapped with the device's work."""
 
     def __post_init__(self) -> None:
         for name in ("backward_us", "finish_us", "broadcast_ready_us", "buffers_us", "host_us"):
@@ -99,13 +95,13 @@ class Workload:
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
     def after_compute(self, ahead_us: float) -> Workload:
-        """Return the same step after more compute, that of its group's other micro-batches; after less, if negative."""
+        """Return the step after more compute, or less if negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)
 
         def later(us: float) -> float:
-            return min(max(0.0, us + ahead_us), last_us)  # roundings may not change the order
+            return min(max(0.0, us + ahead_us), last_us)  # rounding may not change the order
 
         return replace(
             self,
@@ -115,7 +111,7 @@ class Workload:
         )
 
     def moved(self, names: Collection[str]) -> Workload:
-        """Return the same step where ranks exchange the momenta of some parameters."""
+        """Return the step with exchanged momenta of these parameters."""
         if not names:
             return self
         more_us, broadcast_ready_us = 0.0, self.broadcast_ready_us
@@ -136,32 +132,28 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """For every gradient, and not only for those of their own bucket: what `finish_us` takes stands before them."""
+        """True if updates wait for every gradient and for `finish_us`, not only for their bucket."""
         return self.clips or self.commits or self.finish_us > 0
 
     @property
     def compute_us(self) -> float:
-        """All compute of the step."""
         return self.backward_us + self.finish_us + sum(gradient.update_us for gradient in self.gradients)
 
     @property
     def free_us(self) -> float:
-        """The step if communication took no time: compute, or the host where that takes longer."""
+        """The step with free communication: compute or host time, the longer one."""
         return max(self.compute_us, self.host_us)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By parameter."""
         return {gradient.name: gradient.shape for gradient in self.gradients}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements, by parameter."""
         return {gradient.name: gradient.elements for gradient in self.gradients}
 
     @property
     def types(self) -> dict[str, ElementType]:
-        """By parameter."""
         return {gradient.name: gradient.element_type for gradient in self.gradients}
 
     @property
@@ -187,7 +179,6 @@ class Workload:
 
 
 def content_of(members: Sequence[Gradient]) -> Content:
-    """Tell matrices from vectors, and modules that have both."""
     kinds = {gradient.is_vector for gradient in members}
     return Content.MIXED if len(kinds) == 2 else Content.VECTORS if kinds == {True} else Content.MATRICES
 

@@ -1,4 +1,4 @@
-"""Check a compressor, ours or your own: `check_compressor(MyCompressor())` in a test of your package."""
+"""Check a compressor, built-in or custom: call `check_compressor(MyCompressor())` in a test of your package."""
 
 from fxcomp.testing.checks import CHECKS, check_compressor
 from fxcomp.testing.rounds import Replica, Shard, average, average_in_two_shots, replicas_of, shards_of

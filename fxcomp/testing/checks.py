@@ -1,6 +1,6 @@
-"""Check what must hold for every compressor. Each check raises AssertionError with what it saw.
+"""Check properties of every compressor. Checks raise AssertionError with the observed values.
 
-Nothing here is given time to be slow: the whole suite takes seconds a compressor, most of them in the 5 M values.
+The suite takes seconds per compressor, most of them for five million values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fxcomp.testing.samples import ROUND_SEGMENTS, gaussian, segments_to_try
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """Run every check. Raises AssertionError that names the check and says what it saw."""
+    """Run every check. Raise AssertionError with the name of the check."""
     for name, check in CHECKS.items():
         try:
             check(compressor)
@@ -117,4 +117,4 @@ CHECKS: dict[str, Callable[[Compressor], None]] = {
         wrong_tensors_are_refused,
     )
 }
-"""Every check by its name; a test suite may run them one by one."""
+"""All checks by name, for test suites that run them one by one."""

@@ -1,6 +1,6 @@
-"""Check compressors that draw: streams that move on, and errors that average out.
+"""Check compressors that draw random numbers: streams advance, and errors average out.
 
-Each statistical bound is passed by a right compressor with a probability that its check says.
+Checks state the probability that a correct compressor fails.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from fxcomp.testing.samples import gaussian, heavy
 DRAWS = 200
 
 _LARGEST_T = 5.1
-"""Student's t with 199 degrees of freedom exceeds it with probability 8e-7, on either side."""
+"""Exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
 
 _LARGEST_EXCESS = 3.0
-"""Of a variance over what independent errors would have: 200 draws estimate it to 10 %."""
+"""Largest variance relative to independent errors; 200 draws estimate it to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""The same for a compressor that draws places: they may come in runs, of 16 for example."""
+"""The same if positions are drawn, which may come in runs, e.g. of 16."""
 
 
 def has_stream(compressor: Compressor) -> bool:
-    """Tell a compressor whose state names streams of random numbers."""
+    """Return whether the state holds streams of random numbers."""
     return compressor.has_state and compressor.facts.state_dtype is torch.int64
 
 
 def state_starts_as_it_should(compressor: Compressor) -> None:
-    """The same key and rank give the same state. A stream differs between parameters. Ranks have the same where
-    decoding draws from it again, so that all decode alike, and streams of their own elsewhere."""
+    """Check that a key and a rank determine the state. Streams differ between parameters, and between ranks unless
+    decoding draws from them again.
+    """
     if not compressor.has_state:
         return
     size = 5000
@@ -52,7 +53,7 @@ def state_starts_as_it_should(compressor: Compressor) -> None:
 
 
 def streams_move_on(compressor: Compressor) -> None:
-    """Each step leaves another state; and if another key gives another payload, so does the next step."""
+    """Check that each step changes the state, and the payload too if it depends on the key."""
     if not has_stream(compressor):
         return
     segments = (70_000, 513)
@@ -75,17 +76,16 @@ def streams_move_on(compressor: Compressor) -> None:
 
 
 def mean_is_unbiased(compressor: Compressor) -> None:
-    """The mean of 200 draws, along five directions of a segment: a right compressor fails with probability below 1e-4.
+    """Check the mean of 200 draws along five directions of a segment. A correct one fails with probability < 1e-4.
 
     In each direction the 200 projections of the error are independent draws; their mean over its standard error
     follows Student's t with 199 degrees of freedom, beyond 5.1 with probability 8e-7 (two-sided).
 
-    Also the projections' variance is held against the sum of the values' own: errors that are drawn together, such as
-    one u for all of a block, do not average out over values as independent ones do.
+    The projections' variance is compared with the sum of the values' own: errors drawn together, such as one u for a
+    whole block, do not average out over values.
 
-    A factor 1 + b on all values is noticed from about |b| = 5.1 sqrt(w / (200 n)) on, where w is the relative squared
-    error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 %
-    with int8(stochastic=true). What is smaller passes.
+    A factor 1 + b on all values is detected from about |b| = 5.1 sqrt(w / (200 n)), where w is the relative squared
+    error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 % with int8(stochastic=true).
     """
     if compressor.bias is not Bias.UNBIASED:
         return
@@ -108,7 +108,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
 
 
 class _DrawErrors:
-    """Sums over draws: of the errors and their squares, a value each, and their projections, a direction each."""
+    """Sums over draws: errors and squares by value, projections by direction."""
 
     def __init__(self, segments: Sequence[int], bucket: Tensor) -> None:
         self.segments = list(segments)
@@ -143,7 +143,7 @@ def _directions(values: Tensor) -> Tensor:
 
 
 def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one segment, one each a direction; what is sent exactly has an error of fp32's rounding."""
+    """Return t and excess by direction; exactly sent values have fp32's rounding error."""
     least = 1e-7 * (directions.square().sum(dim=1) * values.square().sum()).sqrt()
     spread = projections.std(dim=0)
     t = projections.mean(dim=0) / (spread / DRAWS**0.5).clamp_min(least)
@@ -152,8 +152,10 @@ def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, varia
 
 
 def errors_of_ranks_average_out(compressor: Compressor) -> None:
-    """Four ranks with the same bucket: the square of the summed error is the sum of their squared errors, as it is for
-    independent ones; were all errors the same it would be four times that. Over 70,000 values it is right to 2 %."""
+    """Check with four equal buckets that the squared sum of errors is the sum of their squares.
+
+    Identical errors would give four times as much. Over 70,000 values the estimate is right to 2 %.
+    """
     if compressor.bias is not Bias.UNBIASED or compressor.facts.decode_needs_state:
         return
     segments, ranks = (70_000, 3001), 4

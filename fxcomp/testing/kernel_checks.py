@@ -1,4 +1,4 @@
-"""Check that kernels and operators give the bits of the reference, and refuse the inputs that it refuses."""
+"""Compare kernels and operators with the reference: results bit by bit, and refused inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxcomp.testing.samples import LARGE, ROUND_SEGMENTS, SAMPLES, gaussian, lap
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, where: str = "") -> None:
-    """Equal bit for bit, zeros with their signs; only one NaN is as good as another."""
+    """Check bitwise equality, including signed zeros; all NaNs are equal."""
     assert actual.dtype == expected.dtype, f"{where}: {actual.dtype} against {expected.dtype}"
     assert actual.shape == expected.shape, f"{where}: {tuple(actual.shape)} against {tuple(expected.shape)}"
     if actual.is_floating_point():
@@ -36,7 +36,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, where: str = "") -> None:
 
 @contextlib.contextmanager
 def plain_torch() -> Generator[None]:
-    """Run the references, whether there are kernels or not."""
+    """Disable kernels."""
     with (
         patch.object(kernels, "can_run_on", return_value=False),
         patch.object(dispatch, "can_run_on", return_value=False),
@@ -45,7 +45,7 @@ def plain_torch() -> Generator[None]:
 
 
 def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence[int], where: str) -> None:
-    """One step by kernel against the same in plain torch, with and without a residual, from a state that has moved."""
+    """Compare one step of kernel and reference, with and without a residual, from a used state."""
     if not has_kernel(bound):
         return
     for feedback in {False, may_feed_back(bound)}:
@@ -57,7 +57,7 @@ def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence
 
 
 def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, feedback: bool) -> list[Tensor]:
-    """Compress `bucket` after a step that moved the state, if there is one: payload, mean, and what is kept."""
+    """Compress `bucket` from a used state; return payload, mean, and kept tensors."""
     [replica] = replicas_of(bound, segments, feedback=feedback)
     if replica.state is not None:
         average(bound, [gaussian(sum(segments), 5)], [replica], segments)
@@ -105,7 +105,7 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float, where: str) 
 
 
 def kernels_give_the_bits_of_the_reference(compressor: Compressor) -> None:
-    """Encode, residual, state and decode, on every sample, after one step that moved the state."""
+    """Check payload, residual, state and decoded values on every sample."""
     bound = compressor.bound_to((), 1)
     for segments in segments_to_try(compressor):
         for name, sample in SAMPLES.items():

@@ -1,4 +1,4 @@
-"""Check what comes out of a compressor: sums, errors, values that are not finite."""
+"""Check results: sums, errors, values that are not finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxcomp.testing.samples import (
 
 
 def payload_and_residual_add_up(compressor: Compressor) -> None:
-    """v = decompress(payload) + new residual, with and without kernels."""
+    """Check v = decompress(payload) + new residual, with and without kernels."""
     if not may_feed_back(compressor):
         return
     for segments in segments_to_try(compressor):
@@ -34,8 +34,7 @@ def payload_and_residual_add_up(compressor: Compressor) -> None:
 
 
 def large_segments_come_out_whole(compressor: Compressor) -> None:
-    """Of up to five million values, kernel or not: v = decompress(payload) + new residual, or, without feedback, an
-    unbiased mean at either end."""
+    """Check up to five million values: v = decompress(payload) + new residual, or an unbiased mean at both ends."""
     for segments in LARGE_SEGMENTS:
         if may_feed_back(compressor):
             _check_sum(compressor, segments, "ascending")
@@ -56,7 +55,7 @@ def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> No
 
 
 def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
-    """Measure what is sent of a tenth of the values, over its standard error where values come in runs of 16."""
+    """Compare both ends with their standard error, for values in runs of 16."""
     bucket = gaussian(sum(segments))
     decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
     for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
@@ -70,10 +69,10 @@ def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
 
 
 def errors_telescope(compressor: Compressor) -> None:
-    """The sum of what was sent plus the residual is the sum of the gradients, over 24 steps."""
+    """Check that sent values plus the residual are the sum of the gradients, over 24 steps."""
     if not may_feed_back(compressor):
         return
-    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # the wire's sum rounds, too
+    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # the wire's sum rounds too
     error = telescoping_error(compressor, (70_000, 513, 5), ranks=ranks)
     assert error < 1e-6 * (10 if compressor.facts.needs_whole_parameters else 1), f"relative error {error:.1e}"
 
@@ -88,12 +87,12 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
         sent += average(compressor, gradients, replicas, segments)
         put_in += torch.stack(gradients).double().mean(dim=0)
     left = torch.stack([replica.residual for replica in replicas if replica.residual is not None]).double()
-    left = left.sum(dim=0) if compressor.is_linear else left.mean(dim=0)  # a linear one's buckets are scaled before
+    left = left.sum(dim=0) if compressor.is_linear else left.mean(dim=0)  # linear: buckets are scaled before
     return ((sent + left - put_in).square().sum() / put_in.square().sum()).sqrt().item()
 
 
 def feedback_is_stable(compressor: Compressor) -> None:
-    """Under feedback a compressor must lose less than it is given, on average: ω <= 1."""
+    """Check that feedback is stable: ω <= 1 on average."""
     if not may_feed_back(compressor):
         return
     for name, values in (("gaussian", gaussian(65_536)), ("laplace", laplace(65_536)), ("heavy", heavy(65_536))):
@@ -102,7 +101,7 @@ def feedback_is_stable(compressor: Compressor) -> None:
 
 
 def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> float:
-    """ω = |v - decompress(compress(v))|² / |v|², the mean over first steps with so many streams."""
+    """Return ω = |v - decompress(compress(v))|² / |v|², the mean of `draws` first steps."""
     segments = (len(values),)
     lost = 0.0
     for seed in range(draws):
@@ -112,7 +111,7 @@ def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> fl
 
 
 def rounding_goes_either_way(compressor: Compressor) -> None:
-    """Error feedback hides flooring: values of either sign must not come out smaller or larger on average."""
+    """Check that rounding is unbiased for either sign, which error feedback would hide."""
     if compressor.bias is not Bias.ROUNDING:
         return
     for sign, values in (("positive", gaussian(100_000).abs()), ("negative", -gaussian(100_000).abs())):
@@ -123,7 +122,7 @@ def rounding_goes_either_way(compressor: Compressor) -> None:
 
 
 def segments_do_not_mix(compressor: Compressor) -> None:
-    """Check that one parameter's values change nothing in another's part."""
+    """Check that a parameter's values do not affect others."""
     segments = (700, 66_000, 30)
     quiet = gaussian(sum(segments))
     loud = quiet.clone()
@@ -136,7 +135,7 @@ def segments_do_not_mix(compressor: Compressor) -> None:
 
 
 def every_rank_decodes_the_mean(compressor: Compressor) -> None:
-    """In rank order, summed and then divided: bit for bit where payloads are gathered, to rounding where summed."""
+    """Check the mean in rank order: bitwise if payloads are gathered, up to rounding if summed."""
     segments, ranks = (1000, 66_000, 9), 3
     bound = compressor.bound_to((), ranks)
     buckets = [gaussian(sum(segments), seed) for seed in range(ranks)]
@@ -158,7 +157,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """In its own segment and no other; where the own payload decodes to nothing finite, the residual stays."""
+    """Check that NaN and infinity show in their own segment only, and leave the residual of their values unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -183,7 +182,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """NaN in the residual, or a sum above fp32's largest value, must be seen as it is in the bucket."""
+    """Check NaN in the residual, and sums above fp32's largest value."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700
@@ -203,7 +202,7 @@ def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
 
 
 def finite_values_leave_a_finite_residual(compressor: Compressor) -> None:
-    """Up to fp32's largest value, and where adding the residual goes above it."""
+    """Check values up to fp32's largest, and sums above it."""
     if not may_feed_back(compressor):
         return
     for segments in ((1,), (600, 0, 41, 2600)):
@@ -232,7 +231,7 @@ def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments:
 
 
 def the_next_step_is_finite_again(compressor: Compressor) -> None:
-    """One bad gradient must not stay in residuals, thresholds or warm starts for ever."""
+    """Check that a bad gradient does not persist in residuals, thresholds or warm starts."""
     segments = (3000,)
     for feedback in {False, may_feed_back(compressor)}:
         replicas = replicas_of(compressor, segments, 2, feedback=feedback)
@@ -240,7 +239,7 @@ def the_next_step_is_finite_again(compressor: Compressor) -> None:
         average(compressor, [good, good], replicas, segments)
         kept = [Replica(clone(r.residual), clone(r.state)) for r in replicas]
         average(compressor, [SAMPLES["one nan"](3000), good], replicas, segments)
-        if compressor.facts.state_from_payload:  # the runtime keeps the state of a step that was not finite
+        if compressor.facts.state_from_payload:  # the runtime keeps the old state after a bad step
             for replica, before in zip(replicas, kept, strict=True):
                 replica.state = before.state
         mean = average(compressor, [good, good], replicas, segments)
@@ -248,7 +247,7 @@ def the_next_step_is_finite_again(compressor: Compressor) -> None:
 
 
 def bytes_are_all_that_travels(compressor: Compressor) -> None:
-    """A payload copied to memory without alignment decodes to the same."""
+    """Check that an unaligned copy of a payload decodes to the same values."""
     segments = (1000, 66_000, 9)
     bound = compressor.bound_to((), 1)
     [replica] = replicas_of(bound, segments, feedback=False)

@@ -1,4 +1,4 @@
-"""Several ranks in one process: what a round of compression gives, without a network."""
+"""Simulate rounds of compression of several ranks in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp.compressors.randomness import key_of
 
 @dataclass(slots=True)
 class Replica:
-    """The state of one rank."""
+    """State of one rank."""
 
     residual: Tensor | None
     state: Tensor | None
@@ -24,7 +24,7 @@ class Replica:
 def replicas_of(
     compressor: Compressor, segments: Sequence[int], ranks: int = 1, *, feedback: bool, seed: int = 0
 ) -> list[Replica]:
-    """So many ranks before their first step."""
+    """Return replicas before their first step."""
     return [
         Replica(
             torch.zeros(sum(segments)) if feedback else None, fresh_state(compressor, segments, rank=rank, seed=seed)
@@ -34,7 +34,7 @@ def replicas_of(
 
 
 def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 0, seed: int = 0) -> Tensor | None:
-    """The state of a bucket of parameters named by their places."""
+    """Return a bucket's state, with parameters named by index."""
     if not compressor.has_state:
         return None
     owners = [compressor.of_segment(place) for place in range(len(segments))]
@@ -53,7 +53,7 @@ def average(
     segments: Sequence[int],
     shapes: Sequence[Sequence[int]] = (),
 ) -> Tensor:
-    """The mean of all ranks' buckets as this compressor gives it; replicas change as a step changes them."""
+    """Return the compressed mean of all ranks' buckets; replicas advance by a step."""
     ranks = len(buckets)
     bound = compressor.bound_to(shapes, ranks)
     if bound.is_linear:
@@ -71,13 +71,13 @@ def average(
 
 @dataclass(slots=True)
 class Shard:
-    """A part of a bucket, and what its encoders remember between steps."""
+    """A part of a bucket, with its encoders' states."""
 
     segments: tuple[int, ...]
     workers: list[Replica]
-    """Of each rank, which encodes its own gradient of this shard."""
+    """Replicas, one per rank, for the rank's own gradient."""
     owner: Replica
-    """Of the rank that encodes the mean. Its residual is in the unit of the mean."""
+    """State of the rank that encodes the mean. Its residual has the scale of the mean."""
 
 
 def shards_of(
@@ -89,7 +89,7 @@ def shards_of(
     owner_feedback: bool = True,
     seed: int = 0,
 ) -> list[Shard]:
-    """Shards between these borders, one a rank, before their first step; workers have error feedback."""
+    """Return one shard per rank, before their first step; workers have error feedback."""
     ranks = len(borders) - 1
     found: list[Shard] = []
     for number, (low, high) in enumerate(pairwise(borders)):
@@ -104,10 +104,10 @@ def shards_of(
 def average_in_two_shots(
     first: Compressor, second: Compressor, buckets: Sequence[Tensor], shards: Sequence[Shard]
 ) -> Tensor:
-    """The mean of all ranks' buckets in two shots; shards change as a step changes them.
+    """Return the mean in two shots; shards advance by a step.
 
-    Every rank encodes each shard apart with `first`. The shard's owner decodes and averages in rank order, and encodes
-    the mean with `second`. Every rank decodes that, the owner too.
+    Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
+    encodes the mean with `second`. Every rank, the owner too, decodes the result.
     """
     sizes = [sum(shard.segments) for shard in shards]
     decoded: list[Tensor] = []
@@ -121,7 +121,7 @@ def average_in_two_shots(
 def agree(
     compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
 ) -> Tensor | None:
-    """Agree before compressing; None where that is not needed."""
+    """Return the agreed values; None if not needed."""
     if compressor.facts.agreement is None:
         return None
     proposals: list[Tensor] = []
@@ -137,7 +137,6 @@ def agree(
 def encode(
     compressor: Compressor, bucket: Tensor, replica: Replica, segments: Sequence[int], agreed: Tensor | None
 ) -> Tensor:
-    """`compressor.encode` into a payload that holds rubbish before."""
     payload = torch.full((compressor.payload_elements(segments),), 77, dtype=compressor.payload_dtype)
     compressor.encode(bucket, replica.residual, payload, segments, replica.state, agreed)
     return payload
@@ -151,7 +150,6 @@ def decode(
     agreed: Tensor | None,
     state: Tensor | None,
 ) -> Tensor:
-    """`compressor.decode` into a tensor that holds rubbish before."""
     out = torch.full((sum(segments),), 77.0)
     compressor.decode(payloads, ranks, segments, out, agreed, state if compressor.facts.decode_needs_state else None)
     return out
@@ -165,7 +163,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _segments_between(segments: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """The sizes of what lies between two borders, parameter by parameter."""
+    """Return the sizes of parameters between two borders."""
     found: list[int] = []
     start = 0
     for size in segments:

@@ -1,4 +1,4 @@
-"""Buckets to compress: distributions that gradients follow, values that break careless code, and lengths that do."""
+"""Sample buckets: distributions of gradients, extreme values, and lengths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LARGE = 5_000_000
 SMALL_SEGMENTS: tuple[tuple[int, ...], ...] = ((0, 1, 512, 0, 65, 3), (1000, 66_000, 9))
 
 ROUND_SEGMENTS = (65_536, 131_072, *range(256, 256 * 33, 256))
-"""Whole multiples of 2^8 and 2^16, where an index into a table of so many ends."""
+"""Multiples of 2^8 and 2^16, the sizes of index tables."""
 
 LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LARGE - 70_000, 70_000))
 
 
 def segments_to_try(compressor: Compressor) -> list[tuple[int, ...]]:
-    """Lengths at which layouts break: none, one, odd, around a block, above 2^16; and several at once."""
+    """Return lengths at which layouts break: none, one, odd, around a block, above 2^16; and several."""
     block = int(getattr(compressor, "block", 512))
     lengths = sorted({0, 1, 7, block - 1, block, block + 1, 65_537})
     return [(), *((length,) for length in lengths), *SMALL_SEGMENTS]
@@ -43,12 +43,12 @@ def laplace(elements: int, seed: int = 0) -> Tensor:
 
 
 def heavy(elements: int, seed: int = 0) -> Tensor:
-    """Gaussian values whose scale is log-normal: most are small, a few are huge."""
+    """Return Gaussian values with a log-normal scale."""
     return gaussian(elements, seed) * (2 * gaussian(elements, seed + 1_000_003)).exp()
 
 
 def _with_one(value: float, share: float = 0.5) -> Callable[[int], Tensor]:
-    """`value` at this share of the way from the first to the last."""
+    """Place `value` at this fraction of a sample's length."""
 
     def bucket(elements: int) -> Tensor:
         values, place = gaussian(elements), int(share * max(0, elements - 1))
@@ -95,9 +95,9 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
     "last nan": _with_one(torch.nan, 1.0),
     "many nan": _mostly(torch.nan, 0.2),
 }
-"""By name; each makes a bucket of so many values, the same every time."""
+"""Functions of the number of elements, deterministic."""
 
 NOT_FINITE = ("one nan", "one inf", "one positive inf", "first nan", "last nan", "many nan")
 
 IN_RANGE = tuple(name for name in SAMPLES if name not in (*NOT_FINITE, "huge", "one huge"))
-"""Samples that a sum or a scale cannot push over fp32's largest value."""
+"""Samples with sums and scales below fp32's largest value."""

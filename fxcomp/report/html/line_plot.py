@@ -1,7 +1,6 @@
-"""Draw numbers over linear axes, several runs over each other: long ones thinned, gaps left open.
+"""Draw several runs' numbers over one axis: long lines thinned, gaps left open.
 
-Lines are placed in percent of the width. A column of the plot keeps the lowest and the highest of its points, so no
-peak is lost, however many points there are.
+Positions are percentages of the width. Each column of a plot keeps its lowest and highest point, so no peak is lost.
 """
 
 from __future__ import annotations
@@ -17,31 +16,27 @@ from fxcomp.report.html.render import Drawing, drawn
 
 HEIGHT = 260
 COLORS = ("one", "two", "three", "four", "five", "six")
-"""Variables of the style sheet, in the order of the lines."""
-_COLUMNS, _POINTS_OF_ALL = 300, 1800  # of one line; of all lines of a plot, so that a page stays small
-_SPOTS = 80  # places across a plot that show their values under the pointer
-_GAP = 5.0  # times the usual distance: two points further apart are not joined
-_LOG = 100.0  # a number that spans such a factor is drawn on a logarithmic axis
+_COLUMNS, _POINTS_OF_ALL = 300, 1800  # columns per plot; points of all its lines, to keep pages small
+_SPOTS = 80  # places with values under the pointer
+_GAP = 5.0  # largest distance of joined points, in usual distances
+_LOG = 100.0  # ratio of values for a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
-"""Beside larger values nothing else could be seen."""
+"""Limit of the drawn values."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
-    """One run's number."""
-
     name: str
     number: int
-    """By which it is colored."""
     parts: Sequence[Sequence[Point]]
-    """Points that are joined, in the order in which they were logged; parts are not."""
+    """Groups of joined points, in logged order."""
     crosses: Sequence[Point] = ()
-    """Values that cannot be drawn: not finite, or too large."""
+    """Values that cannot be drawn."""
     is_mean: bool = False
-    """Drawn over the line that it smooths, which is pale then."""
+    """True if the line is a mean, drawn over its pale original."""
 
     @property
     def color(self) -> str:
@@ -52,12 +47,12 @@ class PlotLine:
         return self.number >= len(COLORS)
 
     def smoothed(self, over: int) -> PlotLine:
-        """Replace each point by the mean of the last `over` points of its part."""
+        """Return moving averages over `over` points, within parts."""
         return PlotLine(self.name, self.number, [list(_means(part, over)) for part in self.parts], is_mean=True)
 
 
 def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> PlotLine:
-    """Make a line over `xs`. It breaks where a value cannot be drawn, and where steps are missing or fall back."""
+    """Make a line, with gaps at values that cannot be drawn and where steps are missing or fall back."""
     usual = statistics.median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0.0
     parts: list[list[Point]] = []
     crosses: list[Point] = []
@@ -83,21 +78,19 @@ def _means(part: Sequence[Point], over: int) -> Iterator[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear or a logarithmic axis."""
-
     low: float
     high: float
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Percent of its length."""
+        """Return the position of a value, in percent."""
         if self.is_log:
             return 100 * math.log(value / self.low) / math.log(self.high / self.low)
         return 100 * (value - self.low) / (self.high - self.low)
 
     @property
     def ticks(self) -> list[float]:
-        """List round numbers along it; of a logarithmic one powers of ten, with their 2s and 5s where they are few."""
+        """Round numbers; powers of ten on a logarithmic axis, with 2s and 5s on a short one."""
         if not self.is_log:
             step = round_step(self.high - self.low, _TICKS)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -109,7 +102,7 @@ class Axis:
 
 
 def round_step(whole: float, count: int) -> float:
-    """Return the round number that divides a whole into about `count`: 1, 2 or 5 times a power of ten."""
+    """Return 1, 2 or 5 times a power of ten that divides `whole` into about `count`."""
     if whole <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(whole / count))
@@ -117,7 +110,7 @@ def round_step(whole: float, count: int) -> float:
 
 
 def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> Drawing:
-    """Draw lines; empty where there is no point. Values that cannot be drawn are crosses at the top, one a column."""
+    """Draw lines; empty without points. Values that cannot be drawn are crosses at the top."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
         return Drawing()
@@ -135,13 +128,13 @@ def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: s
 
 
 def names_of(lines: Sequence[PlotLine]) -> Drawing:
-    """Explain the colors."""
+    """Draw the legend."""
     marks = {line.number: (line.color, line.name + ", dashed" * line.is_dashed) for line in lines}
     return drawn("legend", list(marks.values()))
 
 
 def axis_of(ys: Sequence[float], *, from_zero: bool) -> Axis:
-    """Choose the axis of finite values: logarithmic where they are positive and far apart."""
+    """Choose an axis: logarithmic for positive values that are far apart."""
     low, high = min(ys), max(ys)
     if low > 0 and high / low >= _LOG:
         return Axis(low / 1.1, high * 1.1, is_log=True)
@@ -151,9 +144,9 @@ def axis_of(ys: Sequence[float], *, from_zero: bool) -> Axis:
 
 
 def thinned(parts: Sequence[Sequence[Point]], across: Axis, columns: int) -> Sequence[Sequence[Point]]:
-    """Keep the ends of each part, and of each column the lowest and the highest point, in their order.
+    """Keep the ends of each part, and each column's lowest and highest point.
 
-    Where there are more parts than columns, points stand by themselves.
+    With more parts than columns, points are not joined.
     """
     if len(parts) > columns:
         points = sorted(point for part in parts for point in part)
@@ -173,7 +166,6 @@ def _extremes(points: Sequence[Point], across: Axis, columns: int) -> Iterator[P
 def _paths(
     line: PlotLine, across: Axis, up: Axis, columns: int, has_mean: bool
 ) -> Iterator[tuple[str, str, float, bool, bool]]:
-    """Draw joined points as one path, and points that stand by themselves as dots."""
     kept = thinned(line.parts, across, columns)
     joined, alone = [part for part in kept if len(part) > 1], [part for part in kept if len(part) == 1]
     is_pale = has_mean and not line.is_mean
@@ -191,7 +183,7 @@ def _along(part: Sequence[Point], across: Axis, up: Axis) -> str:
 def _spots(
     lines: Sequence[PlotLine], across: Axis, says_x: Callable[[float], str]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield places across the plot, each with the text of the first point there of each line."""
+    """Yield places across the plot, with the text of each line's first point."""
     words: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}
@@ -204,7 +196,6 @@ def _spots(
 
 
 def _padded(low: float, high: float, share: float) -> Axis:
-    """Make an axis with room at its ends; around a single value some."""
     if low == high:
         return Axis(low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
     return Axis(low - share * (high - low) * (low != 0.0), high + share * (high - low))

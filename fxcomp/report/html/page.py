@@ -1,4 +1,4 @@
-"""Lay a report out as one HTML file: the sections of its text, with drawings of the same facts above them."""
+"""Write a report as one HTML file: its sections, with drawings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _FIRST = (
     "Break-even bandwidth",
     "Prediction against measurement",
 )
-"""Titles of the first sections, in order; the others follow in the order of the report."""
+"""Titles of the first sections; the others follow in the report's order."""
 
 
 def to_html(explanation: Explanation) -> str:
-    """Write the whole page."""
     report = report_of(explanation)
     parts: dict[str, list[Drawing]] = {}
     title = ""
@@ -57,16 +56,13 @@ def _drawn(block: Block, explanation: Explanation) -> Sequence[Drawing]:
     return draw(explanation, tracks_of(explanation))
 
 
-# Bars
-
-
 _MOST_LAYERS, _SMALL = 16, 0.005
-"""The most layers that are drawn one by one, and the share of the bytes below which a layer is not."""
+"""Most layers drawn, and their least fraction of bytes."""
 _PREDICTED, _MEASURED = ("six", "predicted"), ("two", "measured")
 
 
 class Bar(NamedTuple):
-    """A number with its name, its value in words, and a class of the style sheet: `best`, `other`, `measured`."""
+    """A number with its text and its class in the style sheet: `best`, `other`, `measured`."""
 
     name: str
     value: float
@@ -75,7 +71,6 @@ class Bar(NamedTuple):
 
 
 def steps(explanation: Explanation) -> Sequence[Drawing]:
-    """Draw the predicted steps, and the measured one."""
     choice, digits = explanation.choice, decimals(explanation.step_us)
     named = [("chosen" if explanation.is_chosen else "this plan", explanation.step_us, "best")]
     if choice is not None:
@@ -87,7 +82,7 @@ def steps(explanation: Explanation) -> Sequence[Drawing]:
 
 
 def race(explanation: Explanation) -> Sequence[Drawing]:
-    """Draw the plans that raced, or that may: predicted above measured."""
+    """Draw the plans that raced or may race."""
     digits, raced, choice = decimals(explanation.step_us), explanation.raced, explanation.choice
     runners = raced.runners if raced is not None else choice.runners if choice is not None else ()
     rows: list[Bar] = []
@@ -102,7 +97,7 @@ def race(explanation: Explanation) -> Sequence[Drawing]:
 
 
 def layers(explanation: Explanation) -> list[Drawing]:
-    """Draw the bytes that each layer sends below its dense bytes, and list its error."""
+    """Draw each layer's dense and sent bytes, and list its error."""
     found = sorted(layers_of(explanation), key=lambda layer: -layer.dense_bytes)
     least = _SMALL * sum(layer.dense_bytes for layer in found)
     shown = [layer for layer in found[:_MOST_LAYERS] if layer.dense_bytes >= least]
@@ -126,7 +121,7 @@ def layers(explanation: Explanation) -> list[Drawing]:
 
 
 def prediction(explanation: Explanation) -> list[Drawing]:
-    """Compare measured times with their predictions: the step, its wait, and its parts if lines were timed."""
+    """Compare measured and predicted times: step, wait, and parts if lines were timed."""
     digits, rows = decimals(explanation.step_us), list[tuple[str, float, float]]()
     if not math.isnan(explanation.measured_ms):
         rows.append(("step", explanation.step_us, 1e3 * explanation.measured_ms))
@@ -154,4 +149,4 @@ def _time(name: str, us: float, digits: int, kind: str) -> Bar:
 
 
 FIGURES: Mapping[str, Callable[[Explanation], Sequence[Drawing]]] = {"": steps, "Race": race, "Worth trying": race}
-"""The figure above a section of the report, by the title of the section."""
+"""Drawings above sections, by title."""

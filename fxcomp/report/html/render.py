@@ -1,6 +1,6 @@
-"""Fill in the templates of a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each block.
+"""Render a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each block.
 
-Every text is escaped, whatever parameters are called. A fact that a template names and does not get is an error.
+All text is escaped. A missing template variable is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 Drawing = Markup
-"""HTML that a macro has written, in which every text is escaped."""
 
 _TEMPLATES = Environment(
     loader=PackageLoader("fxcomp.report.html"),
@@ -24,7 +23,7 @@ _TEMPLATES = Environment(
 
 
 def drawn(macro: str, *facts: object) -> Drawing:
-    """Fill in a macro of `shapes.html.j2`."""
+    """Call a macro of `shapes.html.j2`."""
     return getattr(_TEMPLATES.get_template("shapes.html.j2").module, macro)(*facts)
 
 
@@ -37,15 +36,12 @@ def write_page(
     above: str = "",
     below: str = "",
 ) -> str:
-    """Write a whole page: its heading with the lines around it, and the blocks of each section by title.
-
-    An empty title is allowed once.
-    """
+    """Return a page with the blocks of each section, by title. One title may be empty."""
     return _TEMPLATES.get_template("page.html.j2").render(
         title=title, heading=heading, sections=sections, tone=tone, above=above, below=below, anchor=anchor
     )
 
 
 def anchor(title: str) -> str:
-    """Return the id of a section, to which links lead."""
+    """Return a section's id, for links."""
     return re.sub(r"\W+", "-", title.lower()) or "step"

@@ -1,4 +1,4 @@
-"""Lay the plots of some runs out as one page: each number against steps, and against time."""
+"""Plot runs on one page: each number over steps and over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxcomp.report.runs import LoggedRun, are_few
 
 
 class Metric(NamedTuple):
-    """A number of a run: its title, its unit, and a sentence below the title."""
+    """A number to plot: title, unit, and a sentence below the title."""
 
     title: str
     unit: str = ""
@@ -34,7 +34,7 @@ METRICS: Mapping[str, Metric] = {
         "The time of a step in which nothing but the network is waited for; the median of recent steps.",
     ),
 }
-"""The numbers that are drawn by default."""
+"""Numbers drawn by default."""
 
 _READING = (
     "Long lines are thinned: each column of a plot keeps its lowest and its highest point. A line is not joined where"
@@ -52,7 +52,7 @@ _CAPTION = (
 
 
 def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
-    """Write the whole page. With `smooth`, lines are means over that many points, above the points themselves."""
+    """Return the page. With `smooth`, lines are moving averages over as many points."""
     sections: dict[str, Sequence[Drawing]] = {
         "": (drawn("table", _table_of(runs)), drawn("paragraph", _CAPTION, "dim"))
     }
@@ -66,14 +66,13 @@ def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
 
 
 def _title(title: str, others: Collection[str]) -> str:
-    """Add a number to a title whose anchor another section has."""
+    """Add a number to a title whose anchor is taken."""
     taken = [anchor(other) for other in (_NOTES, *others)]
     numbered = (f"{title} ({number})" for number in itertools.count(2))
     return next(each for each in itertools.chain((title,), numbered) if anchor(each) not in taken)
 
 
 def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) -> list[Drawing]:
-    """Draw one number over steps and over time."""
     timed = [run for run in runs if run.seconds is not None]
     longest = max((run.seconds[-1] for run in timed if run.seconds), default=0.0)
     clock, length_s, _ = next(each for each in _UNITS if longest >= each[2])
@@ -99,7 +98,7 @@ def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) ->
 def _lines(
     run: LoggedRun, number: int, series: Mapping[int, float], unit_s: float | None, smooth: int
 ) -> Sequence[PlotLine]:
-    """Make the line of a run's number, and that of its means; over time in a unit, or over steps."""
+    """Return a run's line, and its smoothed line, over time or steps."""
     steps = [run.steps[place] for place in series]
     xs = steps
     if unit_s is not None and run.seconds is not None:
@@ -109,7 +108,6 @@ def _lines(
 
 
 def _table_of(runs: Sequence[LoggedRun]) -> Table:
-    """Sum each run up in a row."""
     texts, optional = ("run", "plans"), ("GB sent", "not finite", "plans")
     names = ("run", "lines", "last step", "seconds", "loss at the end", "GB sent", "not finite", "plans")
     return Table(names, [_row_of(run) for run in runs], texts, optional)
@@ -133,7 +131,7 @@ def _row_of(run: LoggedRun) -> Sequence[str]:
 
 
 def _sent(run: LoggedRun) -> str:
-    """Sum up the bytes of a run in GB; empty where more than a few of its steps lack them."""
+    """Return a run's GB; empty if more than a few steps lack them."""
     sent = run.series.get("sent_mb", {})
     known = {place: value for place, value in sent.items() if math.isfinite(value)}
     steps = max(run.steps) - min(run.steps) + 1

@@ -1,6 +1,6 @@
-"""Draw tracks one above the other on one scale, and list every task with its price and its source.
+"""Draw tracks on one scale, and list every task with its price and source.
 
-A drawing is laid out in percent of its width, so that zooming makes it wider and no text longer.
+Positions are percentages of the width, so that zooming does not scale text.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fxcomp.report.html.line_plot import round_step
 from fxcomp.report.html.render import Drawing, drawn
 from fxcomp.report.tracks import LANES, Grounds, TaskFacts, Track, facts_of
 
-_TICKS, _FINE = 8, 8  # ticks of the axis, and parts of the space between two ticks once zoomed
-_THIN = 0.12  # percent of the width below which a task is drawn with a stroke, to be visible
-_NUMBERED = 1.4  # percent of the width from which a task carries its bucket's number
+_TICKS, _FINE = 8, 8  # ticks, and parts between two ticks once zoomed
+_THIN = 0.12  # percent of the width below which a task gets a visible stroke
+_NUMBERED = 1.4  # percent of the width from which a task shows its bucket
 _CAPTION = (
     "Zoom with the buttons, or with Ctrl and the wheel; point at a task for its price and the source of that."
     " Red underlines the critical path: what the step's length depends on."
@@ -35,7 +35,7 @@ Told = tuple[Track, Mapping[str, TaskFacts]]
 
 
 class _Row(NamedTuple):
-    """A lane and its end in percent; without tasks the title of a track."""
+    """A lane and its end in percent, or a track's title."""
 
     name: str
     end: float = 0.0
@@ -43,7 +43,7 @@ class _Row(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A rectangle of a lane, in percent, and the text that is shown under the pointer."""
+    """A rectangle of a lane, in percent."""
 
     left: float
     width: float
@@ -54,7 +54,7 @@ class _Task(NamedTuple):
 
 
 def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]:
-    """Draw all tracks on one scale. Draw the tracks below half of it again if the last track is one of them."""
+    """Draw all tracks on one scale; short tracks again, enlarged, if the last is one."""
     told = [(track, facts_of(explanation, track)) for track in tracks]
     scale_us = max(track.timeline.step_time_us for track in tracks)
     drawings = [_figure("", told, scale_us)]
@@ -68,7 +68,7 @@ def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]
 
 
 def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> Drawing:
-    """List every task of every track, with numbers in place of its sources, which are long and few."""
+    """List every task of every track, with numbers for the sources, which are long and few."""
     sources: dict[str, int] = {}
     return drawn("tasks", [(track.name, _table(explanation, track, sources)) for track in tracks], sources)
 
@@ -92,7 +92,6 @@ def _source(known: TaskFacts) -> str:
 
 
 def _figure(title: str, told: Sequence[Told], scale_us: float) -> Drawing:
-    """Draw these tracks, the whole scale filling the width."""
     rows: list[_Row] = []
     for track, facts in told:
         length_us = track.timeline.step_time_us
@@ -122,7 +121,7 @@ def _task(span: Span, known: TaskFacts, critical: set[str], scale_us: float) -> 
 
 
 def _words(span: Span, known: TaskFacts) -> str:
-    """Write the text that is shown of a task under the pointer."""
+    """Return the text under the pointer."""
     took, price = span.end_us - span.start_us, span.task.duration_us
     digits = 3 if took < 100e3 else 1
     lines = [span.task.name, f"{ms(took, digits)} ms, from {ms(span.start_us, digits)} to {ms(span.end_us, digits)}"]
@@ -138,5 +137,4 @@ def _kind(span: Span) -> str:
 
 
 def _share(us: float, scale_us: float) -> float:
-    """Percent of the width."""
     return round(100 * us / scale_us, 4) if scale_us else 0.0

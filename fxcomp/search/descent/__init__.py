@@ -1,6 +1,6 @@
-"""Improve plans by numbers alone, in csrc/search.cpp: buckets are spans of cells, prices are lines.
+"""Improve plans numerically, in csrc/search.cpp: buckets are spans of cells, prices are piecewise linear.
 
 plan_search ─► engine ─► problem (the numbers)
 
-Where the kernels are not built, plans of one strategy everywhere are compared by simulation (`Simulated` in engine.py).
+Without built kernels, uniform plans are compared by simulation (`Simulated` in engine.py).
 """

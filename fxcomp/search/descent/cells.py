@@ -1,4 +1,4 @@
-"""Join atoms into cells, the least that a search moves between buckets; number buckets and plans for it."""
+"""Join atoms into cells, the units that a search moves between buckets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxcomp.search.descent.templates import Feature, Template, feature_sizes, si
 from fxcomp.search.workload import Gradient
 
 SAME = 1e-9
-"""Times that are relatively closer than this are equal."""
+"""Relative difference below which times are equal."""
 
 
 class Part(NamedTuple):
-    """A bucket in the search: cells start to stop of a strand, and the number of one of its options."""
+    """A bucket in the search: cells [start, stop) of a strand, and its option's number."""
 
     strand: int
     start: int
@@ -28,53 +28,51 @@ class Part(NamedTuple):
 
 
 Parts = tuple[Part, ...]
-"""A plan in the search: buckets in the order in which their last gradients are ready."""
+"""A plan in the search: buckets in ready order."""
 
 
 class Value(NamedTuple):
-    """A plan's step, infinite for one that loses too much, and what it loses, in elements."""
+    """A plan's step, infinite above the error limit, and its error in elements."""
 
     us: float
     lost: float
 
     def beats(self, other: Value) -> bool:
-        """Return whether a plan is faster, or as fast and loses less."""
+        """Return whether this plan is faster, or equally fast with a smaller error."""
         if self.us > other.us * (1 + SAME):
             return False
         return self.us < other.us * (1 - SAME) or self.lost < other.lost
 
 
 class Limits(NamedTuple):
-    """The effort of a descent. All are counts: every rank must stop at the same plan."""
+    """Effort of a descent, in counts, so that all ranks stop at the same plan."""
 
     evaluations: int = 4000
-    """Simulated plans."""
     options: int = 6
-    """The best options of a bucket, which are tried together with another change, and its own."""
+    """Best options of a bucket, tried with another change."""
     apart: int = 3
-    """Two buckets that are changed together are no further apart."""
+    """Largest distance of buckets changed together."""
     dense_only: bool = False
     pairs: bool = True
-    """Change two buckets together, where no single change helps."""
+    """Change two buckets together if no single change helps."""
     borders: bool = True
-    """Change the buckets themselves, and not their options alone."""
     price: float = 0.0
-    """The price of an element's error, in us: the search minimises the step plus all of it."""
+    """Price of error, in µs per element, added to the step."""
 
 
 MOST_CELLS = 64
-"""Of a strand, while a plan is looked for. A plan that was found is improved with a cell for each atom."""
+"""Cells of a strand during the search; results are improved with one cell per atom."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """The atoms that may share buckets, of one type, in ready order, cut into cells."""
+    """Atoms of one type that may share buckets, in ready order, as cells."""
 
     atoms: tuple[Atom, ...]
     places: tuple[int, ...]
-    """Of each atom among all."""
+    """Index of each atom among all."""
     borders: tuple[int, ...]
-    """Cell k holds the atoms from borders[k] up to borders[k + 1]."""
+    """Cell k holds the atoms [borders[k], borders[k + 1])."""
 
     @property
     def cells(self) -> int:
@@ -82,43 +80,40 @@ class Strand:
 
     @property
     def element_type(self) -> ElementType:
-        """The atoms' type: all have the same."""
         return self.atoms[0].gradient.element_type if self.atoms else ElementType.F32
 
     def sizes(self) -> list[int]:
-        """Bytes of each cell."""
         size = self.element_type.itemsize
         return [size * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
 
     def last(self, cell: int) -> int:
-        """The place of a cell's last atom among all."""
+        """Return the index of a cell's last atom."""
         return self.places[self.borders[cell + 1] - 1]
 
     def ready_us(self, cell: int) -> float:
         return self.atoms[self.borders[cell + 1] - 1].gradient.ready_us
 
     def within(self, start: int, stop: int) -> tuple[Atom, ...]:
-        """The atoms of cells."""
         return self.atoms[self.borders[start] : self.borders[stop]]
 
     def whole(self) -> Strand:
-        """The same, with a cell for each atom."""
+        """Return the strand with one cell per atom."""
         return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
-        """Add up each feature before each cell, and after the last."""
+        """Return prefix sums of features at the borders."""
         shapes = tuple(atom.shape for atom in self.atoms)
         before = ([0.0, *accumulate(feature_sizes(feature, shapes, ranks))] for feature in features)
         return [[sums[border] for border in self.borders] for sums in before]
 
     def updates_us(self) -> list[float]:
-        """Add up the updates before each cell, and after the last: a gradient's is with its last part."""
+        """Return prefix sums of update times at the borders; a gradient's last part bears its update."""
         times = [atom.gradient.update_us if atom.is_last else 0.0 for atom in self.atoms]
         before = [0.0, *accumulate(times)]
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return for each cell where the gradient that it continues ends, -1 if none, and the bytes to be joined."""
+        """Return, per cell, the end of the gradient it continues (-1 if none), and the bytes to join."""
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -131,7 +126,7 @@ class Strand:
 
 
 def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Strand:
-    """Join the smallest neighbours until there are no more cells than that."""
+    """Join the smallest neighbours into at most `most` cells."""
     count = len(atoms)
     size = [atom.elements for atom in atoms]
     after, before = list(range(1, count + 1)), list(range(-1, count - 1))
@@ -157,12 +152,12 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return for each template and cell where a bucket that starts there must end; None if any bucket is carried.
+    """Return, per template and cell, the last cell of a bucket that starts there; None without a limit.
 
-        a vector of 3e9 elements, topk(0.01)       its places do not fit into 31 bits: no bucket that holds it
-        a matrix of 3e9 elements in four atoms     no bucket that holds three of them
+        a vector of 3e9 elements, topk(0.01)       its indices exceed 31 bits: no bucket with the vector
+        a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
-    A compressor says so by BadOption, for each parameter alone. One that carries a parameter carries smaller ones.
+    Compressors refuse single parameters by BadOption. A compressor that carries a parameter carries smaller ones.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:
@@ -198,5 +193,4 @@ def _reach(
 
 
 def _parts(strand: Strand, number: int, start: int, stop: int) -> list[Atom]:
-    """List the atoms of one gradient in cells."""
     return [atom for atom in strand.within(start, stop) if atom.number == number]

@@ -1,4 +1,4 @@
-"""Price and improve plans of one problem in C++. Where kernels are not built, plans are simulated and not improved."""
+"""Price and improve plans in C++; without built kernels, only simulate them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
-    """Prices and improves plans."""
+    """Interface of the search engines."""
 
     def values(self, plans: Sequence[Parts]) -> list[Value]:
-        """Simulate plans."""
+        """Price plans."""
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Simulate a plan with other options: each time one for all the buckets of each strand."""
+        """Price a plan once per entry of `options`, which has one option per strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Simulate a plan with each option of a strand for one of its buckets at a time."""
+        """Price a plan with each option of a strand, in one bucket at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
-        """Change a plan until no change helps, and count the plans that were simulated."""
+        """Change a plan until no change helps; return it and the number of simulated plans."""
         ...
 
 
@@ -53,7 +53,7 @@ class Compiled:
     """The search in C++."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem  # the arrays that C++ reads
+        self._problem = problem  # keeps alive the arrays that C++ reads
         self._columns = problem.for_kernels
         opened = kernels.function("fxcomp_search_open", ctypes.c_void_p)(ctypes.byref(self._columns))
         self._search = ctypes.c_void_p(opened)
@@ -96,7 +96,7 @@ class Compiled:
 
 
 class Simulated:
-    """Simulates plans as they are: what is left of the search where no kernels are built."""
+    """Simulation without built kernels; improves no plan."""
 
     def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPrices) -> None:
         self._problem, self._plan_of, self._prices = problem, plan_of, prices
@@ -110,11 +110,10 @@ class Simulated:
         return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Judge no other option: a simulation for each bucket and option would take minutes."""
+        """Return infinite values: simulation would take minutes."""
         return [[Value(math.inf, math.inf)] * self._options[part.strand] for part in plan]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
-        """Leave the plan as it is."""
         del limits
         return plan, 0
 
@@ -128,7 +127,7 @@ class Simulated:
         return value
 
     def _lost(self, part: Part) -> float:
-        """Return what a bucket loses, in elements; infinitely much if its compressor cannot carry it."""
+        """Return a bucket's error, in elements; infinite if its compressor cannot carry it."""
         p, option = self._problem, self._problem.strand_options[part.strand] + part.option
         reach = p.option_reach[option]
         if reach >= 0 and part.stop > p.reach[reach + part.start]:
@@ -147,7 +146,6 @@ def engine_of(problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPr
 
 
 def search_notes() -> tuple[str, ...]:
-    """Say that plans are compared and not searched for, where the search is not built."""
     if kernels.available():
         return ()
     return (

@@ -1,8 +1,8 @@
-"""Find the fastest plan of a workload: starts of a few shapes, a descent from the best of them, and once more in full.
+"""Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in full.
 
-Starts are buckets of a few sizes with one strategy everywhere, so no such plan is predicted to be faster than what is
-found. The descent changes one bucket at a time, then two (csrc/search.cpp). Among equals the plan that loses less wins,
-so error is spent only where it shortens the step. Thousands of gradients are joined to 64 cells at first.
+Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
+descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
+Thousands of gradients are first joined into 64 cells.
 """
 
 from __future__ import annotations
@@ -32,37 +32,34 @@ from fxcomp.search.question import Question, Terms, questions_of
 
 MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
-"""Sizes of the buckets that the search starts from."""
+"""Bucket sizes of the starts, in bytes."""
 
 PRICES = (1 / 64, 64.0)
-"""Of all that is saved, over all that may be lost: between these the price of what is lost is sought."""
+"""Search bounds for the price of error, as multiples of saved time / error limit."""
 
 SPENT = 0.98
-"""Of a limit: what loses more has spent it."""
+"""Fraction of the error limit that counts as used up."""
 
-_CLOSE = 3  # how many starts are priced exactly, if they are about as fast as what is found
-_KEPT = 128  # starts that are looked at again
-_ERROR = 5e-3  # relative: how far the search's own prices may be off
-_LINES_ERROR = 1e-3  # relative: how far they may be but for shards, several times what lines are
-_ROUGH, _LISTED = 256, 16  # buckets of starts that are priced exactly, where shards' rounding counts and elsewhere
+_CLOSE = 3  # starts priced exactly, if about as fast as the result
+_KEPT = 128  # starts kept
+_ERROR = 5e-3  # relative error of the search's prices
+_LINES_ERROR = 1e-3  # the same without the rounding of shards
+_ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with rounding of shards, without
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan that the search found."""
-
     parts: Parts
     value: Value
     strands: tuple[Strand, ...]
-    """The cells that the parts count."""
+    """Strands that `parts` refers to."""
 
 
 by_value = attrgetter("value")
-"""Key that sorts what was found."""
 
 
 class PlanSearch:
-    """The search for one workload's plans."""
+    """Search for a workload's plans."""
 
     def __init__(self, question: Question, prices: StepPrices) -> None:
         self.question = question
@@ -78,7 +75,7 @@ class PlanSearch:
                 places.append(found)
                 self.options.append([option_of(strategy, cluster) for strategy in worth_offering(offered, each)])
         self._free = len(places)
-        """The strands of what is not pinned come first."""
+        """Number of strands that are not pinned; they come first."""
         for strand in pinned.strands:
             for _, found in _by_type([k for k, each in enumerate(pinned_to) if each is strand], atoms):
                 places.append(found)
@@ -91,7 +88,7 @@ class PlanSearch:
         self.shares = bool(self.problem.shares)
 
     def at(self, prices: StepPrices) -> None:
-        """Ask the same at other prices, for links of another bandwidth."""
+        """Change the prices, e.g. for links of another bandwidth."""
         self.prices = prices
         self.problem = self.problems.at(prices, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)
@@ -99,7 +96,7 @@ class PlanSearch:
         self._engine_of_whole: Engine | None = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
-        """Find the fastest plans, the first one first; no uniform plan that may be as fast is missing."""
+        """Return the fastest plans, fastest first, with every uniform plan that may be as fast."""
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         effort = SHARED if self.shares else ALONE
         first = effort.first._replace(dense_only=dense_only)
@@ -117,10 +114,10 @@ class PlanSearch:
         return sorted(distinct.values(), key=by_value)
 
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
-        """Improve a plan with a price on what it loses: at the right one the limit is spent where that helps most.
+        """Yield improved plans, bisecting the price of error until the plan just uses up the limit.
 
-        A price that is too low spends it where it buys little, one that is too high leaves some of it over. So each
-        price's plan comes twice, the second time improved without a price.
+        A low price uses the limit where it saves little, a high one leaves part of it unused. Each round yields two
+        plans, the second improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -135,15 +132,15 @@ class PlanSearch:
             yield self.improved(found.parts, limits)
 
     def quick(self, *, dense_only: bool) -> Found:
-        """Find a fast plan, without searching to the end."""
+        """Return a fast plan, found with low effort."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
-        """Make the fastest plans of one strategy everywhere, of these of the first strand, in buckets of a few sizes.
+        """Return the fastest uniform plans with these strategies of the first strand.
 
-        Other strands' buckets stay uncompressed where they must not have it. What is pinned goes by the same levels if
-        it can.
+        Other strands' buckets stay uncompressed if they may not have the strategy. Pinned buckets use the same levels
+        if possible.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
         values.sort(key=lambda start: start[0])
@@ -153,7 +150,6 @@ class PlanSearch:
         ]
 
     def _shapes(self) -> list[tuple[Parts, list[Value]]]:
-        """Cut cells into buckets of a few sizes, with the step of each strategy of the first strand everywhere."""
         if self._priced_shapes is None:
             sizes = [strand.sizes() for strand in self.strands]
             borders = dict.fromkeys(tuple(_borders(each, cap) for each in sizes) for cap in CAPS)
@@ -166,11 +162,10 @@ class PlanSearch:
         return [self._options_like(number) for number in range(len(self.options[0]))]
 
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
-        """List the starts whose steps may be shorter than this.
+        """List the starts whose steps may be shorter than `us`.
 
-        The largest of several shards is priced as if borders were rounded as in usual buckets. In buckets of a few
-        elements they are not, so no start is left out by a price that contains that. Of the others the fastest few are
-        listed: their prices are followed closely.
+        Prices include the usual rounding of shards, which very small buckets lack: every start that is fast without it
+        is listed, and the fastest few of the exactly priced ones.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
@@ -185,7 +180,7 @@ class PlanSearch:
         return [*_of_buckets(rough, _ROUGH), *_of_buckets(close, _LISTED)]
 
     def _rounded_us(self, found: Found) -> float:
-        """Return the most by which the rounding of shards lengthens one of a plan's buckets, as it is priced."""
+        """Return the largest increase of a bucket's price by the rounding of shards, in µs."""
         return max(
             (self.problem.rounded_us[option] for option in {(part.strand, part.option) for part in found.parts}),
             default=0.0,
@@ -193,7 +188,6 @@ class PlanSearch:
 
     @property
     def is_joined(self) -> bool:
-        """Cells hold several atoms."""
         return any(strand.cells < len(strand.atoms) for strand in self.strands)
 
     def plan(self, found: Found) -> Plan:
@@ -211,7 +205,7 @@ class PlanSearch:
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
-        """List what the mode allows instead of each strategy, with the step that it makes, the fastest first."""
+        """List each bucket's other allowed strategies with the resulting step, fastest first."""
         engine = self.engine if found.strands is self.strands else self._engine_in_full()
         answers: list[list[tuple[Strategy, float]]] = []
         for part, values in zip(found.parts, engine.others(found.parts), strict=True):
@@ -221,7 +215,7 @@ class PlanSearch:
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
-        """Improve a plan, and the best starts, with a cell for each atom, and get out of where it ends by kicks."""
+        """Improve a plan and the best starts with one cell per atom, then try kicks."""
         strands, effort = self._whole, SHARED if self.shares else ALONE
         engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
@@ -243,7 +237,6 @@ class PlanSearch:
         return best
 
     def _spread(self, parts: Parts) -> Parts:
-        """Count atoms instead of cells."""
         borders = [strand.borders for strand in self.strands]
         return tuple(
             part._replace(start=borders[part.strand][part.start], stop=borders[part.strand][part.stop])
@@ -255,7 +248,7 @@ class PlanSearch:
         return tuple(sorted(parts, key=lambda part: self.strands[part.strand].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Number a strategy of the first strand in each one; where it is not offered, the first one, or one like it."""
+        """Return each strand's matching option: the same strategy, else a similar one, else the first."""
         wanted = self.options[0][number].strategy
         levels = _levels(wanted)
 
@@ -268,11 +261,10 @@ class PlanSearch:
         return tuple(map(like, self.options))
 
     def _first_option(self, found: Found) -> int | None:
-        """The option of the first bucket that is not pinned; None if all are."""
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Take the best starts, and the best ones with other strategies."""
+        """Return the best starts, half of them with new strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:
@@ -286,13 +278,12 @@ class PlanSearch:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
 
     def improved(self, parts: Parts, limits: Limits) -> Found:
-        """Change a plan until no change helps, or the limits are reached."""
+        """Change a plan until no change helps or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
         return Found(found, self.engine.values([found])[0], self.strands)
 
     @cached_property
     def _whole(self) -> tuple[Strand, ...]:
-        """The strands with a cell for each atom."""
         return tuple(strand.whole() for strand in self.strands)
 
     def _engine(self, problem: Problem, strands: Sequence[Strand]) -> Engine:
@@ -308,7 +299,6 @@ class PlanSearch:
 
 
 def searches_of(prices: StepPrices, terms: Terms) -> list[PlanSearch]:
-    """Make a search for each question that terms ask."""
     return [PlanSearch(question, prices) for question in questions_of(prices, terms)]
 
 
@@ -326,7 +316,6 @@ def _levels(strategy: Strategy) -> frozenset[Level]:
 
 
 def _of_buckets(starts: Sequence[Found], most: int) -> list[Found]:
-    """Take the first starts, of so many buckets in all."""
     counts = itertools.accumulate(len(found.parts) for found in starts)
     return [found for found, count in zip(starts, counts, strict=True) if count <= most]
 
@@ -336,7 +325,7 @@ def _may_hold(content: Content, atom: Atom) -> bool:
 
 
 def _by_type(places: Sequence[int], atoms: Sequence[Atom]) -> list[tuple[ElementType, list[int]]]:
-    """Deal atoms by their type, the one with the most bytes first; one empty share if there are none."""
+    """Group atoms by element type, most bytes first; one empty group without atoms."""
     found: dict[ElementType, list[int]] = {}
     for k in places:
         found.setdefault(atoms[k].gradient.element_type, []).append(k)
@@ -348,7 +337,6 @@ def _by_type(places: Sequence[int], atoms: Sequence[Atom]) -> list[tuple[Element
 
 
 def _borders(sizes: Sequence[int], cap: float) -> tuple[tuple[int, int], ...]:
-    """Cut cells into buckets of at most `cap` bytes."""
     found: list[tuple[int, int]] = []
     begun, size = 0, 0
     for k, more in enumerate(sizes):

@@ -1,7 +1,7 @@
-"""Write down as numbers all that a search compares plans by: plain arrays, which csrc/search.cpp reads in place.
+"""The numbers by which a search compares plans, in arrays that csrc/search.cpp reads in place.
 
-What belongs to a strand, a template, a task or a curve lies after what belongs to the one before it, from its entry in
-an array of starts up to the next one. csrc/priced_parts.h has the same fields in the same order.
+The entries of strands, templates, tasks and curves are concatenated, with arrays of starts. csrc/priced_parts.h has the
+same fields in the same order.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
 
 NOTHING = -3
-"""In the place of a task that an update waits for."""
+"""Arrival task of a template without one."""
 
 DENSE, BURSTY = 1, 2
-"""Traits of an option. DENSE: dense plans may have it, too, because it is dense or pinned."""
+"""Traits of an option. DENSE: allowed in dense plans, because it is dense or pinned."""
 
 _MOST = sys.float_info.max
-"""A bucket that is not carried loses infinitely much, which is above every limit."""
+"""Largest finite error limit; a bucket that cannot be carried has an infinite error."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A strategy that the buckets of a strand may have."""
+    """A strategy that a strand's buckets may have."""
 
     strategy: Strategy
     is_bursty: bool
     is_pinned: bool = False
-    """By hand: its gradients have it, or one like it, in every plan."""
+    """Pinned by the user: its gradients have it, or a similar option, in every plan."""
 
     @property
     def traits(self) -> int:
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: its error, and the values that come in bursts."""
+    """Limits of a plan, in elements: its error, and the elements with bursty strategies."""
 
     lost: float = math.inf
     bursting: float = math.inf
@@ -65,37 +65,37 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers. Arrays first, then times and limits, then counts and flags, as C++ has them."""
+    """Arrays, times and limits, counts and flags, in the order of the C++ struct."""
 
     strand_cells: array[int]
     last: array[int]
-    """Of each cell: the place of its last gradient among all."""
+    """Per cell: index of its last gradient."""
     ready_us: array[float]
     sums: array[float]
-    """Of each cell, and after a strand's last: the features of all before it, one after another; elements first."""
+    """Prefix sums of the features per cell, with one more row per strand; elements first."""
     updates_us: array[float]
     join_last: array[int]
-    """Of each cell: the cell where the gradient that it continues ends; -1 if it continues none."""
+    """Per cell: last cell of the gradient that it continues; -1 if none."""
     join_us: array[float]
     strand_options: array[int]
     option_template: array[int]
     strand_losses: array[int]
     losses: array[float]
-    """Of each cell, and after a strand's last: what each option loses of all before it, in elements."""
+    """Prefix sums of each option's error per cell, with one more row per strand, in elements."""
     option_traits: array[int]
     option_reach: array[int]
-    """Where an option's entries in `reach` begin; -1 if it carries any bucket."""
+    """Index of an option's entries in `reach`; -1 without a limit."""
     reach: array[int]
-    """Of an option and a cell: the cell where a bucket that starts there must end at the latest."""
+    """Per option and cell: last end of a bucket that starts there."""
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
-    """Of each stage: the number of its tasks; what no stage has comes after them."""
+    """Number of tasks per stage; the final tasks come last."""
     template_arrival: array[int]
     task_stream: array[int]
     task_load: array[float]
     task_collective: array[int]
-    """The first of three curves: the time of a collective, its processor time, its time beside compute. -1: none."""
+    """First of three curves: a collective's time, processor time, and time during compute; -1 for other tasks."""
     task_follows: array[int]
     follows: array[int]
     task_terms: array[int]
@@ -123,19 +123,19 @@ class Problem:
     updates_wait: int
     commits: int
     broadcast_stream: int
-    """-1: nothing is broadcast."""
+    """-1 if nothing is broadcast."""
     shares: int
-    """More processors may be asked for than there are."""
+    """True if tasks may need more processors than there are."""
     has_spare: int
 
     @cached_property
     def unrounded(self) -> Problem:
-        """The same where the largest of several shards is no larger than the others."""
+        """The problem without the rounding of shards."""
         return replace(self, term_more=_floats([0.0] * len(self.term_more)))
 
     @cached_property
     def rounded_us(self) -> dict[tuple[int, int], float]:
-        """The most by which that may shorten a bucket's tasks, by strand and option."""
+        """Largest increase of a bucket's tasks by the rounding of shards, in µs, by strand and option."""
         found: dict[tuple[int, int], float] = {}
         for strand, (first, end) in enumerate(pairwise(self.strand_options)):
             for option in range(first, end):
@@ -150,14 +150,14 @@ class Problem:
         return more * max(self.slopes[points]) if more else 0.0
 
     def lost(self, part: Part) -> float:
-        """Return what the elements of a part lose by its option, in elements' worth of squares."""
+        """Return a bucket's error, in elements."""
         first = self.strand_losses[part.strand] + part.option
         width = self.strand_options[part.strand + 1] - self.strand_options[part.strand]
         return self.losses[first + part.stop * width] - self.losses[first + part.start * width]
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
-        """The same for C++, which reads the arrays where they are."""
+        """The C++ struct, which points to these arrays."""
         made = _ProblemColumns()
         for each in fields(self):
             value = getattr(self, each.name)
@@ -178,8 +178,6 @@ class _ProblemColumns(ctypes.Structure):
 
 
 class Problems:
-    """Writes problems: one workload's strands and options, at the prices of a step."""
-
     def __init__(
         self, losses: Losses, strands: Sequence[Strand], options: Sequence[Sequence[Option]], setting: Setting
     ) -> None:
@@ -207,7 +205,6 @@ class Problems:
         ]
 
     def at(self, prices: StepPrices, bounds: Bounds) -> Problem:
-        """Write the problem at these prices."""
         curves = _Curves(prices, self._largest())
         tasks = [task for template in self.templates for task in template.tasks]
         terms = [term for task in tasks for term in task.terms]
@@ -275,7 +272,6 @@ class Problems:
         )
 
     def _largest(self) -> dict[PriceQuestion, float]:
-        """The largest size that each question is asked about."""
         totals = {feature: sum(sums[number][-1] for sums in self.sums) for number, feature in enumerate(self.features)}
         found: dict[PriceQuestion, float] = {}
         for template in self.templates:
@@ -287,8 +283,6 @@ class Problems:
 
 
 class _Curves:
-    """The curves that a problem asks for, one after another."""
-
     def __init__(self, prices: StepPrices, largest: Mapping[PriceQuestion, float]) -> None:
         self.processors = prices.costs.processors
         self.found: list[Curve] = []
@@ -298,7 +292,7 @@ class _Curves:
             self.found += prices.curves(question, size)
 
     def may_lack_processors(self, tasks: Iterable[TaskTemplate]) -> bool:
-        """Return whether tasks, one on each stream, may ask for more processors than there are."""
+        """Return whether tasks, one per stream, may need more processors than there are."""
         processors = self.processors
         if math.isinf(processors.count) or not processors.has_spare:
             return not math.isinf(processors.count)
@@ -329,7 +323,7 @@ def _starts(counts: Iterable[int]) -> array[int]:
 
 
 def _places(lists: Iterable[list[int] | None]) -> array[int]:
-    """Return where each list begins if they lie one after another; -1 for none."""
+    """Return each list's start in their concatenation; -1 for None."""
     found, count = array("i"), 0
     for each in lists:
         found.append(count if each else -1)

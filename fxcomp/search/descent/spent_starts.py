@@ -1,7 +1,6 @@
-"""Help a descent where it ends: the effort of a search, kicks, and starts that spend an error limit well.
+"""Effort of a search, kicks out of local minima, and starts that use an error limit well.
 
-A kick changes a plan as no single change of a descent does, to get out of where that ends. A spent start comes from a
-dynamic programme over borders, options and errors.
+A kick is a change that no descent step makes. A spent start comes from a dynamic program.
 """
 
 from __future__ import annotations
@@ -18,23 +17,19 @@ from fxcomp.search.descent.problem import BURSTY, PLACE, Problem
 
 
 class Effort(NamedTuple):
-    """The effort of a search; all are counts."""
-
     starts: int
-    """Starts that are improved."""
     first: Limits
     improved: int
-    """Ends that are improved further, two changes at a time."""
+    """Results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
-    """With a cell for each atom, of the best end and of as many starts as ends are improved."""
+    """Limits with one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
-    """Times that kicks are tried."""
     tails: int
-    """Options that a kick gives to the end of the last bucket."""
+    """Options tried in kicks for the end of the last bucket."""
     prices: int
-    """The number of prices for error that are tried."""
+    """Prices of error to try."""
 
 
 ALONE = Effort(
@@ -59,16 +54,16 @@ SHARED = Effort(
     1,
     4,
 )
-"""Limits for jobs whose ranks share processors, where a simulation takes ten times as long."""
+"""Effort if ranks share processors, where a simulation takes ten times as long."""
 
 QUICK = Limits(evaluations=300, pairs=False)
 
 _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
-"""Of a bucket, at its end or start."""
+"""Fractions of a bucket that a kick cuts off."""
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
-    """Change a plan as no single change does: halves, pairs, and other options at the end or the start."""
+    """Return changed plans: halved buckets, merged pairs, other options at the end or start."""
 
     def ordered(found: Iterable[Part]) -> Parts:
         return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
@@ -102,24 +97,21 @@ def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list
 
 
 GRID = 128
-"""Steps from no error to the limit."""
+"""Steps of error from 0 to the limit."""
 
 MOST_CELLS = 20
-"""Of the strand; of more cells neighbours are taken together."""
+"""Cells of the first strand; more cells are merged."""
 
 Numbers = Any
-"""A numpy array."""
 
 
 def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
-    """Make starts: the first strand cut and its options chosen, the buckets of others as they are in `others`.
+    """Yield starts with new borders and options of the first strand; `others` gives the other strands' buckets.
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    A descent changes one or two neighbours at a time, and every step of it keeps the limit. So it does not find what
-    needs more: some layers become finer, so that another, which is on the wire for long, may become coarser. This finds
-    it, on a timeline that has but one queue: a bucket's time is what it occupies the wire, or the wire and compute
-    together.
+    A descent keeps the limit in every step, so it cannot make several layers finer to make one slow layer coarser. This
+    program can, on a timeline with one queue. A bucket's time is its time on the wire, in a second start plus compute.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
@@ -146,8 +138,6 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
 
 class _SpentTable:
-    """The earliest ends, by border and by steps of error that may be lost."""
-
     def __init__(self, pairs: tuple[Numbers, Numbers], times: Numbers, shares: Numbers, ready_us: Numbers) -> None:
         steps = np.rint(np.clip(shares, 0.0, 2.0) * GRID).astype(np.int64)
         order = np.lexsort((times, steps), axis=1)
@@ -172,7 +162,7 @@ class _SpentTable:
         self.ends = ends
 
     def within_limit(self) -> list[tuple[int, int, int]]:
-        """List the buckets of the plan that ends first and keeps the limit exactly, by border, border and option."""
+        """List the buckets (start, stop, option) of the plan that ends first within the exact limit."""
         for left in range(GRID, -1, -1):
             found = self._behind(left)
             if found and sum(self.share[each] for each in found) <= 1.0:
@@ -190,10 +180,7 @@ class _SpentTable:
 
 
 def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """Price buckets between these borders by each option: us on wires, us of compute, and what is lost.
-
-    Each is an array of pairs of borders * options.
-    """
+    """Return µs on wires, µs of compute, and error of buckets, each with shape [pairs of borders, options]."""
     sums = _array(p.sums).reshape(-1, p.features)
     sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
     features = sums[stops] - sums[starts]

@@ -1,4 +1,4 @@
-"""Write down a strategy's tasks for buckets of any size: what each one asks of a cost table, and of which share.
+"""Describe a strategy's tasks for buckets of any size: prices as functions of additive sizes.
 
     compress(int8)@gpu > all_gather@world > decompress@gpu
  -->
@@ -8,10 +8,9 @@
     all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
-A `BucketWriter` writes the tasks of one large bucket, and asks a `_Recorder` in a cost table's place. Sizes grow in
-proportion to a feature that adds up over gradients: their elements, or what a compressor makes of each. The largest of
-several shards is larger than that, because borders are rounded to a compressor's blocks: by as much as it is in buckets
-of odd sizes.
+A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
+feature that adds up over gradients. The largest shard is larger, because borders are rounded to a compressor's blocks:
+by the mean over odd-sized buckets.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from fxcomp.search.plan_tasks import END_OF_BACKWARD, BucketTasks, BucketWriter,
 from fxcomp.search.workload import Gradient, Workload
 
 REGION, BACKWARD = -1, -2
-"""In a task's predecessors: the compute down to the bucket's last gradient, and the end of backward."""
+"""Special predecessors: compute up to the bucket's last gradient, and the end of backward."""
 
-_PROBE = ((4096, 4096),)  # large, and without a remainder by any block or number of shards
+_PROBE = ((4096, 4096),)  # large, and divisible by any block and number of shards
 _ODD = (
     ((301, 383), (77, 1001), (511, 129)),
     ((613, 257), (384,), (1003, 301), (129, 129), (701, 511), (65, 999)),
@@ -44,14 +43,14 @@ _ODD = (
 
 
 class Feature(NamedTuple):
-    """A size that adds up over gradients: bytes of what a compressor makes of each, or elements."""
+    """A size that adds up over gradients: elements, or bytes made by a compressor."""
 
     measure: Measure
     compressor: Compressor | None = None
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Count it in a gradient of this shape. Raises BadOption where the compressor cannot carry that."""
+        """Return the size for a gradient's shape. Raise BadOption if the compressor cannot carry it."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -70,13 +69,13 @@ ELEMENTS = Feature(Measure.VALUES)
 
 @lru_cache(maxsize=256)
 def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
-    """Count a feature in gradients of these shapes; 0 where the compressor cannot carry one."""
+    """Return the size for each shape; 0 where the compressor cannot carry it."""
     known = {shape: size_of(feature, shape, ranks) or 0.0 for shape in dict.fromkeys(shapes)}
     return tuple(known[shape] for shape in shapes)
 
 
 def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
-    """Count a feature in a gradient; None where the compressor cannot carry that."""
+    """Return the size for a shape; None if the compressor cannot carry it."""
     try:
         return float(feature.of(shape, ranks))
     except BadOption:
@@ -84,7 +83,7 @@ def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
 
 
 class Term(NamedTuple):
-    """A part of a task's time: the answer to a question about so many times a feature, and some more."""
+    """A summand of a task's time: the price of size `factor * feature + more`."""
 
     question: PriceQuestion
     factor: float
@@ -94,7 +93,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskTemplate:
-    """A task of a bucket. A collective's load and speed follow from its first term."""
+    """A task of any bucket. A collective's load and speed follow from its first term."""
 
     stream: Stream
     after: tuple[int, ...]
@@ -106,12 +105,12 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The tasks of a strategy's buckets, numbered through stages and the final ones."""
+    """The tasks of a strategy's buckets, numbered through stages and final tasks."""
 
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
     arrival: tuple[int, ...]
-    """The tasks that the update waits for."""
+    """Tasks that the update waits for."""
 
     @property
     def tasks(self) -> tuple[TaskTemplate, ...]:
@@ -119,21 +118,19 @@ class Template:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """The sizes that its tasks' times depend on."""
         return tuple(dict.fromkeys(term.feature for task in self.tasks for term in task.terms))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The facts besides sizes that the tasks of a strategy depend on."""
+    """Facts that a strategy's tasks depend on, besides sizes."""
 
     cluster: Cluster
     commits: bool
     saves_residuals: bool
     copies: bool
-    """Between host and device."""
+    """True if host and device copy values."""
     element_type: ElementType = ElementType.F32
-    """Of the gradients."""
 
     @classmethod
     def of(cls, prices: StepPrices) -> Self:
@@ -143,7 +140,7 @@ class Setting:
 
 @lru_cache(maxsize=4096)
 def template_of(strategy: Strategy, setting: Setting) -> Template:
-    """Write a strategy's tasks down for buckets of any size."""
+    """Return a strategy's tasks for buckets of any size."""
     smooth = _TemplateReader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
     if not any(step.kind.splits for step in strategy.collectives):
         return smooth.template({})
@@ -153,7 +150,7 @@ def template_of(strategy: Strategy, setting: Setting) -> Template:
 
 
 def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, ...]]) -> BucketTasks:
-    """Write the tasks of a bucket of these shapes."""
+    """Return the tasks of a bucket of these shapes, with recorded prices."""
     probe = [Gradient(f"probe {k}", shape, 0.0, 0.0, setting.element_type) for k, shape in enumerate(shapes)]
     step = Workload(
         tuple(probe),
@@ -165,7 +162,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """A price that remembers its answers."""
+    """A price that records the questions it answers."""
 
     asked: tuple[tuple[PriceQuestion, Size], ...]
 
@@ -180,7 +177,7 @@ class _Price(float):
 
 
 class _Recorder:
-    """Prices that are no numbers yet."""
+    """Cost table that records questions instead of answering them."""
 
     def __init__(self, *, copies: bool) -> None:
         self.copies = copies
@@ -218,8 +215,6 @@ def _price(method: str, size: float, before: tuple[Any, ...] = (), after: tuple[
 
 
 class _TemplateReader:
-    """Reads templates from the tasks of one bucket."""
-
     def __init__(self, bucket: BucketTasks, ranks: int) -> None:
         self.bucket, self.ranks = bucket, ranks
         self.tasks = [*(task for stage in bucket.stages for task in stage), *bucket.final]
@@ -227,13 +222,13 @@ class _TemplateReader:
         self.after = self.numbers | {"region 0": REGION, END_OF_BACKWARD: BACKWARD}
 
     def template(self, more: Mapping[int, float]) -> Template:
-        """Make the template; the collectives with these numbers are about so much more."""
+        """Build the template; `more` adds to the sizes of collectives, by task number."""
         made = [self._task(task, more.get(number, 0.0)) for number, task in enumerate(self.tasks)]
         stages = [tuple(made[self.numbers[task.name]] for task in stage) for stage in self.bucket.stages]
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
     def beyond(self, smooth: _TemplateReader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
-        """Return for each collective by how much its size is above what the smooth bucket's tells."""
+        """Return each collective's size minus the proportional estimate of the smooth bucket."""
         found: dict[int, float] = {}
         for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
             price = like.duration_us
