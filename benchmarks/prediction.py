@@ -9,9 +9,9 @@ caches of another plan. A step takes as long as its slowest rank. Odd rounds giv
 how far the two are apart is the noise floor, the error of a perfect prediction.
 
 The machine drifts, so predictions are judged after scaling by the step without a network, measured over predicted. What
-drifts is the processor: `error` is of the step with compute scaled and links as they were (docs/decisions/0009); beside
-it stand `whole_error`, of the step scaled as a whole, and `raw_error`, of the step as predicted, which a user sees with
-`printed_error` beside it. benchmarks/prediction_report.py judges the records.
+drifts is the processor: `error` is of the step with compute scaled and links as they were, `whole_error` of the step
+scaled as a whole, and `raw_error` of the step as predicted, which a user sees with `printed_error`.
+benchmarks/prediction_report.py judges the records.
 
 A plan is what `compile_step` takes, a compressor's name or a strategy's text, or one of the names below.
 """

@@ -4,7 +4,7 @@
 
 A pattern is matched against a parameter's whole name, as `model.named_parameters()` gives it, the way a shell matches
 file names: `*` is any text, dots too. A name matches itself, whatever is in it.
-docs/decisions/0018-pinned-by-hand.md says why the last one decides.
+docs/decisions/0031-one-argument-says-how-gradients-travel.md says why the last one decides.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ class Group:
     ranks: tuple[int, ...]
     place: int
     is_direct: bool
-    """Equal parts of an all_gather go straight from rank to rank, too."""
+    """Equal parts of an all_gather also go straight from rank to rank.
+
+    gloo's own all_gather takes turns: for 15 MB each between two ranks at 300 Mbit/s it took 590 to 640 ms, sends and
+    receives took 425 ms (2026-11). On a link that ranks share, gloo's ring sends fewer bytes and stays.
+    """
     backends: Mapping[str, str]
     """The names of its backends, by type of device."""
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))

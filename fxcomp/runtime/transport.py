@@ -222,7 +222,8 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
     """Sum parts in rank order, or by the backend's own collective in an order of its own.
 
-    No rank's bits depend on that order: one rank alone sums a part, and the others are sent its sum.
+    No rank's bits depend on that order: one rank alone sums a part, and the others are sent its sum. gloo's
+    reduce_scatter is a whole all_reduce: 24 ms against 10 here, for 8 MiB from each of two ranks (2026-11).
     """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
     is_even, is_summed = len(set(parts)) == 1, not _is_float8(value)
