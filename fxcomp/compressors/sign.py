@@ -7,12 +7,11 @@
 Payload and blocks as in `block_codes.py`, eight bits a byte: 4 * blocks + round_up(sum of ceil(n / 8) over the
 segments, 4) bytes. A block is a multiple of eight values.
 
-The mean of magnitudes is the scale of least squared error for given signs. What it leaves out is
-1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So error feedback is a must. A scale a block
-instead of one for everything costs 1/16 bit a value and lets one pass do all the work (EF-SignSGD, Karimireddy 2019).
+The mean magnitude minimises the squared error for given signs. The error is 1 - (mean|v|)^2 / mean(v^2): 0.36 for
+Gaussian values, 0.50 for Laplace, so error feedback is required. A scale a block instead of one for everything costs
+1/16 bit a value, and one pass is enough (EF-SignSGD, Karimireddy 2019).
 
-A block whose magnitudes do not sum to a finite value decodes to NaN, and its residual stays as it was. The sum has a
-fixed order.
+A block whose magnitudes have no finite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DEFAULT_BLOCK = 512
 @register
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCompressor):
-    """A thirtieth of the bytes; only with error feedback."""
+    """The sign of each value: a thirtieth of the bytes; only with error feedback."""
 
     block: int = DEFAULT_BLOCK
 
