@@ -4,7 +4,7 @@ A compressor is a frozen dataclass under `@register`. Its references are the spe
 make them faster.
 
 A bucket is a flat fp32 tensor, and `segments` are its parameters' sizes. No computation mixes two segments. A payload's
-size depends on `segments` alone, so one collective sends the payload without a header.
+size depends on `segments` alone, so one collective sends it without a header.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Compressed(NamedTuple):
     payload: Tensor
     residual: Tensor | None = None
     state: Tensor | None = None
-    """State for the next step. None without an input state, or if the summed payload becomes the state."""
+    """Next state; None without an input state, or if the summed payload becomes the state."""
 
 
 class Compressor(Declared):
@@ -59,19 +59,19 @@ class Compressor(Declared):
     def compress_reference(self, given: EncoderInput) -> Compressed:
         """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        A segment that is not finite decodes to at least one value that is not finite, so that every rank sees it. The
-        residual keeps its value there.
+        A segment that is not finite decodes to a value that is not finite, so that every rank sees it. The residual keeps
+        its value there.
         """
 
     @abstractmethod
     def decompress_reference(self, received: DecoderInput) -> Tensor:
         """Return the mean of the decoded payloads, flat fp32.
 
-        They are summed in rank order and multiplied by fp32(1/ranks), so every rank computes the same bits.
+        The sum in rank order is multiplied by fp32(1/ranks), so every rank computes the same bits.
         """
 
     def propose_reference(self, given: EncoderInput) -> Tensor:
-        """Compute the proposal that the ranks reduce before they compress."""
+        """Compute the proposal that the ranks reduce first."""
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
@@ -115,7 +115,7 @@ class Compressor(Declared):
         name = find_kernel(type(self), what)
         return None if name is None else kernels.run(name, *tensors, *self.kernel_arguments(what, segments))
 
-    # The in-place pair: kernels that allocate nothing of the bucket's size where they exist, else the references.
+    # The in-place pair: on kernels that allocate nothing of the bucket's size, where they exist
 
     def encode(
         self,

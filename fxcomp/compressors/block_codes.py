@@ -9,10 +9,10 @@ then zeros up to a multiple of four, so that gathered payloads stay aligned. Eac
 its codes, a new byte. A segment's last block may be short.
 
 A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual keeps its value.
-Other scales are at most `most_scale`, so decoded values and the residual are finite.
+Other scales are at most `most_scale`, so decoded values are finite.
 
-A random compressor draws u in [0, 1) from a value's place in its segment. Each rank has its own stream, so errors
-do not add up.
+A random compressor draws u in [0, 1) from a value's place in its segment. Ranks have different streams, so errors do
+not add up.
 
 References use one row for each block, padded with zeros.
 
@@ -47,6 +47,7 @@ def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
+    """Return the blocks as rows."""
     rows = [pad(piece, (0, -len(piece) % block)).view(-1, block) for piece in split(flat, segments)]
     return torch.cat([flat.new_empty(0, block), *rows])
 
@@ -60,7 +61,7 @@ def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 
 def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) -> Tensor:
-    """Return the number of values without padding in each row, as a column."""
+    """Return the number of values in each row, as a column."""
     sizes = torch.full((count_blocks(segments, block), 1), block, dtype=torch.int64, device=device)
     end = 0
     for size in segments:
@@ -99,7 +100,7 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return the scale of each row as a column, not finite where the row is not. `sizes` is a column as well."""
+        """Return the scale of each row, not finite where the row is not. `scales` and `sizes` are columns."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class BlockCompressor(Compressor):
 
 
 class SymmetricCompressor(BlockCompressor):
-    """A symmetric quantiser, whose largest code is a block's largest magnitude: int8 and int4."""
+    """Symmetric quantiser, whose largest code is a block's largest magnitude: int8 and int4."""
 
     __slots__ = ()
 
@@ -216,7 +217,7 @@ class SymmetricCompressor(BlockCompressor):
 
 @cache
 def most_scale(largest_value: float) -> float:
-    """Return the largest scale whose product with `largest_value` is finite. The fp32 quotient may round up."""
+    """Return the largest scale whose product with `largest_value` is finite. The quotient in fp32 may round up."""
     largest = torch.tensor(largest_value)
     scale = torch.finfo(torch.float32).max / largest
     return (scale if (scale * largest).isfinite() else scale.nextafter(torch.tensor(0.0))).item()
@@ -228,7 +229,7 @@ def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Sum each row, as a column: 64 lanes, then halves, an order for any vector width."""
+    """Sum each row, as a column: 64 lanes, then halves, for any vector width."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -245,7 +246,7 @@ _MOST_PLACES = 1 << 16
 def place_of_largest(rows: Tensor) -> Tensor:
     """Return the place of each row's largest magnitude, as a column; the lower of equal ones.
 
-    Magnitudes are compared as bit patterns: NaN exceeds infinity. A row has at most 2^16 values.
+    Bit patterns are compared, so NaN is the largest. A row has at most 2^16 values.
     """
     magnitude = (rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
     order = magnitude * _MOST_PLACES - torch.arange(rows.shape[1], device=rows.device)  # distinct in a row
@@ -253,7 +254,7 @@ def place_of_largest(rows: Tensor) -> Tensor:
 
 
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
-    """Round v / scale to an integer within -levels..levels, in two's complement of `bits` bits.
+    """Round v / scale to an integer within -levels..levels, in two's complement.
 
     Round to nearest, ties to even, or down after adding u, which is unbiased.
     """
@@ -271,8 +272,8 @@ def whole_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 def feedback_at_random(block: int, levels: float) -> Feedback:
     """Return OPTIONAL if stochastic rounding to steps of max|v| / levels may use feedback, else FORBIDDEN.
 
-    A value's variance is at most a quarter of a squared step; the largest value's is 0. So the relative squared error is
-    at most (block - 1) / (4 levels^2). From 1 on, a residual could grow from step to step.
+    A variance is at most a quarter of a squared step, and 0 for the largest value. So the relative squared error is at
+    most (block - 1) / (4 levels^2). From 1 on, a residual could grow.
     """
     return Feedback.OPTIONAL if block - 1 < 4 * levels**2 else Feedback.FORBIDDEN
 

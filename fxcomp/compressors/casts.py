@@ -2,8 +2,7 @@
 
     payload = the format's nearest to v, ties to even        decoded = fp32(payload)
 
-Payload: one element of the format a value, 2n bytes. Payloads can be summed in that format. Where v rounds to infinity
-the residual keeps its value.
+Payload: one element of the format a value. Where v rounds to infinity the residual keeps its value.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class CastCompressor(Compressor):
 class BF16(CastCompressor):
     """bfloat16, two bytes a value, sent by a plain all_reduce.
 
-    The relative squared error is 3e-6 for any distribution, so error feedback is not needed; a residual is used if
-    given. bf16 has fp32's range, so no gradient overflows.
+    The relative squared error is 3e-6 for any distribution, so error feedback is not needed. bf16 has fp32's range, so
+    no gradient overflows.
     """
 
     facts: ClassVar[Facts] = Facts(
@@ -72,11 +71,11 @@ class BF16(CastCompressor):
 class FP16(CastCompressor):
     """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
 
-    The bucket is divided by the number of ranks first, as for every linear compressor. Only then does a sum of 60000
-    from each of four ranks stay below fp16's limit, 65504. Larger values become inf, which every rank sees, and keep
-    their residual. Values below 6e-5 lose precision, below 3e-8 they become zero; loss scaling or a residual prevents it.
+    The bucket is divided by the number of ranks first: a sum of 60000 from each of four ranks would exceed fp16's limit,
+    65504. Larger values become inf, which every rank sees, and keep their residual. Values below 6e-5 lose precision,
+    below 3e-8 they become zero; scale the loss, or use a residual.
 
-    The relative squared error is 4e-8 for Gaussian and Laplace values of unit size, so error feedback is not needed.
+    The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """
 
     facts: ClassVar[Facts] = Facts(

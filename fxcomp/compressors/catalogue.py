@@ -8,8 +8,8 @@ code compute the same:
     fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?, pieces?) -> mean
     fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
 
-Registering a class again, as when a notebook cell runs twice, replaces the class. The new ops get new names; existing
-graphs and steps keep the old ones.
+Registering a class again, as when a notebook cell runs twice, replaces it under new op names. Existing graphs and steps
+keep the old ops.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Kind = TypeVar("Kind", bound=type[Compressor])
 
 
 def register(kind: Kind) -> Kind:
-    """Add a class to the catalogue, and define its ops. Raises BadOption if the class is invalid."""
+    """Add a class to the catalogue, and define its ops. Raises BadOption for an invalid class."""
     _check_facts(kind)
     name = kind.facts.name
     taken = CATALOGUE.get(name)
@@ -116,7 +116,7 @@ def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str
 
 
 def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInfo]) -> str:
-    """Return the parameter's name at `place`. `named` is the text of an earlier named argument, or empty."""
+    """Return the name of the parameter at `place`. `named` is an earlier named argument, or empty."""
     if value in declared:
         raise ValueError(f"{value} has no value, write {value}=...")
     if named:
@@ -130,7 +130,7 @@ def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInf
 
 
 def _kind(name: str) -> type[Compressor]:
-    """Return the class of this name; load the package that announces it if necessary."""
+    """Return the class of this name, loading an announced package if necessary."""
     warn_of_shadowed()
     if name not in CATALOGUE:
         announced = _announced(name)
@@ -152,7 +152,7 @@ def _kind(name: str) -> type[Compressor]:
 
 
 def _announced(name: str) -> EntryPoint:
-    """Return the entry point of a name that the catalogue lacks."""
+    """Return the entry point of an unregistered name."""
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
     if not ours and name in IN_EXAMPLES:

@@ -7,21 +7,20 @@
 
 Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the place in the lowest bits, the
 sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits, as the binary digits of their width:
-five bits are a plane of four and a plane of one. Each plane is packed as in `block_codes.py` and padded to whole bytes,
-all of them to a multiple of four. About n (log2(N) + 1) / 8N + 4 bytes.
+five bits are a plane of four and one of one. Each plane is packed as in `block_codes.py`; together they are padded to a
+multiple of four bytes. About n (log2(N) + 1) / 8N + 4 bytes.
 
-**A chunk of zeros** must decode to zeros: an embedding row that no batch has used has momentum 0 and must not move. All
-codes are in use, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, one code means zero:
-the code that `_drawn` derives from the bits of the scale. A negative sign of the scale marks such segments. A chunk
-whose own code is this one sends nothing and stays in the residual. That changes the next scale and its zero code; a
-fixed zero code would suppress one sign of one place permanently.
+**A chunk of zeros** must decode to zeros: an embedding row that no batch has used must not move. Every code has a
+meaning, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, which a negative scale marks,
+one code means zero: `_drawn` derives it from the scale's bits. A chunk that needs this code for itself stays in the
+residual, which changes the next scale and its zero code. A fixed zero code would suppress a sign of one place forever.
 
-The scale minimises the squared error for given places and signs, so the error is below 1: 0.60 for Gaussian values at
-N = 8, 0.73 at N = 16. With a zero code this holds on average over codes, as one in 2N is delayed.
+The scale minimises the squared error for given places and signs: 0.60 for Gaussian values at N = 8, 0.73 at N = 16. With
+a zero code this holds on average, as one code in 2N is delayed.
 
 Of equal magnitudes the lower place is sent. A segment whose largest values have no finite sum has scale NaN and codes
-0: it decodes to NaN, and its residual keeps its values. The sum has a fixed order: runs of 1024 chunks in 64 lanes, then
-the sums of the runs in 64 lanes.
+0: it decodes to NaN, and its residual keeps its values. The sum has a fixed order: runs of 1024 chunks in 64 lanes,
+then the sums of the runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def _drawn(scale: Tensor, bits: int) -> Tensor:
-    """Hash the bits of a scale without its sign to `bits` bits."""
+    """Hash a scale's bits without its sign to `bits` bits."""
     return ((scale.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) * 2654435769 & 0xFFFFFFFF) >> (32 - bits)
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """Place and sign of each chunk's largest value: a sixtieth to a hundredth of the bytes; only with error feedback."""
+    """Place and sign of each chunk's largest value: 1/60 to 1/100 of the bytes; only with error feedback."""
 
     chunk: int = 16
 
@@ -119,7 +118,7 @@ class CMax(Compressor):
         return mean_over_ranks([self._decompress_one(payload, received.segments) for payload in received.of_ranks])
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the signed scale, the code of each row, and the decoded rows."""
+        """Return the signed scale, the codes and the decoded rows."""
         places = place_of_largest(rows)
         largest = rows.gather(1, places).flatten()
         is_zero = largest == 0
@@ -133,7 +132,6 @@ class CMax(Compressor):
         return scale, codes, self._decode(scale, codes)
 
     def _decode(self, scale: Tensor, codes: Tensor) -> Tensor:
-        """Decode codes to rows."""
         size = scale.abs()
         values = torch.where(codes >= self.chunk, -size, size)
         values = torch.where(codes == self._nothing(scale), 0.0, values)
@@ -142,7 +140,7 @@ class CMax(Compressor):
         return torch.where(scale.isfinite(), rows, torch.nan)
 
     def _nothing(self, scale: Tensor) -> Tensor:
-        """Return the code that means zero, or an unused number if no code does."""
+        """Return the code that means zero; an unused number if there is none."""
         return torch.where(scale.signbit(), _drawn(scale, self.bits), 2 * self.chunk)
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
@@ -162,7 +160,7 @@ class CMax(Compressor):
         return [-(-m * width // 8) for width in self._widths]
 
     def _bytes_of(self, n: int) -> int:
-        """Return the size of a segment's section, 0 without values."""
+        """Return the bytes of a segment's section."""
         return -(-(4 + sum(self._plane_bytes(count_blocks((n,), self.chunk)))) // 4) * 4 if n else 0
 
     def _planes(self, codes: Tensor) -> list[Tensor]:
@@ -173,7 +171,7 @@ class CMax(Compressor):
         return planes
 
     def _codes(self, planes: Tensor, n: int) -> Tensor:
-        """Undo `_planes` for a segment of n values: int64 codes."""
+        """Undo `_planes`."""
         m, shift = count_blocks((n,), self.chunk), 0
         codes = torch.zeros(m, dtype=torch.int64, device=planes.device)
         sizes = self._plane_bytes(m)

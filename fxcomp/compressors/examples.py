@@ -11,7 +11,7 @@ import torch
 from fxcomp.compressors import CATALOGUE, Compressor, Parameter
 
 TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
-"""Values for parameters without a default, by name."""
+"""Values for parameters without a default."""
 
 
 def examples() -> list[Compressor]:
@@ -25,12 +25,12 @@ def examples() -> list[Compressor]:
 
 
 def ours() -> list[type[Compressor]]:
-    """Return the catalogue without compressors of other packages."""
+    """Return the compressors of this package."""
     return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
 
 
 def example_of(kind: type[Compressor], **values: float) -> Compressor:
-    """Return a compressor with its defaults, and typical values for parameters without."""
+    """Return a compressor with typical values for parameters without a default."""
     ranges = {parameter.name: parameter for parameter in kind.facts.parameters}
     required = [field for field in fields(cast(Any, kind)) if field.default is MISSING and field.name in ranges]
     for field in required:
@@ -41,14 +41,14 @@ def example_of(kind: type[Compressor], **values: float) -> Compressor:
 
 
 def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
-    """Return the bits that a rank sends for one value of a parameter of this shape, proposals included."""
+    """Return the bits that a rank sends for each value of a parameter of this shape, proposals included."""
     size = torch.Size(shape).numel()
     bound = compressor.bound_to([shape], 1)
     return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
 
 
 def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
-    """Yield the switches and choices of a compressor, with each value that it does not have."""
+    """Yield switches and choices, with each value that the compressor does not have."""
     for parameter in compressor.facts.parameters:
         value = getattr(compressor, parameter.name)
         others = (not value,) if isinstance(value, bool) else parameter.choices
@@ -61,6 +61,6 @@ def _with(compressor: Compressor, other: dict[str, Any]) -> Compressor:
 
 
 def _middle(parameter: Parameter) -> float:
-    """Return the middle of the range, geometric if its lower bound is positive."""
+    """Return the middle of the range, geometric if positive."""
     low, high = parameter.low, parameter.high
     return (low * high) ** 0.5 if low > 0 else (low + high) / 2

@@ -27,7 +27,7 @@ from fxcomp.errors import BadOption
 
 
 class Feedback(Enum):
-    """Need for error feedback, which carries the compression error to the next step."""
+    """Need for error feedback."""
 
     REQUIRED = "required"
     OPTIONAL = "optional"
@@ -36,7 +36,7 @@ class Feedback(Enum):
 
 
 class Bias(Enum):
-    """Expected error over many compressions of one vector."""
+    """Mean error over many compressions of one vector."""
 
     UNBIASED = "unbiased"
     ROUNDING = "rounding"
@@ -53,14 +53,14 @@ class ProposalReduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a compressor and its range."""
+    """A parameter and its range."""
 
     name: str
     meaning: str
     low: float = 0.0
     high: float = 0.0
     choices: tuple[str, ...] = ()
-    """Allowed strings, for a parameter that is not a number."""
+    """Allowed strings; empty for a number."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.meaning}, {self.range}"
@@ -83,11 +83,11 @@ class Facts:
     """Bytes for n values, as a formula."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
-    """An all_reduce can sum payloads; otherwise they are gathered and decoded together."""
+    """An all_reduce can sum payloads; otherwise they are gathered."""
     bias: Bias
     feedback: Feedback
     passes: int = 1
-    """Number of times that encoding reads the whole gradient from main memory."""
+    """Reads of the whole gradient from main memory while encoding."""
     parameters: tuple[Parameter, ...] = ()
     """Fields in the text form. A plan records nothing else."""
     filled_in: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Facts:
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
     """Parameter that counts the values sharing something, such as a scale; shards are cut at its multiples. Empty if a
-    shard may be cut anywhere. Override `grain` if more parameters matter.
+    shard may be cut anywhere.
     """
     is_joined: bool = False
     """The payload of several segments is the concatenation of theirs."""
@@ -156,7 +156,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def checked(field: FieldInfo, value: Any) -> Any:
-    """Return the value, converted from int where the field is a float. Raises ValueError for another type."""
+    """Return the value, an int as a float where the field is one. Raises ValueError for another type."""
     match field.type, value:
         case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
@@ -193,7 +193,7 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
 class Declared(ABC):
     """A frozen dataclass whose `str` parses back with `parse_compressor`.
 
-    A field is a parameter if `facts.parameters` names it; `bound_to` fills in the other fields.
+    Fields are parameters if `facts.parameters` names them; `bound_to` fills in the others.
     """
 
     __slots__ = ()
@@ -209,11 +209,11 @@ class Declared(ABC):
         return 0
 
     def state_elements(self, size: int) -> int:
-        """Return the size of a segment's state, in elements of `facts.state_dtype`. A bucket's state concatenates them."""
+        """Return the size of a segment's state, in elements of `facts.state_dtype`."""
         return 0
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
-        """Return the compressor for parameters of these shapes, averaged over `ranks` ranks."""
+        """Return the compressor for these parameters, averaged over `ranks` ranks."""
         return self
 
     def of_segment(self, index: int) -> Self:
@@ -236,7 +236,7 @@ class Declared(ABC):
 
     @property
     def grain(self) -> int:
-        """Number of values that share something, such as a scale. No shard boundary lies between them."""
+        """Number of values that share something, such as a scale; no shard cuts between them."""
         return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
     # Derived
@@ -271,7 +271,7 @@ class Declared(ABC):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """Values after `segments` in the ops' schemas: all fields, in order."""
+        """All fields, in order, as in the ops' schemas after `segments`."""
         this: Any = self
         return tuple(getattr(self, field.name) for field in fields(this))
 

@@ -2,14 +2,12 @@
 
     ω = |v - decoded|² / |v|²        of the references' first compression of one rank's values, without error feedback
 
-Every rank must judge a plan alike, so no result may depend on the machine. The values come from counters, the
-references sum in a fixed order, and the squares are added exactly. Each value is a sum of 64 random bytes, which is
-Gaussian except for 2 % of the tails' weight (excess kurtosis -0.019).
+Every rank must judge a plan alike. So the values come from counters, the references sum in a fixed order, and squares
+are added exactly. Each value is a sum of 64 random bytes, with an excess kurtosis of -0.019.
 
-A compressor is bound to a matrix of `SHAPE` and to `ranks`. Gradients have low rank (Vogels et al. 2019) and Gaussian
-values do not. So for a compressor that needs whole parameters the matrix has singular values 1 / k with cosines as
-vectors, and the error is measured after `WARM_UP` steps. Other matrices have variance 1. The error is that for one
-rank; the mean of unbiased ranks has less.
+A compressor is bound to a matrix of `SHAPE` and to `ranks`. Gradients have low rank (Vogels et al. 2019), Gaussian
+values do not. So for a compressor that needs whole parameters the matrix has singular values 1 / k, and the error is
+measured after `WARM_UP` steps. ω is the error of one rank; a mean of unbiased ranks has less.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 SHAPE = (128, 256)
 WARM_UP = 6  # steps: powersgd(1) is within 1 % of the best rank by then
-_WORDS = 16  # words of four bytes for one value
+_WORDS = 16  # words of four bytes, for one value
 
 
 @lru_cache(maxsize=1024)
 def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
-    """Return ω of a compressor with its parameters, bound to `ranks` ranks."""
+    """Return ω of a compressor bound to `ranks` ranks."""
     bound = compressor.bound_to([SHAPE], ranks)
     is_low_rank = bound.facts.needs_whole_parameters
     value = _falling() if is_low_rank else _values()
@@ -84,6 +82,6 @@ def _values() -> Tensor:
 
 
 def _squares(values: Tensor) -> float:
-    """Sum squares with one rounding at the end, in any order."""
+    """Sum exactly, with one rounding at the end."""
     squares: Any = values.double().square()
     return math.fsum(squares.tolist())

@@ -1,4 +1,4 @@
-"""Inputs of a compressor, and the checks that must precede kernels with raw pointers.
+"""Inputs of a compressor, and the checks before kernels get raw pointers.
 
 The checks run on every step, so error texts are built only on failure and sizes are cached.
 """
@@ -22,7 +22,7 @@ class EncoderInput(NamedTuple):
     bucket: Tensor
     residual: Tensor | None
     segments: tuple[int, ...]
-    """Sizes of the bucket's parameters, in order."""
+    """Sizes of the parameters."""
     state: Tensor | None = None
     agreed: Tensor | None = None
     """Reduction of the ranks' proposals."""
@@ -34,12 +34,12 @@ class EncoderInput(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
-        """v, segment by segment."""
+        """v, by segment."""
         return torch.split_with_sizes(self.value, self.segments)
 
 
 class DecoderInput(NamedTuple):
-    """Payloads of `ranks` ranks in rank order; for a linear compressor their sum, with ranks=1."""
+    """Payloads of `ranks` ranks; for a linear compressor their sum, with ranks=1."""
 
     payloads: Tensor
     ranks: int
@@ -86,7 +86,7 @@ def check_decode(compressor: Declared, received: DecoderInput, out: Tensor) -> N
 
 
 def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
-    """Raise BadTensor for a negative size: other segments would lie outside the bucket."""
+    """Raise BadTensor for a negative size, which would move other segments outside the bucket."""
     if segments and min(segments) < 0:
         index = next(index for index, size in enumerate(segments) if size < 0)
         what = f"segment {index} has {segments[index]} values"
@@ -102,7 +102,7 @@ def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor
 
 
 def bad_payload(ranks: int, segments: Sequence[int]) -> BadTensor:
-    """Return the error for a payload that a kernel rejected."""
+    """Return the error for an invalid payload."""
     return BadTensor(
         "a payload names places outside its segment.\n"
         f"  decoded  {_count(ranks, 'payload')}, for {_in_short(segments)}\n"
@@ -126,7 +126,7 @@ def _state_elements(compressor: Declared, segments: tuple[int, ...]) -> int:
 
 
 class _Call(NamedTuple):
-    """A call as text for errors, and the device that its tensors must be on."""
+    """A call as text for errors, and its device."""
 
     compressor: Declared
     verb: str

@@ -4,13 +4,12 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-Payload and blocks as in `block_codes.py`, four codes a byte; a block is a multiple of four values. The mean has a fixed
-order of summation. A block of zeros has scale 0. A block whose magnitudes have no finite sum (if stochastic, a block
-with a value that is not finite) decodes to NaN, and its residual keeps its values.
+Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean has a fixed order of summation.
+A block of zeros has scale 0. A block with an infinite sum (if stochastic, a value that is not finite) decodes to NaN,
+and its residual keeps its values.
 
-The four levels are ±0.75 and ±2.25 times mean|v|. With scale c mean|v|, a block's squared error is below its squared
-norm by at least (c - c^2/4) n mean|v|^2 for any values, so error feedback converges for c below 4. The factor is 0.94
-at c = 1.5; sign has 1. Relative squared errors, 131072 samples in blocks of 512:
+With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
+feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512:
 
                 c = 1.0   1.25   1.5   1.75   2.0
     Gaussian       .14    .12    .13   .17    .21
@@ -18,8 +17,8 @@ at c = 1.5; sign has 1. Relative squared errors, 131072 samples in blocks of 512
     Student t3     .40    .36    .34   .33    .34
     log-normal     .61    .56    .53   .51    .50      times Gaussian
 
-Stochastic rounding is unbiased, with error 0.8 for Gaussian values and 2.2 for Laplace in blocks of 512. Feeding back an
-error above 1 diverges, so feedback is refused for blocks of 12 and more.
+Stochastic rounding is unbiased, with errors of 0.8 for Gaussian values and 2.2 for Laplace. Feeding back an error above
+1 diverges, so feedback is forbidden for blocks of 12 and more.
 """
 
 from __future__ import annotations

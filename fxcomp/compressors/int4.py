@@ -5,14 +5,12 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, two codes a byte in two's complement. A block is an even number of values; a
-segment of odd size ends with four bits of zeros. A block of zeros has scale 0. A block with a value that is not finite
-decodes to NaN, and its residual keeps its values.
+Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block of zeros has
+scale 0. A block with a value that is not finite decodes to NaN, and its residual keeps its values.
 
-The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace; twice that if
-stochastic. Blocks of 512 would have 0.018 and 0.039, as the largest of more values is larger. Stochastic rounding is
-unbiased and works without error feedback. In blocks of more than 196 its worst-case error exceeds the value, so feedback
-is forbidden.
+The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
+blocks of 512); twice that if stochastic. Stochastic rounding is unbiased and works without error feedback. In blocks of
+more than 196 its worst-case error exceeds the value, so feedback is forbidden.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
-DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
+DEFAULT_BLOCK = 128  # scales add 1/32 byte a value
 
 
 @register

@@ -21,13 +21,13 @@ ABI_VERSION = 16  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
-    """Return the path of the built library, None if it was not built."""
+    """Return the library's path, None if it was not built."""
     spec = find_spec("fxcomp._kernels")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def available() -> bool:
-    """Return True if the library was built, has this version's ABI, and loads."""
+    """Return True if the library is built, current, and loads."""
     return _library() is not None
 
 
@@ -43,7 +43,7 @@ def fingerprint() -> str:
 
 
 def describe() -> str:
-    """Return a report line: the kernels that run, or the reason why none do and a remedy."""
+    """Return a report line: the kernels that run, or why none do."""
     path, failure = kernel_path(), build_failure()
     if available():
         of_old = f", but not of the last build: {failure}" if failure else ""
@@ -58,13 +58,13 @@ def describe() -> str:
 
 
 def build_failure() -> str:
-    """Return the reason why the last build made no kernels, from a notice of setup.py; empty if it made some."""
+    """Return the reason of a failed build, from a notice of setup.py; empty without one."""
     notice = _PACKAGE / "_kernels_not_built.txt"
     return notice.read_text().strip() if notice.exists() else ""
 
 
 def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
-    """Call a kernel, on the number of threads that torch may use.
+    """Call a kernel, on torch's number of threads.
 
     Tensors are passed as pointers, tuples as int64 arrays. The caller has checked sizes and dtypes.
     """
@@ -80,7 +80,7 @@ def has(name: str) -> bool:
 
 
 class _Calls:
-    """Cached kernels of a library: a lookup takes longer than a call."""
+    """Cached kernels: a lookup takes longer than a call."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -105,7 +105,7 @@ _calls = cache(_Calls)
 
 @cache
 def function(name: str, result: Any) -> Any:
-    """Return a kernel without tensor arguments, to call with ctypes' own types."""
+    """Return a kernel without tensor arguments, to call with ctypes' types."""
     library = _library()
     assert library is not None, f"{name} was asked for, but no kernels are built"
     found = library[name]
@@ -121,7 +121,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Load a library. Return None and the reason if it cannot be used."""
+    """Return a library, or None and the reason."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

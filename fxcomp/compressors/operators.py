@@ -5,7 +5,6 @@ A value may be compressed in pieces, one for each destination rank, with their p
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then the payload of (3,)
 
 Residual and state have the layout of the values. Decoding takes, for each piece in order, the payloads of all ranks.
-One call does all pieces if the payload is joined or a kernel takes several pieces, so launches do not grow with ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixe
 from fxcomp.compressors.triton import dispatch
 
 Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Segment sizes of a value, or of each of its pieces."""
+"""Segment sizes of a value, or of each piece."""
 
 
 def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
@@ -47,7 +46,7 @@ def payload_elements(compressor: Compressor, pieces: Sequence[tuple[int, ...]]) 
 
 
 def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Fill `payload`, and replace the residual and the state."""
+    """Fill `payload`, and replace residual and state."""
     if len(pieces) == 1 or compressor.facts.is_joined:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
@@ -84,7 +83,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
 
 
 class _PieceReader:
-    """Reads a flat tensor part by part; returns None if there is no tensor."""
+    """Reads a flat tensor part by part."""
 
     def __init__(self, whole: Tensor | None) -> None:
         self._whole, self._at = whole, 0
@@ -98,14 +97,13 @@ class _PieceReader:
 _library: Any = Library("fxcomp", "FRAGMENT")
 
 _times: Counter[str] = Counter()
-"""Registrations of each op."""
 
 ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks", "pieces")
-"""Argument names of the operators, which a compressor's field cannot have."""
+"""Argument names that no field of a compressor can have."""
 
 
 def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
-    """Define the ops that compress, decompress and propose. A fake allocates the results, and the op fills them."""
+    """Define the ops that compress, decompress and propose. A fake allocates the results; the op fills them."""
     make, name = cast(Callable[..., Compressor], kind), kind.facts.name
     parameters = "".join(f", {SCHEMA[field.type]} {field.name}" for field in fields_of(kind).values())
     bucket = f"(Tensor bucket, Tensor? residual, int[] segments{parameters}, *, Tensor? state=None"
@@ -184,7 +182,7 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
 
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    # A new name, not an overload: torch 2.13 aborts when it destroys a library with overloads of one op.
+    # A new name, no overload: torch 2.13 aborts when it destroys a library with overloads of one op.
     full = f"{name}_again_{_times[name]}" if _times[name] else name
     _times[name] += 1
     _library.define(full + schema)

@@ -3,18 +3,17 @@
     n = 1000, places 3, 7, 300, 999            low bytes     3, 7, 44, 231
                                                high bits     1 1 0 1 0 0 1     (blocks 0, 0, 1, 3)
 
-Places are ascending, in the shorter of these forms. It depends on k and n alone, so every rank knows it:
+Places are ascending, in the shorter of these forms, which depends on k and n alone:
 
     a bitmap                     n bits: bit p is 1 if p is in the set
     the low 8 or 16 bits each    and a bit string: for each place a 1, and a 0 wherever the next block of 2^8 (or 2^16)
                                  places begins: 9k + n/2^8 bits (or 17k + n/2^16)
 
-The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i. Its size does not
-depend on the places, and a place can be looked up without reading the ones before. At 1 % it takes 9.4 bits a place; the
-entropy is 8.1, an int32 is 32.
+The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i, so its size does not
+depend on the places, and lookup is random access. At 1 % it takes 9.4 bits a place; the entropy is 8.1.
 
-A section may have more slots than places; unused slots are zero. Bits fill bytes from the lowest on. A section is whole
-bytes, padded with zeros: first the low parts, then the bit string.
+Unused slots are zero. Bits fill bytes from the lowest on. A section is padded to whole bytes: first the low parts, then
+the bit string.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _FORMS = (BITMAP, 8, 16)  # low bits of a place; the first wins a tie
 
 
 def form_of(n: int, slots: int) -> int:
-    """Return the number of low bits of a place that are stored directly; 0 for a bitmap."""
+    """Return the number of low bits that are stored directly; 0 for a bitmap."""
     return min(_FORMS, key=lambda form: _low_bytes(slots, form) + _bit_bytes(n, slots, form))
 
 
 def bytes_of(n: int, slots: int) -> int:
-    """Return the bytes of a section for `slots` of n places."""
+    """Return the bytes for `slots` of n places."""
     form = form_of(n, slots)
     return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 
 
 def write(places: Tensor, n: int, slots: int) -> Tensor:
-    """Return the uint8 section of at most `slots` ascending int64 places below n."""
+    """Return the uint8 section of ascending int64 places below n."""
     form, k = form_of(n, slots), len(places)
     ones = places if form == BITMAP else (places >> form) + torch.arange(k, device=places.device)
     bits = torch.zeros(8 * _bit_bytes(n, slots, form), dtype=torch.uint8, device=places.device)
@@ -52,12 +51,12 @@ def write(places: Tensor, n: int, slots: int) -> Tensor:
 
 
 def read(section: Tensor, n: int, slots: int) -> Tensor:
-    """Undo `write`: int64 places, ascending, then 0 for each unused slot."""
+    """Undo `write`: int64 places, ascending, then 0 for unused slots."""
     form = form_of(n, slots)
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
-    # Scatter each 1 to its number and each 0 after the end: unlike nonzero, this does not synchronise with a GPU.
+    # Scatter each 1 to its number and each 0 to the end: unlike nonzero, this does not wait for a GPU.
     number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
     order = torch.arange(slots + 1, device=section.device)
     unused = torch.zeros_like(order) if form == BITMAP else order

@@ -9,16 +9,16 @@
 
 For a given P_hat, a sum of payloads decodes to the sum. The first Q is random. Each step starts from the last Q, which
 turns towards the gradient's largest singular vectors. The residual is relative to the rank's own part: relative to the
-mean, differences between the ranks' gradients would accumulate.
+mean, differences between ranks would accumulate.
 
 A vector, and a matrix with rows * columns <= 2 rank (rows + columns), goes dense: its payload is v, its residual 0.
 
-Layout, by segment: the proposal holds `rank` columns of P, each `rows` long, for matrices only. The payload and the
-state hold `rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills in `columns`,
-0 for dense. Unbound, a segment is the matrix of its size nearest to a square.
+Layout, by segment: the proposal holds `rank` columns of P, each `rows` long, for matrices only. Payload and state hold
+`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills in `columns`, 0 for
+dense. Unbound, a segment is the matrix of its size nearest to a square.
 
-P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order, which the kernels follow
-for any instruction set and number of threads. So they are bit for bit the same on every rank and machine.
+P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So they have the same bits
+on every rank and machine, with or without kernels.
 
     M Q       64 sums, of the columns j, j + 64, ...; then the upper half is added to the lower, six times
     MᵀP       rows by chunks of 32, in order within a chunk, then the chunks in order
@@ -26,8 +26,7 @@ for any instruction set and number of threads. So they are bit for bit the same 
     lengths   in fp64, over a power of two of terms, the upper half added to the lower
 
 `orthonormal` is Gram-Schmidt in fp64, twice for each vector. A vector that keeps less than 2^-20 of its length is
-replaced by a random one, the same on all ranks. Otherwise factors would stay zero after a gradient of zeros or of low
-rank.
+replaced by a random one, the same on all ranks, or factors would stay zero after a gradient of zeros.
 
 If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual keeps its values.
 The next step starts from a random Q.
@@ -36,9 +35,9 @@ The error approaches that of the best matrix of this rank. Relative squared erro
 rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134; of
 rank 4 or less 0. PyTorch's hook has the same errors from the same start.
 
-Encoding reads the gradient three times, 28 bytes a value with the residual; decoding once. At 4096 * 4096 on one thread
-both take 33 ms at rank 1, 41 at 4, 52 at 8, 95 at 32; the arithmetic of PyTorch's hook in eager mode 94, 294, 270 and
-140 (measured, AVX-512, torch 2.13, 2026-11, the fastest of 15 interleaved).
+Encoding reads the gradient three times, decoding once. At 4096 * 4096 on one thread they take 33 ms at rank 1, 41 at 4,
+52 at 8, 95 at 32; the arithmetic of PyTorch's hook in eager mode 94, 294, 270 and 140 (measured, AVX-512, torch 2.13,
+2026-11, the fastest of 15 interleaved).
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _orthonormal(factors: Tensor) -> Tensor:
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Subtract the projection on the basis, twice: the first time leaves rounding errors of the projection's size."""
+    """Subtract the projection on the basis, twice: once leaves rounding errors of the projection's size."""
     for other in (*basis, *basis):
         vector = vector - _dot(other, vector) * other
     return vector, _dot(vector, vector).sqrt()
@@ -162,11 +161,11 @@ def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
 @register
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Compressor):
-    """Two factors of each matrix: rank * (rows + columns) values instead of rows * columns, sent by two all_reduces."""
+    """Two factors of each matrix: rank * (rows + columns) values instead of rows * columns, by two all_reduces."""
 
     rank: int
     columns: tuple[int, ...] = ()
-    """Columns of each segment's matrix, 0 for a dense segment; filled in by `bound_to`."""
+    """Columns of each segment's matrix, 0 for dense; filled in by `bound_to`."""
 
     facts: ClassVar[Facts] = Facts(
         name="powersgd",
@@ -286,7 +285,7 @@ class PowerSGD(Compressor):
         return tuple(self._columns_of(size, near_square(size)) for size in segments)
 
     def _columns_of(self, size: int, shape: Sequence[int]) -> int:
-        """Return the columns of a parameter's matrix; 0 if it goes dense."""
+        """Return the columns of a parameter's matrix; 0 for dense."""
         if len(shape) < 2 or size == 0:
             return 0
         rows, columns = shape[0], size // shape[0]

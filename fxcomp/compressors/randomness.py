@@ -2,11 +2,10 @@
 
     counter i of stream (key, step)  -->  32 bits
 
-A three-multiply hash of the counter, keyed between the rounds (the 32-bit finalizers of Murmur3 and "lowbias32" have
-two multiplications). Reference, C++ and Triton compute the same bits. `uniform` uses the upper 24, so it is exact in
-fp32.
+A three-multiply hash of the counter, keyed between the rounds (the 32-bit finalizers of Murmur3 and "lowbias32" use
+two). Reference, C++ and Triton have the same bits; `uniform` uses the upper 24.
 
-The state of a random compressor is two int64 a segment: the stream's key, and the step, which each encoding raises.
+The state is two int64 a segment: the stream's key, and the step, which each encoding raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _LOW = 0xFFFFFFFF
 
 
 def key_of(*parts: object) -> int:
-    """Hash the parts that identify a stream, such as a seed and a parameter's name, to 62 bits."""
+    """Hash parts that identify a stream, such as a seed and a parameter's name, to 62 bits."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -36,25 +35,25 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """Return the increment of a state: 0 for keys, 1 for steps. It is made on the device, so that the host does not wait."""
+    """Return a state's increment: 0 for keys, 1 for steps. It is made on the device, so the host does not wait."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 
 def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """Return the two 32-bit keys of a segment's stream at this step, int64 scalars."""
+    """Return the two 32-bit keys of a stream, int64 scalars."""
     key, step = state[2 * segment], state[2 * segment + 1]
     low = mix((key ^ step) & _LOW)
     return low, mix(((key >> 32) ^ (step >> 32) ^ low) & _LOW)
 
 
 def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """Return the random bits at counters start, start + 1, ...: int64 in 0..2^32-1."""
+    """Return the bits at counters start, start + 1, ...: int64 in 0..2^32-1."""
     counter = torch.arange(start, start + count, device=keys[0].device)
     return bits_at(keys, counter)
 
 
 def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
-    """Return the random bits at any counters, int64 below 2^32."""
+    """Return the bits at any counters, int64 below 2^32."""
     x = (counter + keys[0]) & _LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = (x + keys[1]) & _LOW
@@ -62,7 +61,7 @@ def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that maps close numbers far apart."""
+    """A bijection of 32 bits that separates close numbers."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _LOW
     return x ^ (x >> 15)
@@ -74,7 +73,7 @@ def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
 
 
 def uniform_of(state: Tensor, segments: Sequence[int]) -> Tensor:
-    """Return a number for each value of a bucket, from its segment's stream at its place in the segment."""
+    """Return a number for each value of a bucket, from its segment's stream and its place."""
     streams = (stream_of(state, segment) for segment in range(len(segments)))
     drawn = [uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
     return torch.cat([torch.empty(0, device=state.device), *drawn])

@@ -9,18 +9,17 @@ Payload: fxcomp/compressors/survivors.py. `fit` names the distribution: `exponen
 generalised Pareto, or `pareto`, generalised Pareto from the start.
 
 Check of the fit: t = k / n of the sample should reach the threshold. If the count is off by more than 5 % and by more
-than its standard deviation (sqrt(t); 0 if the sample is everything), the threshold becomes the t-th largest magnitude
-of the sample. No fit describes a distribution that error feedback has cut off at the last threshold. The sample has
-about 256 / ratio values, at least 32768, and at most the larger of 131072 and n / 32. The standard deviation of the
-count is 6 % at t = 256, 9 % at t = 128. docs/benchmarks/sidco.md has the measured counts and overrides.
+than its standard deviation (sqrt(t); 0 for a complete sample), the threshold becomes the sample's t-th largest
+magnitude. No fit follows the edge that error feedback leaves at the last threshold. The sample has about 256 / ratio
+values, at least 32768, and at most the larger of 131072 and n / 32. Measured counts: docs/benchmarks/sidco.md.
 
 The error is topk's: 0.92 of the squared norm at 1 % of Gaussian values, 0.84 for Laplace.
 
 State, 9 fp32 a segment: the controller. Every five steps it compares the fits' mean count with the target. If the count
-is off by more than 20 %, it adds or removes one stage, and reverses direction if the last change made the count worse.
-If two windows in a row reach less than a quarter or more than four times of k, the sample misleads. Then five steps use
-a thin sample, every stride-th value from a random start (as DGC, Lin et al. 2018), and the controller restarts with two
-stages. A segment that is zero or not finite leaves the state unchanged.
+is off by more than 20 %, it changes the stages by one, and reverses direction if the last change made the count worse.
+If two windows in a row reach less than a quarter or more than four times of k, five steps use a thin sample, every
+stride-th value from a random start (as DGC, Lin et al. 2018), and the controller restarts with two stages. A segment
+that is zero or not finite leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from fxcomp.compressors.topk import counts
 # The same numbers as in csrc/sidco.cpp.
 RUN = 16
 WINDOW = 5
-_CALLS = 1 << 20  # the counter of calls wraps here, so that fp32 holds it
+_CALLS = 1 << 20  # wraps here, so that fp32 holds the counter
 FITS = tuple(fit.name.lower() for fit in TailFit)
-_FAR = 1e30  # deviation before the first window: no later one is larger
+_FAR = 1e30  # larger than any measured deviation
 
 _SAMPLE_REACHED = 256
 _SMALLEST_SAMPLE = 1 << 15
@@ -109,7 +108,7 @@ STATE_ELEMENTS = len(fields(Controller))
 
 @lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the stride between sampled runs: odd, 1 if the sample is everything."""
+    """Return the odd stride between sampled runs, 1 for a complete sample."""
     return tuple(_stride(n, ratio) for n in segments)
 
 
@@ -121,18 +120,18 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the stride of the thin sample, of 1 % of the values and at least 64 / ratio. Odd strides avoid matrix rows."""
+    """Return the stride of a sample of 1 % and at least 64 / ratio values; odd, so out of step with matrix rows."""
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
 def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
-    """Return the magnitude that the share k / n of the thin sample reaches, as bits; `piece` is not empty."""
+    """Return the magnitude that a share k / n of the thin sample reaches, as bits."""
     sample = piece[min(random % stride, len(piece) - 1) :: stride]
     return survivors.kth_largest(sample, max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece))))
 
 
 def most_stages(ratio: float) -> int:
-    """Return the maximum number of stages; each keeps at least half of the stage before."""
+    """Return the maximum number of stages, each of which keeps at least half."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
 
 
@@ -146,13 +145,13 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the sample's count differs from the target by more than 5 % and more than chance."""
+    """Return True if the count is off by more than 5 % and more than chance."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
 
 def _round_to_bits(threshold: float) -> int:
-    """Return the bits of the fp32 threshold, within the positive finite range."""
+    """Return fp32 bits, positive and finite."""
     bits = int(survivors.magnitude_bits(torch.tensor(threshold, dtype=torch.float64).float()))
     return min(max(bits, 1), INFINITY_BITS - 1)
 
@@ -231,10 +230,7 @@ class Sidco(Compressor):
     def _choose(
         self, piece: Tensor, k: int, controller: Controller, stride: int, thin_stride: int
     ) -> tuple[int, float | None]:
-        """Return a segment's threshold, as bits, and the fit's count in the sample relative to the target.
-
-        The count is None if there is nothing to fit.
-        """
+        """Return a segment's threshold, as bits, and the fit's count relative to the target; None without a fit."""
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):

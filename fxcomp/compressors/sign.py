@@ -4,14 +4,13 @@
     bit     = v >= 0
     decoded = scale where the bit is set, -scale where it is not
 
-Payload and blocks as in `block_codes.py`, eight bits a byte: 4 * blocks + round_up(sum of ceil(n / 8) over the
-segments, 4) bytes. A block is a multiple of eight values.
+Payload and blocks as in `block_codes.py`: 4 * blocks + round_up(sum of ceil(n / 8) over the segments, 4) bytes. A block
+is a multiple of eight values.
 
-The mean magnitude minimises the squared error for given signs. The error is 1 - (mean|v|)^2 / mean(v^2): 0.36 for
-Gaussian values, 0.50 for Laplace, so error feedback is required. A scale a block instead of one for everything costs
-1/16 bit a value, and one pass is enough (EF-SignSGD, Karimireddy 2019).
+The scale minimises the squared error. This is 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace,
+so error feedback is required. One scale a block allows a single pass (EF-SignSGD, Karimireddy 2019, has one for all).
 
-A block whose magnitudes have no finite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
+A block with an infinite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@
 
 Payload, as bytes: for each segment that is not empty the count as int32, then `capacity` fp32 values by ascending
 place, then the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and P(n, c)
-from topk.py this is 4 + 4c + P(n, c) bytes a segment: at 1 %, 6.7 bytes for each of the k values.
+from topk.py this is 4 + 4c + P(n, c) bytes a segment.
 
-If more values survive than `capacity`, the largest magnitudes are sent, the lower place first. Magnitudes are compared
-as unsigned bit patterns, so values that are not finite are the largest; zeros are never sent. The residual is as with
-topk.
+If more values survive than `capacity`, the largest are sent. Ties, values that are not finite and the residual are
+handled as in topk.py. Zeros are never sent.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, a bit pattern. Also return the counts that reach it, sent or not."""
+    """Send the values that reach each segment's threshold, a bit pattern. Also return how many reach it."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -80,14 +79,14 @@ def decompress(received: DecoderInput, ratio: float) -> Tensor:
 
 
 def kth_largest(values: Tensor, k: int) -> int:
-    """Return the bits of the k-th largest magnitude, at least 1: zeros reach no threshold."""
+    """Return the bits of the k-th largest magnitude, at least 1."""
     if k > len(values):
         return 1
     return max(1, int(magnitude_bits(values).topk(k, sorted=True).values[-1]))
 
 
 def _survivors(piece: Tensor, threshold: int, slots: int) -> tuple[Tensor, int]:
-    """Return the places to send, ascending, and the number of values that reach the threshold."""
+    """Return the places to send, ascending, and how many values reach the threshold."""
     magnitude = magnitude_bits(piece)
     kept = (magnitude >= threshold).nonzero().flatten()
     if len(kept) <= slots:
@@ -112,6 +111,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0. Unused slots add 0 to place 0.
+        # Adding to zero makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
         piece.index_add_(0, kept, values)
     return out

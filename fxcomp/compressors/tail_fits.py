@@ -1,15 +1,15 @@
 """Fit a distribution to magnitudes, and compute the magnitude that a small share of them exceeds.
 
-A fit to all magnitudes describes the largest ones poorly, so it is repeated in stages: the first stage keeps a quarter,
-each later one fits the values above the last threshold. A stage's target uses the actual count of the stages before, so
-errors do not add up. With mean m, variance s^2 of the exceedances and the share p to keep:
+A fit to all magnitudes describes the largest poorly, so it is repeated in stages: the first keeps a quarter, each later
+one fits the values above the last threshold. Targets use the actual count of the stages before, so errors do not add
+up. With mean m, variance s^2 of the exceedances and the share p to keep:
 
     exponential         m ln(1/p)
     generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
     gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
 
-Zeros and values that are not finite are excluded, and the share is adjusted. csrc/sidco.cpp is the kernels' copy; every
-sum has an order for any vector width.
+Zeros and values that are not finite are excluded. csrc/sidco.cpp is the kernels' copy; sums have an order for any
+vector width.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.nn.functional import pad
 
 FIRST_SHARE = 0.25
 _LANES = 512
-_GROUP = 512  # this number of mantissas multiplies to a finite double
+_GROUP = 512  # mantissas whose product is finite
 _LOG_TWO = 0.6931471805599453
 _HALF_LOG_TWO_PI = 0.9189385332046727
 
 
 class TailFit(Enum):
-    """Distribution of magnitudes; from the second stage on, GAMMA uses generalised Pareto."""
+    """Distribution of magnitudes. GAMMA uses generalised Pareto from the second stage on."""
 
     EXPONENTIAL = 0
     GAMMA = 1
@@ -38,7 +38,7 @@ class TailFit(Enum):
 
 
 class Moments(NamedTuple):
-    """Moments of the values above a level, relative to that level."""
+    """Moments of the exceedances of a level."""
 
     above: int
     mean: float
@@ -46,7 +46,7 @@ class Moments(NamedTuple):
 
 
 def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) -> float:
-    """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits. Not all values are 0."""
+    """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits. The sample is not all zeros."""
     magnitudes = sample.double()
     moments = moments_above(magnitudes, 0.0)
     share = reaching / moments.above
@@ -100,7 +100,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Return the mean logarithm of the nonzero magnitudes: exact sums of exponents, and products of 512 mantissas."""
+    """Return the mean logarithm of the nonzero magnitudes, from exact sums of exponents and products of 512 mantissas."""
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
@@ -117,7 +117,7 @@ def mean_log(magnitudes: Tensor, count: int) -> float:
 
 
 def _sum(values: Tensor) -> float:
-    """Sum in 512 strided lanes, then in halves, an order for any vector width."""
+    """Sum in 512 strided lanes, then in halves."""
     lanes = values.new_zeros(_LANES)
     for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
         lanes = lanes + row
@@ -128,7 +128,7 @@ def _sum(values: Tensor) -> float:
 
 
 def inverse_gamma(shape: float, share: float) -> float:
-    """Return x that gamma(shape, 1) exceeds with probability `share`: Newton's method with bisection."""
+    """Return x that a gamma(shape, 1) variable exceeds with probability `share`: Newton's method with bisection."""
     log_gamma = _log_gamma(shape)
     low, high = 0.0, shape + 10.0
     while _upper_gamma(shape, high, log_gamma) > share:
@@ -154,7 +154,7 @@ def inverse_gamma(shape: float, share: float) -> float:
 
 
 def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
-    """Return the regularised upper incomplete gamma function, x > 0."""
+    """Regularised upper incomplete gamma function, x > 0."""
     front = math.exp(shape * math.log(x) - x - log_gamma)
     if x < shape + 1.0:  # a power series of the lower one
         term = 1.0 / shape
@@ -165,7 +165,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
             if term < total * 1e-16:
                 break
         return 1.0 - front * total
-    b = x + 1.0 - shape  # a continued fraction, from the front (Lentz)
+    b = x + 1.0 - shape  # a continued fraction (Lentz)
     c = 1e300
     d = 1.0 / b
     total = d
