@@ -2,9 +2,9 @@
 
 - facts, base: declarations, references and the in-place pair of a compressor.
 - inputs: arguments and their checks.
-- catalogue, operators: names, ops and text form; compressors of other packages.
-- kernels, triton/: compiled kernels for the CPU and the GPU, with the same bits.
-- randomness: random numbers that are the same on every machine.
+- catalogue, operators: names, ops and text form.
+- kernels, triton/: compiled kernels with the same bits.
+- randomness: random numbers from counters.
 - gaussian_error: errors on Gaussian values.
 - casts, block_codes, places, survivors, tail_fits: shared code.
 - examples: one instance of each, for pages, tests and `calibrate`.

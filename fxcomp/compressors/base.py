@@ -1,7 +1,7 @@
 """Base class of compressors: declared facts, a reference in plain torch, and in-place `encode` and `decode`.
 
-A compressor is a frozen dataclass under `@register`. Its references are the specification; C++ and Triton kernels only
-make them faster.
+A compressor is a frozen dataclass under `@register`. Its references are the specification; C++ and Triton kernels have
+the same results.
 
 A bucket is a flat fp32 tensor, and `segments` are its parameters' sizes. No computation mixes two segments. A payload's
 size depends on `segments` alone, so one collective sends it without a header.
@@ -59,30 +59,27 @@ class Compressor(Declared):
     def compress_reference(self, given: EncoderInput) -> Compressed:
         """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        A segment that is not finite decodes to a value that is not finite, so that every rank sees it. The residual keeps
-        its value there.
+        A segment that is not finite decodes to a value that is not finite, so that every rank sees it. Its residual
+        keeps the old value.
         """
 
     @abstractmethod
     def decompress_reference(self, received: DecoderInput) -> Tensor:
-        """Return the mean of the decoded payloads, flat fp32.
-
-        The sum in rank order is multiplied by fp32(1/ranks), so every rank computes the same bits.
-        """
+        """Return the mean of the decoded payloads, flat fp32: the sum in rank order, multiplied by fp32(1/ranks)."""
 
     def propose_reference(self, given: EncoderInput) -> Tensor:
         """Compute the proposal that the ranks reduce first."""
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """Return the first state of a segment. `key` is the same on all ranks and differs between parameters."""
+        """Return a segment's first state. `key` is the same on all ranks and differs between parameters."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
         """Convert a segment's state from the parameters of `before`; `fresh` is a first state."""
         return state if state.shape == fresh.shape else fresh
 
-    # Kernels. A plug-in may override these; each returns True if it did the work.
+    # Kernels. A plug-in may override these; True: done.
 
     def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:
         tensors = (given.bucket, given.residual, payload, given.state, given.agreed)
@@ -171,7 +168,7 @@ class Compressor(Declared):
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """Return the name of the kernel in csrc/ that encodes, decodes or proposes; None without one."""
+    """Return the name of a kernel in csrc/, None without one."""
     name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 

@@ -5,8 +5,8 @@
     decoded = f(code, scale of its block)
 
 Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b in a byte with the first in the lowest bits,
-then zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and, for
-its codes, a new byte. A segment's last block may be short.
+then zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and a new
+byte of codes. Its last block may be short.
 
 A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual keeps its value.
 Other scales are at most `most_scale`, so decoded values are finite.
@@ -14,7 +14,7 @@ Other scales are at most `most_scale`, so decoded values are finite.
 A random compressor draws u in [0, 1) from a value's place in its segment. Ranks have different streams, so errors do
 not add up.
 
-References use one row for each block, padded with zeros.
+References use rows, padded with zeros:
 
     segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
                                                           e 0 0 0
@@ -172,7 +172,6 @@ class BlockCompressor(Compressor):
         return from_blocks(self.values(rows, scale), segments, self.block)
 
     def _sections(self, segments: Sequence[int]) -> list[int]:
-        """Return the bytes of scales, codes and padding."""
         code_bytes = sum(_bytes_of_codes(segments, self.bits))
         return [4 * count_blocks(segments, self.block), code_bytes, -code_bytes % 4]
 
@@ -186,7 +185,7 @@ class SymmetricCompressor(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Codes on each side of zero. One more on one side would make the other saturate."""
+        """Codes on each side of zero; an asymmetric range would saturate."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -217,7 +216,7 @@ class SymmetricCompressor(BlockCompressor):
 
 @cache
 def most_scale(largest_value: float) -> float:
-    """Return the largest scale whose product with `largest_value` is finite. The quotient in fp32 may round up."""
+    """Return the largest scale whose product with `largest_value` is finite. The quotient may round up."""
     largest = torch.tensor(largest_value)
     scale = torch.finfo(torch.float32).max / largest
     return (scale if (scale * largest).isfinite() else scale.nextafter(torch.tensor(0.0))).item()
@@ -229,7 +228,7 @@ def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Sum each row, as a column: 64 lanes, then halves, for any vector width."""
+    """Sum each row, as a column: 64 lanes, then halves."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -272,8 +271,8 @@ def whole_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 def feedback_at_random(block: int, levels: float) -> Feedback:
     """Return OPTIONAL if stochastic rounding to steps of max|v| / levels may use feedback, else FORBIDDEN.
 
-    A variance is at most a quarter of a squared step, and 0 for the largest value. So the relative squared error is at
-    most (block - 1) / (4 levels^2). From 1 on, a residual could grow.
+    The relative squared error is at most (block - 1) / (4 levels^2): a quarter of a squared step for all but the
+    largest value. From 1 on, a residual could grow.
     """
     return Feedback.OPTIONAL if block - 1 < 4 * levels**2 else Feedback.FORBIDDEN
 

@@ -71,9 +71,9 @@ class BF16(CastCompressor):
 class FP16(CastCompressor):
     """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
 
-    The bucket is divided by the number of ranks first: a sum of 60000 from each of four ranks would exceed fp16's limit,
-    65504. Larger values become inf, which every rank sees, and keep their residual. Values below 6e-5 lose precision,
-    below 3e-8 they become zero; scale the loss, or use a residual.
+    The bucket is divided by the number of ranks first, or a sum of 60000 from each of four ranks would exceed fp16's
+    limit, 65504. Larger values become inf and keep their residual. Values below 6e-5 lose precision, below 3e-8 they
+    become zero: scale the loss, or use a residual.
 
     The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """

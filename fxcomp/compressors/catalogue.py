@@ -92,7 +92,7 @@ def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compress
 
 
 def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Parse `128` and `block = 128`, positional values first. Raises ValueError."""
+    """Parse values, positional ones first. Raises ValueError."""
     values: dict[str, Any] = {}
     named = ""
     for place, part in enumerate(parts):
@@ -116,7 +116,7 @@ def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str
 
 
 def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInfo]) -> str:
-    """Return the name of the parameter at `place`. `named` is an earlier named argument, or empty."""
+    """Return the name of the parameter at `place`."""
     if value in declared:
         raise ValueError(f"{value} has no value, write {value}=...")
     if named:

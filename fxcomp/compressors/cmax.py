@@ -7,20 +7,19 @@
 
 Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the place in the lowest bits, the
 sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits, as the binary digits of their width:
-five bits are a plane of four and one of one. Each plane is packed as in `block_codes.py`; together they are padded to a
-multiple of four bytes. About n (log2(N) + 1) / 8N + 4 bytes.
+five bits are a plane of four and one of one. Planes are packed as in `block_codes.py`, and padded together to a
+multiple of four bytes.
 
 **A chunk of zeros** must decode to zeros: an embedding row that no batch has used must not move. Every code has a
 meaning, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, which a negative scale marks,
 one code means zero: `_drawn` derives it from the scale's bits. A chunk that needs this code for itself stays in the
-residual, which changes the next scale and its zero code. A fixed zero code would suppress a sign of one place forever.
+residual, which changes the next scale and its zero code. A fixed code would suppress a sign of one place forever.
 
-The scale minimises the squared error for given places and signs: 0.60 for Gaussian values at N = 8, 0.73 at N = 16. With
-a zero code this holds on average, as one code in 2N is delayed.
+The scale minimises the squared error for given places and signs: 0.60 for Gaussian values at N = 8, 0.73 at N = 16.
 
 Of equal magnitudes the lower place is sent. A segment whose largest values have no finite sum has scale NaN and codes
 0: it decodes to NaN, and its residual keeps its values. The sum has a fixed order: runs of 1024 chunks in 64 lanes,
-then the sums of the runs in 64 lanes.
+then the runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class CMax(Compressor):
         return torch.where(scale.isfinite(), rows, torch.nan)
 
     def _nothing(self, scale: Tensor) -> Tensor:
-        """Return the code that means zero; an unused number if there is none."""
+        """Return the code that means zero, or an unused number."""
         return torch.where(scale.signbit(), _drawn(scale, self.bits), 2 * self.chunk)
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
@@ -153,7 +152,6 @@ class CMax(Compressor):
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Bits of a code in each plane."""
         return tuple(width for width in reversed(WIDTHS) if self.bits & width)
 
     def _plane_bytes(self, m: int) -> list[int]:
@@ -171,7 +169,6 @@ class CMax(Compressor):
         return planes
 
     def _codes(self, planes: Tensor, n: int) -> Tensor:
-        """Undo `_planes`."""
         m, shift = count_blocks((n,), self.chunk), 0
         codes = torch.zeros(m, dtype=torch.int64, device=planes.device)
         sizes = self._plane_bytes(m)

@@ -80,7 +80,7 @@ class Facts:
     name: str
     summary: str
     payload: str
-    """Bytes for n values, as a formula."""
+    """Bytes for n values."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
     """An all_reduce can sum payloads; otherwise they are gathered."""
@@ -93,7 +93,7 @@ class Facts:
     filled_in: tuple[str, ...] = ()
     """Fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
-    """Bytes kept between steps besides the residual, as a formula."""
+    """Bytes kept between steps besides the residual."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
     """Decoding needs the state after encoding, to draw the same random numbers."""
@@ -102,14 +102,13 @@ class Facts:
     agreement: ProposalReduction | None = None
     """Ranks reduce proposals first, and compress with the result."""
     proposal: str = "none"
-    """Bytes, as a formula."""
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts the values sharing something, such as a scale; shards are cut at its multiples. Empty if a
-    shard may be cut anywhere.
+    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples; if empty,
+    anywhere.
     """
     is_joined: bool = False
-    """The payload of several segments is the concatenation of theirs."""
+    """Payloads of several segments are concatenated."""
     needs_whole_parameters: bool = False
     """The compressor uses the parameters' shapes, and cannot compress a shard."""
     use: str
@@ -145,7 +144,7 @@ class FieldInfo(NamedTuple):
 
 @cache
 def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
-    """Return the fields of a compressor class, in order."""
+    """Return the fields of a class, in order."""
     declared: tuple[Field[Any], ...] = fields(kind)
     return {field.name: FieldInfo(field.name, _type_name(field.type), field.default) for field in declared}
 
@@ -156,7 +155,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def checked(field: FieldInfo, value: Any) -> Any:
-    """Return the value, an int as a float where the field is one. Raises ValueError for another type."""
+    """Return the value, an int as a float if the field is one. Raises ValueError for another type."""
     match field.type, value:
         case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
@@ -181,7 +180,7 @@ def read(field: FieldInfo, text: str) -> Any:
     return convert(text)
 
 
-# Python's own parsers also accept 1_000 and the digits of other scripts.
+# Python's own parsers accept 1_000 and other scripts' digits.
 _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (r"[+-]?[0-9]+", int),
     "float": (r"[+-]?(?:[0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf|nan)", float),
@@ -217,7 +216,7 @@ class Declared(ABC):
         return self
 
     def of_segment(self, index: int) -> Self:
-        """Return the compressor for one segment of the bound bucket, for its state."""
+        """Return the compressor for one segment of the bound bucket."""
         return self
 
     # Override these if they depend on the parameters.
@@ -271,7 +270,7 @@ class Declared(ABC):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """All fields, in order, as in the ops' schemas after `segments`."""
+        """All fields, as in the ops' schemas after `segments`."""
         this: Any = self
         return tuple(getattr(self, field.name) for field in fields(this))
 

@@ -5,8 +5,8 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block of zeros has
-scale 0. A block with a value that is not finite decodes to NaN, and its residual keeps its values.
+Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block with a
+value that is not finite decodes to NaN, and its residual keeps its values.
 
 The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
 blocks of 512); twice that if stochastic. Stochastic rounding is unbiased and works without error feedback. In blocks of

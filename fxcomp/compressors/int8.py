@@ -5,8 +5,8 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, in two's complement: 4 * blocks + round_up(n, 4) bytes. A block of zeros has
-scale 0. A block with a value that is not finite decodes to NaN, and its residual keeps its values.
+Payload and blocks as in `block_codes.py`, in two's complement. A block with a value that is not finite decodes to NaN,
+and its residual keeps its values.
 
 The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
 Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional; it

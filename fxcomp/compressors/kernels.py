@@ -1,6 +1,6 @@
 """Find and call the C++ kernels of csrc/; without them the references run.
 
-The library is torch-free: kernels take raw pointers, and ctypes releases the GIL during a call.
+Kernels take raw pointers, and ctypes releases the GIL during a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_run_on(tensor: Tensor) -> bool:
 
 @cache
 def fingerprint() -> str:
-    """Return a hash of the library, empty without one."""
+    """Return a hash of the library."""
     path = kernel_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 
@@ -64,10 +64,7 @@ def build_failure() -> str:
 
 
 def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
-    """Call a kernel, on torch's number of threads.
-
-    Tensors are passed as pointers, tuples as int64 arrays. The caller has checked sizes and dtypes.
-    """
+    """Call a kernel, with tensors as pointers and tuples as int64 arrays. The caller has checked sizes and dtypes."""
     library = _library()
     assert library is not None, f"{name} was called, but no kernels are built"
     return _calls(library).run(name, arguments)

@@ -4,7 +4,7 @@ A value may be compressed in pieces, one for each destination rank, with their p
 
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then the payload of (3,)
 
-Residual and state have the layout of the values. Decoding takes, for each piece in order, the payloads of all ranks.
+Decoding takes, for each piece in order, the payloads of all ranks.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ Places are ascending, in the shorter of these forms, which depends on k and n al
     the low 8 or 16 bits each    and a bit string: for each place a 1, and a 0 wherever the next block of 2^8 (or 2^16)
                                  places begins: 9k + n/2^8 bits (or 17k + n/2^16)
 
-The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i, so its size does not
-depend on the places, and lookup is random access. At 1 % it takes 9.4 bits a place; the entropy is 8.1.
+The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i: size and lookup do not
+depend on the places. At 1 % it takes 9.4 bits a place; the entropy is 8.1.
 
-Unused slots are zero. Bits fill bytes from the lowest on. A section is padded to whole bytes: first the low parts, then
-the bit string.
+Unused slots are zero. Bits fill bytes from the lowest on. A section has the low parts, then the bit string.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def read(section: Tensor, n: int, slots: int) -> Tensor:
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
-    # Scatter each 1 to its number and each 0 to the end: unlike nonzero, this does not wait for a GPU.
+    # Scatter each 1 to its number, each 0 to the end: unlike nonzero, this does not wait for a GPU.
     number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
     order = torch.arange(slots + 1, device=section.device)
     unused = torch.zeros_like(order) if form == BITMAP else order

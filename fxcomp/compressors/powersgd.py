@@ -17,8 +17,8 @@ Layout, by segment: the proposal holds `rank` columns of P, each `rows` long, fo
 `rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills in `columns`, 0 for
 dense. Unbound, a segment is the matrix of its size nearest to a square.
 
-P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So they have the same bits
-on every rank and machine, with or without kernels.
+P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So every rank and machine
+has the same bits, with or without kernels.
 
     M Q       64 sums, of the columns j, j + 64, ...; then the upper half is added to the lower, six times
     MᵀP       rows by chunks of 32, in order within a chunk, then the chunks in order
@@ -31,13 +31,9 @@ replaced by a random one, the same on all ranks, or factors would stay zero afte
 If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual keeps its values.
 The next step starts from a random Q.
 
-The error approaches that of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
-rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134; of
-rank 4 or less 0. PyTorch's hook has the same errors from the same start.
-
-Encoding reads the gradient three times, decoding once. At 4096 * 4096 on one thread they take 33 ms at rank 1, 41 at 4,
-52 at 8, 95 at 32; the arithmetic of PyTorch's hook in eager mode 94, 294, 270 and 140 (measured, AVX-512, torch 2.13,
-2026-11, the fastest of 15 interleaved).
+The error approaches the error of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
+rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134. PyTorch's
+hook has the same errors. docs/benchmarks/compressors.md has times of both.
 """
 
 from __future__ import annotations
@@ -119,7 +115,7 @@ def _orthonormal(factors: Tensor) -> Tensor:
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Subtract the projection on the basis, twice: once leaves rounding errors of the projection's size."""
+    """Subtract the projection on the basis, twice: once leaves rounding errors."""
     for other in (*basis, *basis):
         vector = vector - _dot(other, vector) * other
     return vector, _dot(vector, vector).sqrt()
@@ -131,7 +127,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
-    """Return centred sums of four random bytes: nearly Gaussian integers, without a logarithm to round."""
+    """Return centred sums of four random bytes: nearly Gaussian, without a logarithm to round."""
     state = torch.full((randomness.STATE_ELEMENTS,), key, dtype=torch.int64, device=device)
     state[1].fill_(step)
     stream = randomness.stream_of(state, 0)
@@ -141,7 +137,7 @@ def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def near_square(size: int) -> tuple[int, int]:
-    """Return rows and columns of the matrix of `size` values nearest to a square."""
+    """Return rows and columns of the matrix nearest to a square."""
     rows = next((rows for rows in range(isqrt(size), 0, -1) if size % rows == 0), 1)
     return rows, size // rows
 

@@ -35,7 +35,7 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """Return a state's increment: 0 for keys, 1 for steps. It is made on the device, so the host does not wait."""
+    """Return a state's increment, made on the device so that the host does not wait."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 
@@ -47,7 +47,7 @@ def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """Return the bits at counters start, start + 1, ...: int64 in 0..2^32-1."""
+    """Return the bits at `count` counters: int64 in 0..2^32-1."""
     counter = torch.arange(start, start + count, device=keys[0].device)
     return bits_at(keys, counter)
 
@@ -61,7 +61,7 @@ def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that separates close numbers."""
+    """Map 32 bits one to one, close numbers far apart."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _LOW
     return x ^ (x >> 15)
@@ -73,7 +73,7 @@ def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
 
 
 def uniform_of(state: Tensor, segments: Sequence[int]) -> Tensor:
-    """Return a number for each value of a bucket, from its segment's stream and its place."""
+    """Return a number for each value of a bucket."""
     streams = (stream_of(state, segment) for segment in range(len(segments)))
     drawn = [uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
     return torch.cat([torch.empty(0, device=state.device), *drawn])

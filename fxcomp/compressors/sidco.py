@@ -13,8 +13,6 @@ than its standard deviation (sqrt(t); 0 for a complete sample), the threshold be
 magnitude. No fit follows the edge that error feedback leaves at the last threshold. The sample has about 256 / ratio
 values, at least 32768, and at most the larger of 131072 and n / 32. Measured counts: docs/benchmarks/sidco.md.
 
-The error is topk's: 0.92 of the squared norm at 1 % of Gaussian values, 0.84 for Laplace.
-
 State, 9 fp32 a segment: the controller. Every five steps it compares the fits' mean count with the target. If the count
 is off by more than 20 %, it changes the stages by one, and reverses direction if the last change made the count worse.
 If two windows in a row reach less than a quarter or more than four times of k, five steps use a thin sample, every
@@ -120,7 +118,7 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the stride of a sample of 1 % and at least 64 / ratio values; odd, so out of step with matrix rows."""
+    """Return the stride of a sample of 1 % and at least 64 / ratio values; odd, to vary the columns of a matrix."""
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
@@ -131,7 +129,7 @@ def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
 
 
 def most_stages(ratio: float) -> int:
-    """Return the maximum number of stages, each of which keeps at least half."""
+    """Return the maximum number of stages."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
 
 
@@ -145,7 +143,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the count is off by more than 5 % and more than chance."""
+    """Return True if the count is off by more than 5 % and chance."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 

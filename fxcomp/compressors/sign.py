@@ -4,11 +4,10 @@
     bit     = v >= 0
     decoded = scale where the bit is set, -scale where it is not
 
-Payload and blocks as in `block_codes.py`: 4 * blocks + round_up(sum of ceil(n / 8) over the segments, 4) bytes. A block
-is a multiple of eight values.
+Payload and blocks as in `block_codes.py`; a block is a multiple of eight values.
 
-The scale minimises the squared error. This is 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace,
-so error feedback is required. One scale a block allows a single pass (EF-SignSGD, Karimireddy 2019, has one for all).
+The scale minimises the squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So
+error feedback is required. A scale a block allows a single pass (EF-SignSGD, Karimireddy 2019, has one for all).
 
 A block with an infinite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
 """

@@ -53,7 +53,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, a bit pattern. Also return how many reach it."""
+    """Send the values that reach each segment's threshold, a bit pattern, and count them."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -86,7 +86,7 @@ def kth_largest(values: Tensor, k: int) -> int:
 
 
 def _survivors(piece: Tensor, threshold: int, slots: int) -> tuple[Tensor, int]:
-    """Return the places to send, ascending, and how many values reach the threshold."""
+    """Return the places to send, ascending, and the count that reaches the threshold."""
     magnitude = magnitude_bits(piece)
     kept = (magnitude >= threshold).nonzero().flatten()
     if len(kept) <= slots:

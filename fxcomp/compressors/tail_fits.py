@@ -46,7 +46,10 @@ class Moments(NamedTuple):
 
 
 def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) -> float:
-    """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits. The sample is not all zeros."""
+    """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits.
+
+    The sample is not all zeros.
+    """
     magnitudes = sample.double()
     moments = moments_above(magnitudes, 0.0)
     share = reaching / moments.above
@@ -66,7 +69,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) ->
 
 
 def quantile(moments: Moments, share: float, fit: TailFit) -> float:
-    """Return the value that a share of the exceedances exceeds."""
+    """Return the value that a share exceeds."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
@@ -80,7 +83,7 @@ def quantile(moments: Moments, share: float, fit: TailFit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """Return the magnitude that a share exceeds under a gamma distribution."""
+    """Return the magnitude that a share exceeds."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)
@@ -100,7 +103,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Return the mean logarithm of the nonzero magnitudes, from exact sums of exponents and products of 512 mantissas."""
+    """Return the mean log of the nonzero magnitudes: exact sums of exponents, products of 512 mantissas."""
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
@@ -128,7 +131,7 @@ def _sum(values: Tensor) -> float:
 
 
 def inverse_gamma(shape: float, share: float) -> float:
-    """Return x that a gamma(shape, 1) variable exceeds with probability `share`: Newton's method with bisection."""
+    """Return x that a gamma(shape, 1) variable exceeds with probability `share`, by Newton's method."""
     log_gamma = _log_gamma(shape)
     low, high = 0.0, shape + 10.0
     while _upper_gamma(shape, high, log_gamma) > share:

@@ -4,16 +4,15 @@
     decoded = v at the k places of largest |v|, 0 elsewhere
 
 Payload, as bytes: for each segment its k fp32 values by ascending place, then their places as in places.py, padded to a
-multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits. A value takes 5.1 bytes at 10 %, 5.2 at
-1 %, 5.6 at 0.1 %.
+multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits.
 
 Of equal magnitudes the lower place is sent first. Magnitudes are compared as unsigned bit patterns, so values that are
 not finite are the largest. The residual is 0 where a value was sent, v elsewhere, and keeps its value where v is not
 finite.
 
-The error is at most 1 - ratio of the squared norm: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Without error
-feedback training can diverge for every step size. Gathering from N ranks moves fewer bytes than a dense all_reduce only
-for ratio < 1/N.
+The error is at most 1 - ratio of the squared norm: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Training
+without error feedback can diverge for every step size. Gathering from N ranks moves fewer bytes than a dense all_reduce
+only for ratio < 1/N.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _largest(piece: Tensor, k: int) -> Tensor:
 def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
     """Return k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7.
 
-    Raises BadOption for a segment whose places exceed an int32.
+    Raises BadOption if a place exceeds an int32.
     """
     return _counts(tuple(segments), ratio)
 

@@ -7,14 +7,14 @@ The compressors of modes and budgets have kernels, and cmax; others run their re
     bf16         bf16                           a codec of two functions: a code, its value
     send, sparse topk, sidco                    a policy that chooses each segment's smallest magnitude to send
 
-For a new quantiser copy `sign.py`, for a sparsifier `topk.py`. powersgd and cmax have kernels of their own.
+For a new quantiser copy `sign.py`, for a sparsifier `topk.py`.
 
-- Many parameters share a launch: a device table, made once for each division of a bucket, locates its tiles (`tiles.py`).
+- Many parameters share a launch: a device table locates the tiles of a bucket (`tiles.py`).
 - Nothing synchronises with the device. Selection keeps counts, thresholds and places there.
 - Encoding is one kernel including the residual; decoding is one kernel for all ranks. Quantisers take all pieces of a
   bucket in one launch.
-- The bits are those of the reference on the CPU, unless a file states a difference. Division rounds correctly
-  (`div_rn`), multiplication and addition are not fused (`launch`), sums and random counters are the reference's.
+- The bits are the bits of the reference on the CPU, unless a file states a difference. Division rounds correctly
+  (`div_rn`), multiplication and addition are not fused (`launch`).
 - A reference on a GPU may differ in last bits, because torch divides by a number there by multiplying with its inverse.
   So either all ranks of a job use kernels, or none.
 

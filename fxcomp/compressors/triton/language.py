@@ -1,6 +1,6 @@
 """Triton's language and shared functions. Stand-ins replace Triton where it is not installed.
 
-Sums add the upper half to the lower until one term is left. Random bits are those of `fxcomp/compressors/randomness.py`.
+Sums add the upper half to the lower until one term is left. Random bits have the reference in `randomness.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(
 
 @contextmanager
 def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
-    """Pass each launch's tensors to `tell` instead of running it. Meta tensors count as device tensors."""
+    """Pass each launch's tensors to the callback instead of running the kernel, for meta tensors."""
     token = _told.set(tell)
     try:
         yield

@@ -9,7 +9,7 @@
     scatter    write values and places into the payload, and clear their residual
 
 Only `gather` reads every value; then a warp reads each tile's list. All launches happen for any data. A decision is a
-magnitude and a number: larger values are sent, and of equal ones that number, in order.
+magnitude and a number: larger values are sent, and the first equal ones up to that number.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
 
 @jit
 def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr):
-    """Count the next digits of magnitudes with the known digits, one by one, as they are few."""
+    """Count the next digits of magnitudes with the known digits, one by one."""
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
     tl.atomic_add(histogram + digit, 1, mask=is_ours, sem="relaxed")
@@ -98,7 +98,7 @@ def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
 def _digit_histogram(
     table, sample, decisions, histograms, segments, SHIFT: constexpr, ABOVE: constexpr, SHAPE: constexpr
 ):
-    """Count the digits of a tile of a sample, -1 as padding, for one of its segment's decisions."""
+    """Count the digits of a tile of a sample (-1 is padding) for one decision."""
     TILE: constexpr = SHAPE[1]
     start, size, _, _ = tile_of(table, SHAPE[3])
     segment, _ = segment_of(table)
@@ -111,7 +111,7 @@ def _digit_histogram(
 
 
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
-    """Find the magnitude of each open decision, of which a segment may have several."""
+    """Find the magnitude of each open decision. A segment may have several."""
     for shift, above in DIGITS:
         histograms = torch.zeros(len(decisions), BIN_COUNT, dtype=torch.int32, device=sample.device)
         rows = len(decisions) // max(segments, 1)
@@ -155,7 +155,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List the values that reach the lower cut. Count values at both cuts, and values that are not finite."""
+    """List the values that reach the lower cut; count values at both cuts, and not finite ones."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:

@@ -7,8 +7,8 @@
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
-A GPU's log and exp may differ from a CPU's in the last of 53 bits, and then about one threshold in 10^8, rounded to 24
-bits. Nothing depends on it, as each rank selects for itself.
+A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8. Nothing
+depends on it, as each rank selects for itself.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 a thread  # assu
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """Return the tiles of both samples, the thin ones last; the number of first tiles; for each segment first value, n, k,
-    both strides, first value of the sample, first product; and the number of products.
+    """Return the tiles of both samples, the thin ones last; the number of tiles of the first; for each segment first
+    value, n, k, both strides, first value of the sample, first product; and the number of products.
     """
     steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]

@@ -1,8 +1,7 @@
 """Lay out and decode the sparse payload of topk and sidco, without synchronising with the device.
 
 First the places of all ranks are read into lists, from the positions of ones in the bit strings. Then each tile of the
-bucket looks up its part of each list. A section is a segment's part of the payload, as in `topk.py`, `survivors.py` and
-`places.py`.
+bucket looks up its part of each list. A section is a segment's part of the payload.
 """
 
 from __future__ import annotations

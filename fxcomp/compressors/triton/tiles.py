@@ -38,8 +38,8 @@ class Tiles:
     kernel's own.
     """
     shape: tuple[int, int, int, int, int]
-    """Block, width, rows, and two powers of two to compile for: divisors of start and size of every tile, and of the best
-    aligned tiles.
+    """Block, width, rows, and two powers of two to compile for: divisors of start and size of every tile, and of the
+    best aligned tiles.
     """
     warps: int
 
@@ -53,7 +53,7 @@ class Tiles:
 
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
-    """Cut a bucket so that no tile crosses a segment's end."""
+    """Cut a bucket into tiles within segments."""
     return tiles_of(block, list(rows_of(segments, block, values_per_byte)), device)
 
 
@@ -68,6 +68,7 @@ def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> 
 
 
 def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
+    """Yield the table's row of each tile."""
     rows = max(TILE // (1 << (block - 1).bit_length()), 1)
     start = first_block = first_byte = 0
     for segment, size in enumerate(segments):

@@ -4,7 +4,7 @@
     count       one pass over the bucket counts the values that reach it
     histogram   if they are too few, the same bits of all magnitudes give the cut
 
-`send.py` gives the same bits from any cut that k values reach. The bucket is read twice whole.
+`send.py` gives the same bits from any cut that k values reach.
 """
 
 from __future__ import annotations
