@@ -79,7 +79,7 @@ class Compressor(Declared):
         """Convert a segment's state from the parameters of `before`; `fresh` is a first state."""
         return state if state.shape == fresh.shape else fresh
 
-    # Kernels. A plug-in may override these; True: done.
+    # Kernels, which a plug-in may override. They return True if they did the work.
 
     def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:
         tensors = (given.bucket, given.residual, payload, given.state, given.agreed)

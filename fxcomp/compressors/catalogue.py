@@ -92,7 +92,6 @@ def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compress
 
 
 def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Parse values, positional ones first. Raises ValueError."""
     values: dict[str, Any] = {}
     named = ""
     for place, part in enumerate(parts):
@@ -116,7 +115,6 @@ def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str
 
 
 def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInfo]) -> str:
-    """Return the name of the parameter at `place`."""
     if value in declared:
         raise ValueError(f"{value} has no value, write {value}=...")
     if named:

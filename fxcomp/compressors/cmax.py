@@ -158,7 +158,6 @@ class CMax(Compressor):
         return [-(-m * width // 8) for width in self._widths]
 
     def _bytes_of(self, n: int) -> int:
-        """Return the bytes of a segment's section."""
         return -(-(4 + sum(self._plane_bytes(count_blocks((n,), self.chunk)))) // 4) * 4 if n else 0
 
     def _planes(self, codes: Tensor) -> list[Tensor]:

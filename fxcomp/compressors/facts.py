@@ -104,11 +104,11 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples; if empty,
-    anywhere.
+    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples, or anywhere if
+    empty.
     """
     is_joined: bool = False
-    """Payloads of several segments are concatenated."""
+    """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
     """The compressor uses the parameters' shapes, and cannot compress a shard."""
     use: str
@@ -138,7 +138,6 @@ class FieldInfo(NamedTuple):
         return self.default is not MISSING
 
     def __str__(self) -> str:
-        """Format as `block: int = 512`."""
         return f"{self.name}: {self.type}" + (f" = {text_of(self.default)}" if self.has_default else "")
 
 

@@ -5,9 +5,9 @@
 Every rank must judge a plan alike. So the values come from counters, the references sum in a fixed order, and squares
 are added exactly. Each value is a sum of 64 random bytes, with an excess kurtosis of -0.019.
 
-Gradients have low rank (Vogels et al. 2019), Gaussian values do not. So a compressor that needs whole parameters gets
-singular values 1 / k, and the error after `WARM_UP` steps. ω is the error of one rank; the mean of unbiased ones has
-less.
+Gradients have low rank (Vogels et al. 2019), Gaussian values do not. So a compressor that needs whole parameters
+compresses a matrix with singular values 1 / k, after `WARM_UP` other steps. ω is one rank's error; a mean over ranks
+may have less.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class DecoderInput(NamedTuple):
 
 
 def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> None:
-    """Raise BadTensor for wrong sizes, dtypes or devices."""
+    """Raise BadTensor for invalid arguments of `encode`."""
     call = _Call(compressor, "encode", given.segments, given.bucket.device)
     _check_bucket(call, given)
     call.check(payload, compressor.payload_dtype, _payload_elements(compressor, given.segments), "payload")
@@ -63,7 +63,7 @@ def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> 
 
 
 def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> None:
-    """Raise BadTensor for wrong sizes, dtypes or devices."""
+    """Raise BadTensor for invalid arguments of `propose`."""
     call = _Call(compressor, "propose", given.segments, given.bucket.device)
     _check_bucket(call, given)
     if given.state is not None or compressor.facts.state_from_payload:  # proposals need it
@@ -72,7 +72,7 @@ def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> Non
 
 
 def check_decode(compressor: Declared, received: DecoderInput, out: Tensor) -> None:
-    """Raise BadTensor for wrong sizes, dtypes or devices."""
+    """Raise BadTensor for invalid arguments of `decode`."""
     ranks, segments = received.ranks, received.segments
     call = _Call(compressor, "decode", segments, out.device)
     check_segments(compressor, segments)

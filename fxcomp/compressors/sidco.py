@@ -143,13 +143,12 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the count is off by more than 5 % and chance."""
+    """Return True if the count is off by more than 5 % and by more than chance."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
 
 def _round_to_bits(threshold: float) -> int:
-    """Return fp32 bits, positive and finite."""
     bits = int(survivors.magnitude_bits(torch.tensor(threshold, dtype=torch.float64).float()))
     return min(max(bits, 1), INFINITY_BITS - 1)
 

@@ -7,7 +7,7 @@
 Payload and blocks as in `block_codes.py`; a block is a multiple of eight values.
 
 The scale minimises the squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So
-error feedback is required. A scale a block allows a single pass (EF-SignSGD, Karimireddy 2019, has one for all).
+error feedback is required. EF-SignSGD (Karimireddy 2019) has one scale; one for each block needs only one pass.
 
 A block with an infinite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
 """

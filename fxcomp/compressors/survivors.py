@@ -53,7 +53,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, a bit pattern, and count them."""
+    """Send the values that reach each segment's threshold, given as bits. Also return each segment's count."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []

@@ -1,15 +1,14 @@
 """Fit a distribution to magnitudes, and compute the magnitude that a small share of them exceeds.
 
 A fit to all magnitudes describes the largest poorly, so it is repeated in stages: the first keeps a quarter, each later
-one fits the values above the last threshold. Targets use the actual count of the stages before, so errors do not add
-up. With mean m, variance s^2 of the exceedances and the share p to keep:
+one fits the values above the last threshold. Targets use the actual counts of earlier stages, so errors do not add up.
+With mean m, variance s^2 of the exceedances and the share p to keep:
 
     exponential         m ln(1/p)
     generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
     gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
 
-Zeros and values that are not finite are excluded. csrc/sidco.cpp is the kernels' copy; sums have an order for any
-vector width.
+Zeros and values that are not finite are excluded. csrc/sidco.cpp is the kernels' copy, with the same order of sums.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Return the mean log of the nonzero magnitudes: exact sums of exponents, products of 512 mantissas."""
+    """Return the mean log of the nonzero magnitudes, with exact sums of exponents and products of 512 mantissas."""
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)

@@ -1,6 +1,6 @@
 """Errors of one rank's values: of codecs, on sampled runs, and of keeping the largest, exactly.
 
-Squares are summed in fp32. Rows whose squares exceed fp32's range are summed in fp64, which is 20 times slower.
+Squares are summed in fp32. Rows outside its range are summed in fp64, which is 20 times slower.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Drawn:
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
     The expected value is |v - decoded|² / |v|², for any distribution. The standard error is at most the runs' deviation
-    over √64, and smaller by stratified sampling: runs are ordered by the share of their largest value, which determines
-    a quantiser's error. A gradient of at most 64 runs is measured whole.
+    over √64. Runs are drawn in the order of their largest values' shares, which determine a quantiser's error, so it is
+    smaller. A gradient of at most 64 runs is measured whole.
     """
 
     values: Tensor

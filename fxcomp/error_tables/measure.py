@@ -35,7 +35,7 @@ _SKETCH = max(each.rank for each in LOW_RANK) + 8
 """Columns of a sketch, more than the largest rank."""
 
 _PROBES = 8
-"""Vectors that estimate the sketch's error: to a half if it has rank 1, to an eighth if it has rank 16."""
+"""Vectors that estimate the sketch's error, to within a half if it has rank 1, an eighth if it has rank 16."""
 
 
 def losses_by_rank(
@@ -178,7 +178,7 @@ def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
 def _sketch(
     found: Tensor, gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor], look: int, all_reduce: AllReduce
 ) -> None:
-    """Fill in the columns of ranks, which each rank computes from the same sums."""
+    """Fill in the columns of ranks, the same on every rank."""
     places = [k for k, each in enumerate(gradients.values()) if not sends_whole(LOW_RANK[0], tuple(each.shape))]
     names, is_measured = list(gradients), [bool(row[0]) for row in found]
     shapes = [(gradients[names[k]].shape[0], gradients[names[k]][0].numel()) for k in places]

@@ -11,9 +11,8 @@ For a new quantiser copy `sign.py`, for a sparsifier `topk.py`.
 
 - Many parameters share a launch: a device table locates the tiles of a bucket (`tiles.py`).
 - Nothing synchronises with the device. Selection keeps counts, thresholds and places there.
-- Encoding is one kernel including the residual; decoding is one kernel for all ranks. Quantisers take all pieces of a
-  bucket in one launch.
-- The bits are the bits of the reference on the CPU, unless a file states a difference. Division rounds correctly
+- Quantisers encode in one kernel, residual included, and decode all ranks in one kernel.
+- Payloads have the bits of the reference on the CPU, unless a file states a difference. Division rounds correctly
   (`div_rn`), multiplication and addition are not fused (`launch`).
 - A reference on a GPU may differ in last bits, because torch divides by a number there by multiplying with its inverse.
   So either all ranks of a job use kernels, or none.

@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    First block indexes the payload as fp32, first byte as bytes. A tile's own columns are its payload's padding and the
-    bytes of a rank's payload.
+    First block indexes the payload as fp32, first byte as bytes. A tile's last columns are the bytes of padding after
+    it, and the bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []
@@ -206,7 +206,6 @@ def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def _store_codes(codes, code, size, BITS: constexpr, SHAPE: constexpr):
-    """Pack codes, the first into a byte's lowest bits."""
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
     IN_A_BYTE: constexpr = 8 // BITS

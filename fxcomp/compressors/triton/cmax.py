@@ -64,7 +64,6 @@ def decode(compressor: CMax, received: DecoderInput, out: Tensor) -> None:
 
 @cache
 def _sections(compressor: CMax, segments: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the columns of each segment."""
     rows: list[tuple[int, ...]] = []
     first_chunk = first_run = at = 0
     for n in segments:
@@ -161,7 +160,6 @@ def _bytes_of_codes(chunks, BITS: constexpr):
 
 @jit
 def _plane_bytes(chunks, BITS: constexpr, WIDTH: constexpr):
-    """Return the bytes of a plane, 0 if the codes have none of this width."""
     if BITS & WIDTH:
         return (chunks * WIDTH + 7) // 8
     else:  # noqa: RET505  Triton compiles one branch only

@@ -101,7 +101,7 @@ def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: cons
 def _orthonormalise(
     factors, basis, work, scratch, matrices, PADDED: constexpr, TERMS: constexpr, WIDTH: constexpr, IS_START: constexpr
 ):
-    """Orthonormalise Q, from zeros if it is not finite, or P, with NaN then."""
+    """Orthonormalise Q or P. If it is not finite, Q counts as zeros, and the basis of P is NaN."""
     matrix = matrices + tl.program_id(0) * MATRIX_COLUMNS
     if IS_START:
         length = tl.load(matrix + COLUMN_COUNT)
@@ -133,7 +133,7 @@ def _orthonormalise(
             first += WIDTH
         whole = tl.sqrt(_dot(vector, vector, length, scratch, PADDED))
         left = _clean(vector, work, index, length, scratch, PADDED, WIDTH)
-        if left <= whole * NOTHING_LEFT:  # constant second: the interpreter cannot compare otherwise
+        if left <= whole * NOTHING_LEFT:  # constant second, or the interpreter cannot compare
             tl.debug_barrier()
             low = mix(index.to(tl.uint32))
             high = mix(low)

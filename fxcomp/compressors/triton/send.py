@@ -146,7 +146,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
         launch(pick, segments, decisions, histograms, **constants)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
     lists.launch(_count, values, lengths, decisions, counts, count)
-    ends = counts.flatten().cumsum(dim=0, dtype=torch.int32)  # by row would use one block
+    ends = counts.flatten().cumsum(dim=0, dtype=torch.int32)  # a cumsum by row would use one block
     sums = (layout.sections, counts, ends, count)
     arguments = (places, values, lengths, decisions, payload, given.residual, *sums)
     lists.launch(_scatter, *arguments, HAS_COUNTS=layout.has_counts)
@@ -155,7 +155,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List the values that reach the lower cut; count values at both cuts, and not finite ones."""
+    """List the values that reach the lower cut. Count values at both cuts, and values that are not finite."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:
@@ -239,7 +239,6 @@ def _histogram(
 
 @jit
 def _read_values(values, first, length, TILE: constexpr):
-    """Return a part of a tile's list, and its mask."""
     number = first + tl.arange(0, PART)
     is_there = number < length
     return tl.load(values + tl.program_id(0).to(tl.int64) * TILE + number, is_there, other=0.0), is_there
@@ -332,7 +331,6 @@ def _scatter(
 
 @jit
 def _before(counts, ends, tile):
-    """Return the sum of the counts before a tile's."""
     return tl.load(ends + tile) - tl.load(counts + tile)
 
 
@@ -345,5 +343,4 @@ def _send_byte(payload, words, at, value, is_there, edge):
 
 @jit
 def _set_bits(words, bit, value, is_there):
-    """Set bits in a cleared word."""
     tl.atomic_or(words + (bit >> 5), value << (bit & 31).to(tl.int32), mask=is_there, sem="relaxed")

@@ -87,7 +87,6 @@ def _sample(table, bucket, residual, histograms):
 
 @jit
 def _stretch_of(table, ALIGNMENT: constexpr):
-    """Return first value, number of values, and segment."""
     start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, _ = segment_of(table)
     return start, size, segment
