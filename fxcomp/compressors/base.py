@@ -1,7 +1,6 @@
 """Base class of compressors: declared facts, a reference in plain torch, and in-place `encode` and `decode`.
 
-A compressor is a frozen dataclass under `@register`. Its references are the specification; C++ and Triton kernels have
-the same results.
+References are the specification; C++ and Triton kernels have the same results.
 
 A bucket is a flat fp32 tensor, and `segments` are its parameters' sizes. No computation mixes two segments. A payload's
 size depends on `segments` alone, so one collective sends it without a header.
@@ -112,7 +111,7 @@ class Compressor(Declared):
         name = find_kernel(type(self), what)
         return None if name is None else kernels.run(name, *tensors, *self.kernel_arguments(what, segments))
 
-    # The in-place pair: on kernels that allocate nothing of the bucket's size, where they exist
+    # The in-place pair
 
     def encode(
         self,

@@ -11,10 +11,10 @@ byte of codes. Its last block may be short.
 A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual keeps its value.
 Other scales are at most `most_scale`, so decoded values are finite.
 
-A random compressor draws u in [0, 1) from a value's place in its segment. Ranks have different streams, so errors do
-not add up.
+A random compressor draws u in [0, 1) from a value's place in its segment. Each rank has its own stream, or errors would
+add up.
 
-References use rows, padded with zeros:
+References use rows:
 
     segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
                                                           e 0 0 0

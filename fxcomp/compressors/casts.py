@@ -73,7 +73,7 @@ class FP16(CastCompressor):
 
     The bucket is divided by the number of ranks first, or a sum of 60000 from each of four ranks would exceed fp16's
     limit, 65504. Larger values become inf and keep their residual. Values below 6e-5 lose precision, below 3e-8 they
-    become zero: scale the loss, or use a residual.
+    become zero: scale the loss.
 
     The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """

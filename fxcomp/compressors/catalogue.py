@@ -1,15 +1,15 @@
 """Compressors by name: register one with its ops, and parse its text form: `bf16`, `int8(block=128)`, `topk(0.01)`.
 
-`register` defines functional ops that run `encode`, `decode` and `propose` on fresh tensors, so a graph and the emitted
-code compute the same:
+The functional ops run `encode`, `decode` and `propose` on fresh tensors, so a graph and the emitted code compute the
+same:
 
     fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?, pieces?)
         -> (payload, residual, state)
     fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?, pieces?) -> mean
     fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
 
-Registering a class again, as when a notebook cell runs twice, replaces it under new op names. Existing graphs and steps
-keep the old ops.
+A class that is registered again, as when a notebook cell runs twice, gets new op names. Existing graphs and steps keep
+the old ops.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     decoded = scale or -scale, by its sign, at the place of largest |v| in each chunk, 0 elsewhere
 
 Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the place in the lowest bits, the
-sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits, as the binary digits of their width:
-five bits are a plane of four and one of one. Planes are packed as in `block_codes.py`, and padded together to a
-multiple of four bytes.
+sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits: five bits are a plane of four and one
+of one. Planes are packed as in `block_codes.py`, and padded together to a multiple of four bytes.
 
 **A chunk of zeros** must decode to zeros: an embedding row that no batch has used must not move. Every code has a
 meaning, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, which a negative scale marks,

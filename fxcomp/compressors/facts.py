@@ -104,7 +104,7 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples, or anywhere if
+    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples; anywhere if
     empty.
     """
     is_joined: bool = False
@@ -122,7 +122,6 @@ SCHEMA = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple[i
 """Names of Python types in an op's schema."""
 
 PARAMETER_TYPES = ("int", "float", "bool", "str")
-"""Types with a text form."""
 
 _MEANING = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 
@@ -149,7 +148,6 @@ def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
 
 
 def _type_name(annotation: Any) -> str:
-    """Return the text, with and without `from __future__ import annotations`."""
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 

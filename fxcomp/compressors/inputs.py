@@ -1,6 +1,6 @@
 """Inputs of a compressor, and the checks before kernels get raw pointers.
 
-The checks run on every step, so error texts are built only on failure and sizes are cached.
+The checks run on every step, so sizes are cached.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ If a segment is not finite, P_hat is NaN on every rank, the segment decodes to N
 The next step starts from a random Q.
 
 The error approaches the error of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
-rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134. The
-errors of PyTorch's hook are equal. Times of both: docs/benchmarks/compressors.md.
+rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     counter i of stream (key, step)  -->  32 bits
 
 A three-multiply hash of the counter, keyed between the rounds (the 32-bit finalizers of Murmur3 and "lowbias32" use
-two). Reference, C++ and Triton have the same bits; `uniform` uses the upper 24.
+two). `uniform` uses the upper 24 bits.
 
 The state is two int64 a segment: the stream's key, and the step, which each encoding raises.
 """

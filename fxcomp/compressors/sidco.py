@@ -10,8 +10,8 @@ generalised Pareto, or `pareto`, generalised Pareto from the start.
 
 Check of the fit: t = k / n of the sample should reach the threshold. If the count is off by more than 5 % and by more
 than its standard deviation (sqrt(t); 0 for a complete sample), the threshold becomes the sample's t-th largest
-magnitude. No fit follows the edge that error feedback leaves at the last threshold. The sample has about 256 / ratio
-values, at least 32768, and at most the larger of 131072 and n / 32. Measured counts: docs/benchmarks/sidco.md.
+magnitude. No fit follows the edge that error feedback leaves at the last threshold. Measured counts:
+docs/benchmarks/sidco.md.
 
 State, 9 fp32 a segment: the controller. Every five steps it compares the fits' mean count with the target. If the count
 is off by more than 20 %, it changes the stages by one, and reverses direction if the last change made the count worse.

@@ -11,8 +11,7 @@ not finite are the largest. The residual is 0 where a value was sent, v elsewher
 finite.
 
 The error is at most 1 - ratio of the squared norm: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Training
-without error feedback can diverge for every step size. Gathering from N ranks moves fewer bytes than a dense all_reduce
-only for ratio < 1/N.
+without error feedback can diverge for every step size.
 """
 
 from __future__ import annotations

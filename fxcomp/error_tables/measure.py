@@ -46,9 +46,8 @@ def losses_by_rank(
         Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A    Ω random, of 24 columns
         lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
 
-    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks, as for powersgd's
-    factors. Products are summed over the ranks, so four all_reduces of sketches serve all matrices. |A|² is |B|² plus
-    the part outside Q, which 8 more random vectors estimate:
+    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks. Four all_reduces of
+    products serve all matrices. |A|² is |B|² plus the part outside Q, which 8 more random vectors estimate:
 
         |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
 
@@ -126,9 +125,9 @@ def measure(
 ) -> dict[str, ErrorRow]:
     """Measure the errors of one of FAMILIES on gradients, plus residuals where given.
 
-    Every rank calls it with the same names and shapes. Random choices differ by `rank` and `look`, the measurement's
-    number, so that means converge. A gradient that is finite on no rank has no row; one with an error that is not
-    finite has a row without errors.
+    Every rank calls it with the same names and shapes. Random choices depend on `rank` and on the measurement's number
+    `look`, so that means converge. A gradient that is finite on no rank has no row. A row with an error that is not
+    finite has no errors.
     """
     # A row a gradient: ranks that measured it, |g|², |v|², and the error of each column; by rank, relative to |v|².
     found = torch.zeros(len(gradients), 3 + len(family), dtype=torch.float64)

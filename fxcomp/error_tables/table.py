@@ -11,8 +11,7 @@
     CODECS      compressors that round         the same compressor
 
 Each measurement covers one family (`measure.py`). `averaged` is the mean of a family's measurements, `joined` makes a
-table of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed. `ASSUMED` is the
-empty table.
+table of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class ErrorTable:
 
 
 ASSUMED = ErrorTable()
-"""No measurements."""
+"""The empty table."""
 
 
 @lru_cache(maxsize=4096)

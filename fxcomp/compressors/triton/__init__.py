@@ -11,12 +11,11 @@ For a new quantiser copy `sign.py`, for a sparsifier `topk.py`.
 
 - Many parameters share a launch: a device table locates the tiles of a bucket (`tiles.py`).
 - Nothing synchronises with the device. Selection keeps counts, thresholds and places there.
-- Quantisers encode in one kernel, residual included, and decode all ranks in one kernel.
 - Payloads have the bits of the reference on the CPU, unless a file states a difference. Division rounds correctly
   (`div_rn`), multiplication and addition are not fused (`launch`).
 - A reference on a GPU may differ in last bits, because torch divides by a number there by multiplying with its inverse.
   So either all ranks of a job use kernels, or none.
 
-On an H100, quantisers run at copy bandwidth (docs/benchmarks/gpu.md). Tests run the kernels in Triton's interpreter and
-compile them for compute capability 9.0.
+Tests run the kernels in Triton's interpreter and compile them for compute capability 9.0. Speed:
+docs/benchmarks/gpu.md.
 """

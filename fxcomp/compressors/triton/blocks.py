@@ -6,8 +6,8 @@ A codec is three functions:
     code(value, scale, drawn, MOST)                             each value's code and decoded value
     value(code, scale, BITS, MOST)                              the decoded value of a code's bits
 
-MOST is the value of the largest code, in units of the scale. `drawn` is None if nothing is random. A tile's values stay
-in registers between scale and code; an ordered sum reads them again, from the cache.
+MOST is the value of the largest code, in units of the scale. `drawn` is None if nothing is random. An ordered sum reads
+a tile's values again, from the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Two thin factors of each matrix, with the bits of `fxcomp/compressors/powersgd.py`.
 
 All matrices of a bucket share each launch. Propose: orthonormal Q, M Q. Encode: orthonormal P, MᵀP by chunks of 32
-rows, the chunks' sum, the residual. Decode: orthonormal P, P Qᵀ. Orthonormalising is the slow part for few, long
-matrices.
+rows, the chunks' sum, the residual. Decode: orthonormal P, P Qᵀ.
 """
 
 from __future__ import annotations
