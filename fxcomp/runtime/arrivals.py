@@ -1,12 +1,12 @@
-"""Record where each gradient of a parameter comes from, before autograd adds it to `.grad`.
+"""Record the origin of each gradient of a parameter, before autograd adds it to `.grad`.
 
-torch.compile falls back to eager code without an error, and then a gradient reaches `.grad` that no rank has averaged.
+If torch.compile falls back to eager code without an error, an unaveraged gradient reaches `.grad`.
 
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
-    autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, where neither was noted
+    autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-Each parameter has one Arrivals, shared by all models that hold it, which is the hook given to `Tensor.register_hook`.
-A copy of a parameter has no hooks, so it has no Arrivals.
+Each parameter has one Arrivals, shared by all models that hold it and registered with `Tensor.register_hook`. A copy of
+a parameter has no hooks, so it has no Arrivals.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fxcomp import compat
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of each element size."""
+"""Integer dtype of each element size, in bytes."""
 
 
 class Arrivals:
-    """The gradients of one parameter in the call of backward() that is under way."""
+    """Origin of one parameter's gradients in the current call of backward()."""
 
     __slots__ = ("_averaged_in", "_guards", "_is_sampled", "_local_in", "_parameter", "digest")
 
@@ -35,17 +35,17 @@ class Arrivals:
         self._local_in: int | None = None
         self._is_sampled = False
         self.digest: Tensor | None = None
-        """Digest of the sampled gradient that arrived last, int64[]."""
+        """Digest of the latest sampled gradient, int64[]."""
         compat.register_hook(parameter, self)
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Arrivals:
-        """Return the parameter's Arrivals, registered now if there is none."""
+        """Return the parameter's Arrivals, creating it if needed."""
         hooks: Mapping[int, object] = parameter._backward_hooks or {}
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 
     def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
-        """Call `refuse` before a gradient that no compiled backward pass made is stored; None ends an owner's guard."""
+        """Call `refuse` before an uncompiled backward pass stores a gradient; None removes an owner's guard."""
         if refuse is None:
             self._guards.pop(id(owner), None)
         else:
@@ -70,20 +70,20 @@ class Arrivals:
             self._is_sampled, self.digest = False, digest_of(gradient)
 
     def is_stored(self) -> bool:
-        """Return whether autograd adds this gradient to `.grad`; torch.autograd.grad returns it."""
+        """Return whether autograd adds this gradient to `.grad`, rather than return it from torch.autograd.grad."""
         parameter = self._parameter()
         return parameter is not None and compat.will_accumulate(parameter)
 
 
 def digest_of(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, int64[]: a change of any element changes it, almost surely."""
+    """Sum a tensor's bits as integers, int64[]. A change of any element almost surely changes the sum."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return values.contiguous().view(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def has_foreign_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient hook that is no Arrivals."""
+    """Return whether a parameter has a gradient hook other than an Arrivals."""
     hooks: Mapping[int, object] | None = parameter._backward_hooks
     if hooks and not all(isinstance(hook, Arrivals) for hook in hooks.values()):
         return True

@@ -1,7 +1,7 @@
-"""Run a collective that the loss function itself asks for, such as the all_gather of a contrastive loss.
+"""Run a collective that the loss function calls, such as the all_gather of a contrastive loss.
 
-Eager code has tensors filled in place. Here `sent` goes out, and what comes back is new, one tensor for each that eager
-code would have filled; `received` says their shapes. Collectives that carry gradients are launched by `runtime.py`.
+Eager code fills tensors in place. Here `sent` goes in, and new tensors in the shapes of `received` come out.
+`runtime.py` launches the collectives that carry gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxcomp.errors import StepChanged
 
 
 class ExchangeKind(Enum):
-    """A collective of torch.distributed, in its spelling."""
+    """A collective of torch.distributed."""
 
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
@@ -40,17 +40,17 @@ IN_PLACE = (ExchangeKind.ALL_REDUCE, ExchangeKind.BROADCAST, ExchangeKind.REDUCE
 
 
 def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Choose the tensors that eager code would fill."""
+    """Return the tensors that eager code would fill."""
     return sent if ExchangeKind(kind) in IN_PLACE else received
 
 
 def exchange(
     kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], group: str, how: str, numbers: Sequence[int]
 ) -> list[Tensor]:
-    """Communicate with a group, named as torch names it, and wait. Returns what eager code would have in its tensors.
+    """Run a collective on a group, by torch's name of the group, and wait. Returns new tensors with the results.
 
-    `how` is a reduction's operation. `numbers` is a root's place in the group, or for all_to_all_single the sizes of
-    the parts that come and go.
+    `how` is the reduction. `numbers` holds the root's index in the group, or for all_to_all_single the sizes of the
+    received and sent parts.
     """
     chosen, handle = ExchangeKind(kind), _group(group)
     shaped = [value.contiguous() for value in sent]
@@ -62,13 +62,13 @@ def exchange(
     return out
 
 
-_dist: Any = dist  # half of its arguments have no types
+_dist: Any = dist  # its arguments are partly untyped
 
 
 def _run(
     kind: ExchangeKind, out: list[Tensor], sent: list[Tensor], group: Any, how: str, numbers: Sequence[int]
 ) -> None:
-    """Run the collective; `out` holds the tensors that it overwrites or receives."""
+    """Run the collective; `out` holds the tensors that it overwrites or fills."""
     match kind:
         case ExchangeKind.ALL_REDUCE:
             for value in out:
@@ -90,7 +90,7 @@ def _run(
             for part, whole in zip(out, sent, strict=True):
                 compat.reduce_scatter(part, whole, _operation(how), group=group)
         case ExchangeKind.GATHER:
-            _dist.gather(sent[0], out or None, _root(group, numbers), group)  # the root alone has a list
+            _dist.gather(sent[0], out or None, _root(group, numbers), group)  # only the root has a list
         case ExchangeKind.SCATTER:
             _dist.scatter(out[0], sent or None, _root(group, numbers), group)
         case ExchangeKind.ALL_TO_ALL:
@@ -118,5 +118,5 @@ def _operation(how: str) -> dist.ReduceOp.RedOpType:
 
 
 def _root(group: Any, numbers: Sequence[int]) -> int:
-    """The root's number among all ranks."""
+    """The root's rank in the job."""
     return _dist.get_global_rank(group, numbers[0])

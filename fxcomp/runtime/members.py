@@ -1,6 +1,6 @@
-"""The ranks that average with each other: all of the job, or those of one process group.
+"""The ranks that average with each other: the whole job, or one process group.
 
-fxcomp counts them from 0 in the group's order. torch.distributed numbers the ranks of the whole job, and so do errors.
+fxcomp numbers them from 0 in the group's order. torch.distributed and error messages use the job's ranks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from fxcomp import compat
 from fxcomp.errors import BadCall, BadOption
 
 Levels = Mapping[str, Sequence[Sequence[int]]]
-"""The groups of ranks at each level."""
+"""Groups of ranks at each level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of a process group; every one of them has the same."""
+    """The ranks of a process group. Every member has equal `numbers`."""
 
     numbers: tuple[int, ...]
-    """Of the job's ranks, in the group's order."""
+    """Job rank of each member, in the group's order."""
     place: int
-    """This rank's."""
+    """Index of this rank."""
     job_ranks: int
 
     @classmethod
     def of(cls, group: Any = None) -> Members:
-        """Read a process group, or a DeviceMesh of one dimension; None is the whole job.
+        """Read a process group or a 1-D DeviceMesh; None is the whole job.
 
-        Raises BadOption for anything else, and BadCall on a rank that is no member.
+        Raises BadOption for anything else, and BadCall if this rank is not a member.
         """
         handle = _handle(group)
         me, job_ranks = dist.get_rank(), dist.get_world_size()
@@ -54,7 +54,7 @@ class Members:
 
     @property
     def key(self) -> str:
-        """Name the group where groups of other ranks have names too; empty for the whole job."""
+        """Name that distinguishes the group from groups of other ranks; empty for the whole job."""
         return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
 
     def __str__(self) -> str:
@@ -63,14 +63,15 @@ class Members:
         return f"ranks {', '.join(map(str, self.numbers))} of the job's {self.job_ranks}"
 
     def levels(self, places: Levels) -> Levels:
-        """Say by the job's numbers which ranks make groups at each level."""
+        """Map each level's groups from member indices to job ranks."""
         numbers = self.numbers
         return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
 
     def group_names(self, what: str) -> int:
-        """Return the first of 4,096 numbers that name process groups of these ranks, by what they are for.
+        """Return the first of 4,096 numbers for names of process groups of these ranks, derived from `what`.
 
-        torch counts groups on each rank by itself: a rank that failed between two of them would not find the others.
+        torch's own counter is local to each rank: after a failure between two groups, a rank's names would no longer
+        match.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12
