@@ -1,10 +1,10 @@
-"""Description of the machines: the place of each rank, the links, and each rank's processors.
+"""Description of the machines: rank placement, links, and processors.
 
     rank ─ intra ─┐
     rank ─ intra ─┴ host ─ inter ─┐
     rank ─ intra ── host ─ inter ─┴ rack ─ uplink ─ ...
 
-Ranks are the leaves of a tree. The ranks of a unit (host, rack, ...) share its uplink.
+The ranks of a unit (host, rack, ...) share its uplink.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ UNSHARED = Processors()
 class Cluster(Seating):
     """Hosts of ranks, and the links between them.
 
-    There are `hosts` hosts, joined by `inter`, with `ranks_per_host` ranks each, joined by `intra`. `placement[rank]`
-    is the host of a rank; by default hosts are filled in order. With a placement, hosts may have fewer ranks, and
+    `hosts` hosts are joined by `inter`, and the `ranks_per_host` ranks of each by `intra`. `placement[rank]` is the
+    host of a rank; by default hosts are filled in order. With a placement, hosts may have fewer ranks, and
     `ranks_per_host` is the maximum. `above` lists racks and higher tiers, from the hosts up.
     """
 
@@ -55,7 +55,6 @@ class Cluster(Seating):
     placement: tuple[int, ...] = ()
     above: tuple[Tier, ...] = ()
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
-    """Cache of derived values."""
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
@@ -84,7 +83,7 @@ class Cluster(Seating):
 
     @classmethod
     def placed(cls, placement: Iterable[int], *, intra: Link, inter: Link, above: tuple[Tier, ...] = ()) -> Cluster:
-        """Make a cluster from each rank's host (`placement`), links `intra` and `inter`, and tiers `above` the hosts."""
+        """Make a cluster from each rank's host (`placement`), links `intra` and `inter`, and tiers `above` hosts."""
         hosts = tuple(placement)
         if not hosts:
             raise BadOption("a cluster needs at least 1 rank")
@@ -94,7 +93,7 @@ class Cluster(Seating):
     # Links
 
     def link_at(self, level: Level) -> Link:
-        """Return the link that names a level. For a collective over several hosts it is the link between hosts."""
+        """Return the link that names a level: the link between hosts for a collective over several hosts."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
@@ -173,8 +172,8 @@ class Cluster(Seating):
         """Read `8x4` as 8 hosts of 4 ranks, `4+4+2` or `2x4+2` as different hosts, and `2x8x4` as 2 racks of `8x4`.
 
         `text` may continue with links, in the format of `str(cluster)`: `8x4, inter 25gbit@8us, intra 100gbit`. By
-        default they are `intra` and `inter`. It may also give `rack 50gbit` for the racks' uplinks, and `placed 0 1 1
-        0` for the host of each rank.
+        default they are `intra` and `inter`. `rack 50gbit` sets the racks' uplinks, and `placed 0 1 1 0` the host of
+        each rank.
         """
         shape, links, placement = parse_clauses(text)
         intra, inter = links.get("intra", intra), links.get("inter", inter)
@@ -229,7 +228,7 @@ class Cluster(Seating):
 
 
 def _depends_on_inter(key: Any) -> bool:
-    """Return whether a key is a cached topology of groups that may span hosts."""
+    """Return whether a key is the topology of groups that may span hosts."""
     return isinstance(key, tuple) and key[:1] == ("topology",) and key != ("topology", Level.INTRA)
 
 

@@ -1,7 +1,7 @@
 """Link latency and bandwidth, parsed from text like `25gbit@8us` or a product name.
 
-Bandwidths of presets are nominal, for one direction; programs get less. Latencies of NVLink, PCIe and InfiniBand are a
-ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
+Preset bandwidths are nominal, for one direction; programs get less. Latencies of NVLink, PCIe and InfiniBand are a ring
+step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ _DIGITS = 30
 
 
 def check_ranks(count: int) -> None:
-    """Raise BadOption for too many ranks, before allocation."""
     if count > MOST_RANKS:
         raise BadOption(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {shortened(count)}")
 

@@ -42,7 +42,7 @@ def join_units(texts: Iterable[str]) -> str:
 
 
 def parse_shape(text: str) -> tuple[int, list[int]]:
-    """Parse the number of racks, and the ranks of each host. Raises BadOption."""
+    """Parse the number of racks, and the ranks per host. Raises BadOption."""
     even = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\d+)", text)
     if even is not None:
         racks, hosts, ranks = parse_digits(even[1] or "1"), parse_digits(even[2]), parse_digits(even[3])
@@ -65,7 +65,7 @@ def parse_shape(text: str) -> tuple[int, list[int]]:
 
 
 def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
-    """Parse a cluster's text: its shape, links by name, and the host of each rank if given. Raises BadOption."""
+    """Parse a cluster's text: shape, links by name, and the host of each rank if given. Raises BadOption."""
     shape, *clauses = (part.strip() for part in text.split(","))
     links: dict[str, Link] = {}
     placement: tuple[int, ...] = ()
@@ -96,17 +96,16 @@ class Axis(Enum):
 class Level(Enum):
     """The ranks that take part in a collective."""
 
-    INTRA = "intra"  # the ranks of one host
-    INTER = "inter"  # the ranks with the same index in their hosts, one per host
+    INTRA = "intra"  # one host
+    INTER = "inter"  # the same index in their hosts, one rank per host
     WORLD = "world"  # all ranks
-    RACK = "rack"  # subset of INTER: the hosts of one rack
-    RACKS = "racks"  # subset of INTER: the same index in the racks, one per rack
+    RACK = "rack"  # subset of INTER: one rack
+    RACKS = "racks"  # subset of INTER: the same index in their racks, one per rack
 
     __hash__ = object.__hash__
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """Axes that one collective spans."""
         return _AXES[self]
 
 
@@ -145,12 +144,11 @@ class Seating:
 
     @property
     def is_even(self) -> bool:
-        """True if all hosts have the same number of ranks."""
         return self.world_size == self.hosts * self.ranks_per_host
 
     @property
     def has_levels(self) -> bool:
-        """True if there are several hosts with the same number of ranks, above 1, so that these can share inter-host work."""
+        """True if several hosts have equally many ranks, above 1, so that ranks can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
@@ -166,7 +164,7 @@ class Seating:
 
     @property
     def has_racks(self) -> bool:
-        """True if there are several racks with the same number of hosts, so that ranks can share inter-rack work."""
+        """True if there are several racks with equally many hosts, so that ranks can share inter-rack work."""
         counts = Counter(self._racks())
         return len(counts) > 1 and len(set(counts.values())) == 1
 
@@ -188,7 +186,6 @@ class Seating:
         return place
 
     def local_rank(self, rank: int) -> int:
-        """Return a rank's index in its host."""
         return self._places()[rank]
 
     def group(self, level: Level, rank: int) -> tuple[int, ...]:
@@ -200,7 +197,6 @@ class Seating:
         return self.groups(level)[self.placement[rank] if level is Level.INTRA else self.local_rank(rank)]
 
     def groups(self, level: Level) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of a level."""
         if level not in self._known:
             found: defaultdict[Any, list[int]] = defaultdict(list)
             for rank, key in enumerate(self._keys(level)):
@@ -232,7 +228,6 @@ class Seating:
         return self.above[0].units if self.above else (0,) * self.hosts
 
     def _places(self) -> Sequence[int]:
-        """Return the index of each rank in its host."""
         if "places" not in self._known:
             self._known["places"] = _places_in(self.placement)
         return self._known["places"]

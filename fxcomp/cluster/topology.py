@@ -1,8 +1,8 @@
-"""Compute the bandwidth of a group of ranks in a tree of links, while sibling groups communicate too.
+"""Bandwidth of a group of ranks in a tree of links, while sibling groups communicate too.
 
     bandwidth of a pattern = min over the links crossed of  link bandwidth / bytes crossing it per byte a rank sends
 
-Ranks are the leaves. Tier 0 is their own links, tier 1 the hosts' uplinks, and so on.
+Tier 0 is the ranks' own links, tier 1 the hosts' uplinks, and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxcomp.cluster.link import Link
 
 
 class TrafficPattern(Enum):
-    """Senders and receivers at one time, which determine the messages per link."""
+    """Senders and receivers at one time."""
 
     CHAIN = "chain"  # each rank to the next: rings
     TREE = "tree"  # to a parent and back: pipelined trees, with units joined as a chain
@@ -65,14 +65,13 @@ class GroupTopology:
 
 
 TOPOLOGY_TEXT = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
-"""Regular expression of `GroupTopology.text`."""
 
 Place = tuple[int, int]
 """A link: its tier, and the unit with this uplink."""
 
 
 class Crossing(NamedTuple):
-    """Traffic of one group on one link: bytes per byte that a rank sends, in the order of `TrafficPattern`."""
+    """Traffic of one group on one link: bytes per byte that a rank sends, by `TrafficPattern`."""
 
     loads: tuple[float, ...]
     inside: int  # members below the link
@@ -106,7 +105,7 @@ class Crowd(NamedTuple):
 _EVERYONE = 4
 """Number of patterns in which every rank sends. They come first."""
 
-_OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)  # a rank's own link carries its sends
+_OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)
 _OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one tree edge
 
 
@@ -133,8 +132,8 @@ class Tree:
     def _crossings(self, group: tuple[int, ...]) -> dict[Place, Crossing]:
         """Count the traffic of a group on each of its links.
 
-        A host's uplink is used if there are members elsewhere, and a rank's own link if there is another member in its
-        host. A shared medium belongs to the unit around it, and carries its units' sends and incoming traffic.
+        A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
+        shared medium belongs to the unit around it, and carries its units' sends and incoming traffic.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):
@@ -176,7 +175,7 @@ class Tree:
         siblings = max((crowds[place].groups for place in crossed), default=1)
         turns = max((own.turns for (tier, _), own in crossed.items() if tier == 1), default=1)
         slowest = [0.0] * len(TrafficPattern)
-        # Most links of a tier have equal traffic: compute each distinct case once.
+        # Most links of a tier have equal traffic: compute each case once.
         for tier, crowd, own in dict.fromkeys((place[0], crowds[place], own) for place, own in crossed.items()):
             link = self.links[tier]
             for number, pattern in enumerate(TrafficPattern):

@@ -1,4 +1,4 @@
-"""Choose a plan: rank 0 decides by the measured costs of the job's steps, and all ranks follow.
+"""Choose a plan: rank 0 decides by measured costs of the job's steps, and all ranks follow.
 
 first          at once if costs are given or known from an earlier job; otherwise dense, to be timed
 after_steps    by the first training steps, which were timed
@@ -46,7 +46,7 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 
 SMALLEST_ERROR = 0.05
-"""Lower bound on the assumed prediction error: its median over models, links and plans (docs/costs.md)."""
+"""Lower bound on the prediction error: its median over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
 
@@ -114,7 +114,7 @@ class Planner:
         """Choose by given or measured costs, or the dense plan provisionally.
 
         If the step includes its optimizer (`is_whole`) and plans may race, it starts with an earlier job's costs, or
-        dense. Raises BadPlan if a given plan does not fit, and BadOption if pins do not.
+        dense. Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
         if self.site.cluster.world_size == 1 or compress.plan is not None:
@@ -137,8 +137,7 @@ class Planner:
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
         """Choose by timed dense steps and the time around one. Every rank calls it.
 
-        `steps` is empty on all ranks if some rank could not time any. Then the costs of the machine and the links
-        decide.
+        If some rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
         """
         costs = self._gathered()
         if steps:
@@ -160,7 +159,6 @@ class Planner:
         return Decision(plan, costs, workload, is_provisional=True)
 
     def _gathered(self) -> CostTable:
-        """Measure the machine and the links. Every rank calls it."""
         with phase("measuring the machine and the links"):
             return gathered_costs(self.site, self.options.compress.offered)
 
@@ -168,11 +166,10 @@ class Planner:
         return facts_of_step(self.graph, self.compiler, self.site)
 
     def check_pins(self) -> None:
-        """Raise BadOption if pins do not fit the cluster."""
         self.options.compress.pinned.check_fits(self.site.cluster)
 
     def choose(self, workload: Workload, costs: CostTable, terms: Terms) -> tuple[Choice, Sequence[str]]:
-        """Choose a plan on this rank. Returns notes on the search for the report."""
+        """Choose a plan on this rank, and return it with notes on the search."""
         return choose(workload, costs, self.site.cluster, terms), search_notes()
 
     def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
@@ -199,7 +196,7 @@ class Planner:
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again, and choose by them and by the errors of this job's gradients.
 
-        `topic` must be new. If nothing was measured before, as under a saved plan, measure everything.
+        `topic` must be new. Without earlier measurements, as under a saved plan, everything is measured.
         """
         ranks = self.site.ranks
         costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
@@ -216,7 +213,7 @@ class Planner:
         return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Choose on rank 0 for all ranks. Of several sibling groups, the first one chooses for all."""
+        """Choose on rank 0 for all ranks, and on the first of several sibling groups for all groups."""
         cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
@@ -295,5 +292,5 @@ def foreign_note(measured_on: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _machine_of(hardware: str) -> str:
-    """Remove the number of threads, which is 1 under torchrun and higher otherwise."""
+    """Remove the number of threads, which differs under torchrun."""
     return re.sub(r", \d+ threads?$", "", hardware)

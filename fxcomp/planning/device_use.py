@@ -68,7 +68,6 @@ def _device_us(gm: GraphModule) -> float:
 
 
 def _products(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
-    """Return each number type's share of the matrix products' operations."""
     found = Counter[str]()
     for kernel in listed:
         found[kernel.math_type.split()[0]] += int(kernel.flops)

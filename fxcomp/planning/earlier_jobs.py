@@ -56,7 +56,7 @@ class EarlierJobs:
         return replace(known, compute={key: replace(found, source=source) for key, found in known.compute.items()})
 
     def keep(self, costs: Mapping[str, Any]) -> None:
-        """Write a cost table, given as JSON. Without it, the next job measures again."""
+        """Write a cost table, given as JSON, if possible."""
         assert self.path is not None, "the step was looked for first"
         try:
             compat.write_atomically(self.path, json.dumps({**costs, "date": date.today().isoformat()}))

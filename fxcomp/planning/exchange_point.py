@@ -1,4 +1,4 @@
-"""Choose between exchanging gradients and momenta in mode `aggressive`, by the predicted time of the whole job.
+"""Choose whether mode `aggressive` exchanges gradients or momenta, by the predicted time of the whole job.
 
 choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► both jobs' times, with warm-up
                                 no: the reason is noted                   └─► after the warm-up it races with bf16
@@ -38,11 +38,8 @@ Analyze = Callable[[Collection[str]], Workload]
 
 @dataclass(frozen=True, slots=True)
 class PointChooser:
-    """Chooses the exchange point of one job."""
-
     options: StepOptions
     kinds: Collection[UpdateKind]
-    """Kinds of all updates."""
     costs: CostTable
     cluster: Cluster
     terms: Terms
@@ -123,7 +120,6 @@ def movable(workload: Workload, pins: Pins) -> list[str]:
 
 
 def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms) -> Plan:
-    """Return the fastest plan that exchanges momenta where it compresses."""
     there = StepPrices(prices.workload.moved(moved), prices.costs, prices.cluster)
     at_momenta = replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
     found = fastest_of(searches_of(there, at_momenta), dense_only=False)

@@ -30,9 +30,8 @@ SMALL_BYTES = 4096
 """Size of a collective whose processor time is the cost of starting one."""
 
 LARGEST_FROM_DEVICE = 64 << 20
-"""Largest collective timed between accelerators, which have larger buckets and faster links (gathers are smaller,
-`MOST_RECEIVED`). With 16 MiB, a dense step of 513 MB was predicted to take 126 ms and took 305 (H100, NCCL's sockets,
-measured, 2026-11).
+"""Largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of 513 MB was
+predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
 """
 
 SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
@@ -56,7 +55,7 @@ def live_links(
     """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
 
     If the network's software runs on compute's processors, also measure its processor time, and the slowdown of
-    collectives while the main thread computes. Every rank takes part.
+    collectives during compute. Every rank takes part.
     """
     timed = TimedCollectives(transport, device, beside)
     largest = LARGEST_FROM_DEVICE if compat.is_accelerator(device) else LARGEST_BYTES
@@ -80,10 +79,9 @@ def meet(transport: Transport, device: torch.device) -> None:
 class TimedCollectives:
     """Runs collectives on a job's groups from a common start. Times are the slowest rank's.
 
-    Collectives run as in a step; a point-to-point message, which no step sends, runs on the process group itself. A
-    rooted collective has the group's first rank as its root, and a message goes from the first rank to the second.
-    Sibling groups (`beside`) run the same collective at the same time, so that each is timed with its share of the
-    links.
+    Collectives run as in a step; a point-to-point message, which no step sends, runs on the process group itself. The
+    root is the group's first rank, and a message goes from the first rank to the second. Sibling groups (`beside`) run
+    the same collective at the same time, so that the links are shared as in a job.
     """
 
     def __init__(self, transport: Groups, device: torch.device, beside: Beside = NOBODY) -> None:
@@ -122,7 +120,7 @@ class TimedCollectives:
         return None
 
     def launch_us(self, assumed: float) -> float:
-        """Return the median launch time on the calling thread."""
+        """Return the median launch time."""
         return statistics.median(self._launches_us) if self._launches_us else assumed
 
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
@@ -184,7 +182,7 @@ def _started(work: Any) -> Work:
 
 
 class _OverlapSlowdown:
-    """Measures the slowdown of collectives while the main thread computes."""
+    """Measures the slowdown of collectives during compute."""
 
     def __init__(self, timed: TimedCollectives, device: torch.device) -> None:
         self._timed, self._device = timed, device
@@ -192,7 +190,6 @@ class _OverlapSlowdown:
         self._product = torch.zeros_like(self._square)
 
     def of(self, kind: CollectiveKind) -> dict[str, float]:
-        """Return `speed` and `more_us` of a TransportCost."""
         sizes = self._sizes(kind)
         if len(sizes) == 1:  # a slow link, where a one-time delay is negligible
             idle_us, overlapping_us = self._burst_us(kind, sizes[0])
@@ -210,11 +207,10 @@ class _OverlapSlowdown:
         return tuple(dict.fromkeys((SMALL_OVERLAP_BYTES, size)))
 
     def _burst_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
-        """Time per collective in a burst: idle, and overlapping compute.
+        """Return the time per collective in a burst: idle, and overlapping compute.
 
-        A burst is timed with an immediate wait, and with a wait after about as much compute. Collectives unfinished
-        after the compute continue at full speed, so both times give the speed during overlap. A burst averages out the
-        delay of its first launch.
+        A burst is waited for at once, and after about as much compute. Collectives unfinished by then continue at full
+        speed, so both times give the speed during overlap. A burst averages out its first launch's delay.
         """
         count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
         idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])
@@ -224,7 +220,7 @@ class _OverlapSlowdown:
         return 1e6 * idle_s / count, 1e6 * idle_s / count / speed
 
     def _burst_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
-        """Time a burst on the slowest rank, with a wait after `worked_s` of compute."""
+        """Time a burst on the slowest rank, waited for after `worked_s` of compute."""
         launches = [self._timed.prepared(kind, Level.WORLD, size, slot) for slot in range(count)]
         self._timed.meet()
         start = time.perf_counter()

@@ -1,7 +1,6 @@
 """Measure a machine and its links for `fxcomp calibrate`, in more detail than a compiling job can.
 
-Under a launcher all ranks measure at once, and rank 0's table is returned. A single process measures only compressors
-and memory.
+Under a launcher all ranks measure at once, and rank 0's table is returned. A single process measures no links.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site
 
 LINKS_S = 8.0
-"""Time for all collectives, in s. A whole survey takes less than half a minute."""
+"""Time for all collectives, in s. A whole survey takes less than 30 s."""
 
 LARGEST_BYTES = 64 << 20
 """Largest bucket to measure, limited by memory."""

@@ -47,15 +47,13 @@ FEEDS = 5
 
 
 class Way(Enum):
-    """Ways to run a timed step."""
-
     OVERLAPPED = "overlapped"
     HELD = "held"
     ONE_BY_ONE = "one by one"
 
 
 class HeldCollectives:
-    """A runtime that starts all pending collectives at the first wait, in the order of their lines."""
+    """A runtime that starts all pending collectives at the first wait, in line order."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -72,7 +70,7 @@ class HeldCollectives:
         return self._held[-1][0]
 
     def wait(self, number: int) -> Any:
-        """Start all deferred collectives, and wait for them."""
+        """Start and wait for all deferred collectives."""
         started = [(held, launch()) for held, launch in self._held]
         self._held.clear()
         for held, flight in started:
@@ -81,8 +79,6 @@ class HeldCollectives:
 
 
 class TimedStep:
-    """One timed step of a program."""
-
     def __init__(self, program: Program, runtime: Runtime, way: Way, methods: Sequence[str] = METHODS) -> None:
         self.program, self.way = program, way
         self._runtime, self._clock = runtime, runtime.clock
@@ -98,7 +94,6 @@ class TimedStep:
         """Host time of running the program, in us."""
 
     def run(self, arguments: Sequence[Sequence[Any]]) -> Any:
-        """Run the program and return its result."""
         begun = time.perf_counter()
         self._begin = self._clock.look()
         self._watch.start()
@@ -115,7 +110,7 @@ class TimedStep:
         return None if self._end is None else self._clock.us(self._begin, self._end)
 
     def reading(self) -> Reading | None:
-        """Return the times of its lines; None if unfinished on a device."""
+        """Return its lines' times; None if unfinished on a device."""
         return None if self.us is None else self._watch.reading()
 
 
@@ -123,7 +118,6 @@ class OneByOne:
     """Runs regions operator by operator, and records each operator's time."""
 
     def __init__(self, program: Program, us: dict[str, float]) -> None:
-        """Record times in `us`, by node name."""
         self._graph, self._device, self._us = program.graph, program.captured.device, us
         self._clock = Clock(self._device)
         self._regions = {region.name: region for region in regions(self._graph)}
@@ -166,7 +160,7 @@ def _constants(region: Region) -> dict[Node, None]:
 
 
 def _dead_after(region: Region) -> dict[Node, list[Node]]:
-    """Return for each node the values that it is the last to use."""
+    """Return the values last used by each node."""
     needed = set(region.outputs)
     dead: dict[Node, list[Node]] = {}
     for node in reversed(region.nodes):
@@ -186,7 +180,7 @@ class StepMeasurement:
     pack_us: float
     """Time to fill all buckets."""
     launch_us: float | None
-    """Median time to launch a collective on the compute thread; None without collectives."""
+    """Median time to launch a collective; None without collectives."""
     pack_gb_per_s: float | None
     """Rate of filling buckets; None without buckets."""
     between_us: float = 0.0
@@ -233,7 +227,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
 
 
 def _is_broadcast(launch: Node) -> bool:
-    """Return whether a launch broadcasts buffers. Its start is in the region that made them."""
+    """Return whether a launch broadcasts buffers, which starts in the region that made them."""
     return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 
@@ -249,7 +243,7 @@ def apportion(
 ) -> dict[str, Measured]:
     """Split each region's time among its nodes by their times alone, or equally if unknown.
 
-    A key that occurs several times gets the mean, which preserves the sum over the step.
+    A key that occurs several times gets the mean, which preserves the sum.
     """
     found: dict[str, list[float]] = {}
     for region in (region for region in regions(program.graph) if region.name in step.region_us):

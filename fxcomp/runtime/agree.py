@@ -1,14 +1,14 @@
-"""Exchange answers between all ranks through the store, with a timeout, so that no rank can hang.
+"""Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
 
 A collective that one rank never reaches blocks the others, but a missing key only times out. Ranks answer each topic in
-turn, under a key for each topic and rank, and read the other ranks' answers:
+turn, under a key per topic and rank:
 
     name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
     name/1/0                         topic 1: only rank 0's answer is read
     name/failed/0                    first failure
 
-A failing rank writes the failure unless another rank has. Waiting ranks poll that key. If a rank's process has ended,
-or it waits for this rank elsewhere, the rank that notices writes the failure.
+The first failing rank writes the failure, and waiting ranks poll its key. If a rank's process has ended, or waits
+elsewhere, the rank that notices writes it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from fxcomp.runtime.presence import Presence, address_of, place_of
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Pauses between store polls: the first, the longest, and the increase of the longest per rank of the world."""
+"""Pauses between store polls: first, longest, and the longest's share per rank."""
 
 PATIENCE_S = 0.5
-"""Interval of checks on processes that have not answered."""
+"""Interval of checks on silent processes."""
 
 LINGER_S = 2.0
-"""Longest time that a failed rank, which may host the store, waits for the others to read the failure."""
+"""Maximum wait of a failed rank, which may host the store, for the others to read its failure."""
 
 WATCHED = 32
-"""Number of missing ranks that each waiting rank checks. Other ranks check the rest and report to all."""
+"""Missing ranks that each waiting rank checks. Other ranks check the rest."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def check_store(store: Any) -> None:
-    """Raise RanksApart if the store holds an earlier start of the job: ranks would read its answers."""
+    """Raise RanksApart if the store holds answers of an earlier start of the job."""
     if compat.is_of_another_process(store):
         raise RanksApart(
             f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
@@ -63,9 +63,9 @@ def check_store(store: Any) -> None:
 
 
 class Conversation:
-    """A sequence of topics that all ranks answer; `name` must be new and the same on every rank.
+    """Topics that all ranks answer in turn; `name` must be new and the same on every rank.
 
-    `root` names the first conversation of the same ranks, under which they report their steps.
+    `root` names the same ranks' first conversation, under which they report steps.
     """
 
     def __init__(
@@ -83,21 +83,20 @@ class Conversation:
         """None if processes cannot be checked."""
         self.root = root or name
         self._topics = 0
-        """Number of topics so far."""
         self._failures = 0
-        """Number of topics at which all ranks have raised."""
+        """Topics at which all ranks raised."""
         self._known: BaseException | None = None
 
     def named(self, name: str, members: Members | None = None) -> Conversation:
-        """Start another conversation of the same ranks, or of `members`."""
+        """Start another conversation, of the same ranks or of `members`."""
         return Conversation(self.store, name, members or self.members, self.timeout, self.presence, self.root)
 
     # Topics
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """Run `work`, which may raise, and return every rank's result in rank order.
+        """Run `work`, which returns JSON data or raises, and return every rank's result in rank order.
 
-        `work` returns JSON data. If it raises, this rank reports the failure first, and the others raise PeerFailed.
+        If it raises, this rank reports the failure first, and the others raise PeerFailed.
         """
         self._answer(topic, work)
         return self.hear(topic, range(self.world_size))
@@ -108,7 +107,7 @@ class Conversation:
         return self.hear(topic, [0])[0]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ReplicasDiffer on every rank, with the first difference, unless all ranks pass the same facts."""
+        """Raise ReplicasDiffer on every rank, with the first difference, unless all facts are the same."""
         everyone = self.attempt(topic, lambda: facts)
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
@@ -118,7 +117,7 @@ class Conversation:
                     raise self._known
 
     def say(self, topic: str, value: Any) -> None:
-        """Answer a topic without waiting for any rank."""
+        """Answer a topic without waiting."""
         self._topics += 1
         with self._store_lives(topic):
             self.store.set(self._key(self._topics - 1, self.rank), json.dumps([topic, value]))
@@ -126,7 +125,7 @@ class Conversation:
     def hear(self, topic: str, ranks: Iterable[int]) -> list[Any]:
         """Read other ranks' answers to this rank's latest topic.
 
-        Raises PeerFailed if a rank is late or gone, or if the store is gone.
+        Raises PeerFailed if a rank is late or gone, or the store is gone.
         """
         keys = {rank: self._key(self._topics - 1, rank) for rank in ranks}
         with self._store_lives(topic):
@@ -143,7 +142,7 @@ class Conversation:
     # Failing
 
     def knows(self, error: BaseException) -> bool:
-        """Return whether this error is raised at a topic where all ranks raise."""
+        """Return whether all ranks raise at this error's topic."""
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:
@@ -155,7 +154,7 @@ class Conversation:
     def give_up(self, what: str, error: BaseException, *, lingers: bool = False) -> None:
         """End the conversation with an error, which the other ranks raise at their next wait.
 
-        `lingers` waits for them to read the error before this process ends.
+        `lingers` waits until they have read it.
         """
         mine = self.described(what, error)
         while self.knows(self._fail(mine, lingers=lingers)):
@@ -168,14 +167,14 @@ class Conversation:
             return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
-        """Delete this rank's answers except its last from the store. All ranks have read them."""
+        """Delete this rank's answers but the last from the store. All ranks have read them."""
         for number in range(self._topics - 1):
             with suppress(Exception):  # not every store supports it
                 self.store.delete_key(self._key(number, self.rank))
 
     @property
     def _failed(self) -> str:
-        """Key of the first failure since all ranks last raised at the same topic."""
+        """Key of the first failure since all ranks last raised together."""
         return f"{self.name}/failed/{self._failures}"
 
     def _answer(self, topic: str, work: Callable[[], Any]) -> None:
@@ -197,9 +196,9 @@ class Conversation:
     def _fail(
         self, why: str, *, is_known: bool = False, missing: Sequence[int] = (), lingers: bool = False
     ) -> PeerFailed:
-        """Report a failure to the other ranks, and return the first one of any rank.
+        """Report a failure, and return the first one of any rank.
 
-        `is_known`: all ranks raise at this topic. `missing`: the ranks that timed out.
+        `is_known`: all ranks raise at this topic. `missing`: ranks that timed out.
         """
         failure, key = json.dumps({"error": why, "is_known": is_known, "missing": list(missing)}), self._failed
         first = self._heard(compat.set_once(self.store, key, failure))
@@ -257,7 +256,7 @@ class Conversation:
             pause = min(2 * pause, longest)
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
-        """Return the ranks that have not answered, starting after this rank."""
+        """Return the silent ranks, starting after this rank."""
         missing = [rank for rank, key in keys.items() if not self.store.check([key])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
@@ -270,7 +269,7 @@ class Conversation:
                 raise self._fail(why, missing=[rank])
 
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
-        """Return why a rank will not answer: its process ended, or it waits in a later step. None if it may answer."""
+        """Return why a rank will never answer, or None if it may."""
         number, here = self._number(rank), f"rank {self._number(self.rank)}"
         address = address_of(number)
         try:
@@ -293,7 +292,7 @@ class Conversation:
 
     @contextmanager
     def _store_lives(self, topic: str) -> Generator[None]:
-        """Raise PeerFailed if the store does not respond."""
+        """Raise PeerFailed if the store is gone."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -307,7 +306,6 @@ class Conversation:
 
 
 def _models_differ(key: str, first: tuple[int, dict[str, Any]], other: tuple[int, dict[str, Any]]) -> ReplicasDiffer:
-    """Describe the difference of one key between two ranks, each given as (number, facts)."""
     (zero, known), (rank, theirs) = first, other
     return ReplicasDiffer(
         f"rank {rank} and rank {zero} bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank {rank} and"

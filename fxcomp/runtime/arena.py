@@ -1,7 +1,7 @@
-"""Store residuals in one flat arena, with a part for each slot of a bucket that needs one.
+"""Residuals in one flat arena, with a part for each slot of a bucket that needs one.
 
-A bucket has one slot for each compression of its strategy. A two-shot strategy compresses twice, so a rank keeps two
-residuals: of its own gradients, and of the mean of its shard. Residuals are named by parameter:
+A bucket has one slot per compression of its strategy. A two-shot strategy compresses twice: this rank's gradients, and
+the mean of its shard. Residuals are named by parameter:
 
     bucket   a[0:6] b[0:3] c[0:7]
     [4, 11)  a[4:6] b[0:3] c[0:2]
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def extent(self) -> range:
-        """Indices in the parameter, without the padding after its end."""
+        """Indices in the parameter, without padding."""
         return range(min(self.start, self.size), min(self.start + self.length, self.size))
 
     @property
@@ -43,7 +43,7 @@ class Part:
 
 
 def parts_in(bucket: Sequence[Part], pieces: Sequence[range]) -> tuple[Part, ...]:
-    """Split ranges of a bucket into parts of parameters, in order, without empty parts."""
+    """Split ranges of a bucket into non-empty parts of parameters, in order."""
     return tuple(part for piece in pieces for part in _parts_in(bucket, piece))
 
 
@@ -59,37 +59,35 @@ def _parts_in(bucket: Sequence[Part], piece: range) -> list[Part]:
 
 
 Key = tuple[int, int]
-"""Indices of a bucket and of a slot in it."""
+"""Bucket index, slot index."""
 
 ONE = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Residual values that a rank keeps for one slot of a bucket: the concatenated `pieces`.
+    """Residual layout of one slot of a bucket on one rank: the concatenated `pieces`.
 
-    `on_host` if the compressor runs on the host: the residual then never crosses the bus. `weight`, `total` and `place`
-    are as in Slice.
+    `on_host` residuals never cross the bus, as their compressor runs there. `weight`, `total` and `place` are as in
+    Slice.
     """
 
     bucket: tuple[Part, ...]
-    """All parts of parameters in the bucket."""
     pieces: tuple[range, ...]
     slot: int = 0
     place: int = 0
     weight: Fraction = ONE
     total: Fraction = ONE
     takes_over: bool = True
-    """True for the first slot of a bucket, which takes handed-over residuals."""
+    """True for the bucket's first slot, which takes handed-over residuals."""
     on_host: bool = False
 
     @property
     def elements(self) -> int:
-        """Number of values on this rank."""
         return sum(map(len, self.pieces))
 
     def slices(self, kept: Tensor) -> list[tuple[str, Slice]]:
-        """Split the values into slices of parameters, each with its parameter's name, without padding."""
+        """Split the values into slices with their parameters' names, without padding."""
         parts = parts_in(self.bucket, self.pieces)
         pairs = zip(parts, torch.split(kept, [part.length for part in parts]), strict=True)
         return [(part.name, self._slice(part, values[: len(part.extent)])) for part, values in pairs if part.extent]
@@ -102,7 +100,7 @@ class SlotLayout:
 class Slice:
     """Residual of one rank for consecutive elements of a parameter, and its unit.
 
-    The sum of `weight · values` over all ranks and slots is the total residual, in units of the mean gradient.
+    The total residual, in units of the mean gradient, is the sum of `weight · values` over all ranks and slots.
     """
 
     values: Tensor
@@ -114,13 +112,12 @@ class Slice:
     """Index of this rank among the ranks with different values of the same elements."""
     weight: Fraction = ONE
     total: Fraction = ONE
-    """Sum of the weights of all ranks that keep values for one element."""
+    """Sum of the weights of all ranks for one element."""
     takes_over: bool = True
     """True if the slot takes handed-over residuals; other slots start at zero."""
 
     @property
     def extent(self) -> range:
-        """Range of elements in the parameter."""
         return range(self.start, self.start + self.values.numel())
 
     def lies_like(self, other: Slice) -> bool:
@@ -129,7 +126,7 @@ class Slice:
         return is_same_place and self.total * other.weight == other.total * self.weight
 
     def add_to(self, mean: Tensor, times: int = 1) -> None:
-        """Add this slice's contribution, times `times`, to the mean residual of a whole parameter."""
+        """Add this slice's contribution, times `times`, to a parameter's mean residual."""
         part = mean[self.start : self.extent.stop]
         part.add_(self.values.to(mean.device), alpha=float(self.weight * times))
 
@@ -143,17 +140,14 @@ class Slice:
             self.values.div_(float(self.total))
 
     def go_on_from(self, other: Slice) -> None:
-        """Copy the values of another slice of the same elements, converted to this slice's unit."""
+        """Copy another slice of the same elements, converted to this slice's unit."""
         self.values.copy_(other.values)
         if self.weight != other.weight:
             self.values.mul_(float(other.weight / self.weight))
 
 
 class Arena:
-    """All residuals of this rank: an fp32 value, initially zero, for each element of the slots in `layout`.
-
-    Slots without a residual are not in the layout and take no memory.
-    """
+    """All residuals of this rank: an fp32 value, initially zero, per element of the slots in `layout`."""
 
     def __init__(self, layout: Mapping[Key, SlotLayout], device: torch.device):
         self.layout = dict(layout)
@@ -173,7 +167,6 @@ class Arena:
             for name, piece in slot.slices(kept):
                 slices[name].append(piece)
         self.slices: dict[str, tuple[Slice, ...]] = {name: tuple(pieces) for name, pieces in slices.items()}
-        """Slices on this rank, by parameter."""
         self.covered = _covered(self.layout)
         """Elements for which any rank keeps residuals, by parameter."""
 
@@ -184,11 +177,11 @@ class Arena:
 
     @property
     def norm(self) -> float:
-        """L2 norm of all residuals on this rank. Synchronises with the device."""
+        """L2 norm of this rank's residuals. Synchronises with the device."""
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self._kept.values()))
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
-        """Return the residual of a slot, which is updated in place."""
+        """Return a slot's residual, which is updated in place."""
         return self._kept[bucket, slot]
 
 

@@ -1,12 +1,12 @@
-"""Record the origin of each gradient of a parameter, before autograd adds it to `.grad`.
+"""Record the origin of each gradient before autograd adds it to `.grad`.
 
 If torch.compile falls back to eager code without an error, an unaveraged gradient reaches `.grad`.
 
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-Each parameter has one Arrivals, shared by all models that hold it and registered with `Tensor.register_hook`. A copy of
-a parameter has no hooks, so it has no Arrivals.
+Each parameter has one Arrivals, shared by its models and registered with `Tensor.register_hook`. Copies of a parameter
+have no hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fxcomp import compat
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype of each element size, in bytes."""
+"""Integer dtype by element size in bytes."""
 
 
 class Arrivals:
@@ -52,7 +52,7 @@ class Arrivals:
             self._guards[id(owner)] = refuse
 
     def note_averaged(self, call: int | None, is_sampled: bool) -> None:
-        """Note that a compiled backward pass returned an averaged gradient in this call of backward()."""
+        """Note that a compiled backward pass returned an averaged gradient."""
         self._averaged_in = call
         if is_sampled:
             self._is_sampled, self.digest = True, None
@@ -70,20 +70,20 @@ class Arrivals:
             self._is_sampled, self.digest = False, digest_of(gradient)
 
     def is_stored(self) -> bool:
-        """Return whether autograd adds this gradient to `.grad`, rather than return it from torch.autograd.grad."""
+        """Return whether autograd adds the gradient to `.grad`. torch.autograd.grad returns it instead."""
         parameter = self._parameter()
         return parameter is not None and compat.will_accumulate(parameter)
 
 
 def digest_of(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, int64[]. A change of any element almost surely changes the sum."""
+    """Sum a tensor's bits as integers, int64[]. Almost surely, any change of an element changes the sum."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return values.contiguous().view(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def has_foreign_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient hook other than an Arrivals."""
+    """Return whether a parameter has gradient hooks other than Arrivals."""
     hooks: Mapping[int, object] | None = parameter._backward_hooks
     if hooks and not all(isinstance(hook, Arrivals) for hook in hooks.values()):
         return True

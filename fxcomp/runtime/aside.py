@@ -1,6 +1,6 @@
 """Run lines of a step, or an exchange of a few small numbers, on a side stream.
 
-Lines run there so that compute does not block on their waits:
+Lines on it do not block compute:
 
     with side.aside(bucket):        waits for the compute queued so far
         ...                         compress, launch, wait
@@ -10,8 +10,7 @@ On a synchronous device, both do nothing. Exchanges of numbers overlap with the 
 
     host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-The whole exchange is queued on a stream of its own, so it completes however much compute is queued, and its memory is
-used on no other stream.
+An exchange is queued on a stream of its own, so compute does not delay it, and its memory is used on no other stream.
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ class Coming:
     """Result of an exchange in flight."""
 
     _values: Tensor
-    """Result on the host, valid once the exchange has finished."""
+    """Result on the host, valid after the exchange."""
     _work: Work | None
     """The collective; None if a stream waits for it."""
     _arrived: Any
-    """Event after the last copy from a device, or None."""
+    """Event after the last copy from a device."""
 
     def end(self) -> None:
-        """Wait for the collective, so that it does not outlive the step."""
+        """Wait for the collective, so that it ends within the step."""
         if self._work is not None:
             self._work.wait()
 
     def read(self) -> list[float]:
-        """Wait for the result and return it."""
         self.end()
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -63,7 +61,7 @@ class Aside:
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def any(self, flags: Sequence[bool]) -> Coming:
-        """Start an any() of flags over all ranks. Every rank calls it, with the same number of flags."""
+        """Start an any() of flags over all ranks. Every rank calls it, with equally many flags."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             return mine, self._transport.all_reduce(mine, "world", "main", "max")
@@ -71,7 +69,7 @@ class Aside:
         return self._begun(torch.tensor(flags, dtype=torch.uint8), start)
 
     def gather(self, number: float) -> Coming:
-        """Start gathering one number of each rank, in rank order. Every rank calls it."""
+        """Start gathering one number per rank, in rank order. Every rank calls it."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             everyone = mine.new_zeros(self._ranks)
@@ -100,10 +98,10 @@ class SideStream:
         self._device, self._streams = device, compat.streams_of(device)
         self._side: Any = compat.side_stream(device)
         self.is_in_line = False
-        """Run all work on the compute stream, in submission order. Set it between two steps."""
+        """Run everything on the compute stream. Set it between steps."""
 
     def aside(self, *values: Tensor) -> AbstractContextManager[Any]:
-        """Run the block on the side stream; if `values` come from compute, after all compute queued so far."""
+        """Run the block on the side stream, after all queued compute if it takes `values` from compute."""
         if self._streams is None or self.is_in_line:
             return _HERE
         if values:
@@ -123,11 +121,10 @@ class SideStream:
 
     @property
     def is_used(self) -> bool:
-        """True while the side stream is current."""
         return self._side is not None and self._streams.current_stream(self._device) == self._side
 
     def meet(self) -> None:
-        """Make both streams wait for each other, so that memory of either may be reused."""
+        """Synchronise both streams, so that memory of either may be reused."""
         if self._streams is not None:
             compute = self._streams.current_stream(self._device)
             compute.wait_stream(self._side)

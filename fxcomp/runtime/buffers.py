@@ -1,4 +1,4 @@
-"""Memory of a program's lines that is reused from step to step, and values that override their constants."""
+"""Memory that a program's lines reuse from step to step, and overrides of their constants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp.runtime.transfers import Cut
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Overrides of the constants written in lines, by line name; empty for a program as emitted."""
+    """Overrides of the constants in lines, by line name."""
 
     compressors: Mapping[str, Compressor] = field(default_factory=dict[str, Compressor])
     """Compressors of propose, compress and decompress lines."""
@@ -29,14 +29,10 @@ ROOM = 64
 """Spare elements at the end of every buffer, for an attached digest (`rider.py`)."""
 
 AS_WRITTEN = Numbers()
-"""No overrides."""
 
 
 class Buffers:
-    """Buffers that steps reuse, keyed by line name.
-
-    `pins`: host buffers are pinned, for copies to and from a device.
-    """
+    """Buffers that steps reuse, keyed by line name. `pins` pins host buffers, for copies to and from a device."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
@@ -57,11 +53,10 @@ class Buffers:
         return buffer
 
     def like(self, name: str, value: Tensor) -> Tensor:
-        """Return a line's buffer with a value's elements, dtype and device."""
+        """Return a line's buffer like `value`."""
         return self.take(name, value.numel(), value.dtype, value.device)
 
     def copy(self, name: str, value: Tensor) -> Tensor:
-        """Copy a value into a line's buffer."""
         return self.like(name, value).copy_(value)
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
@@ -91,7 +86,7 @@ class Buffers:
         self._known[name, memory.numel(), memory.dtype] = memory
 
     def give_away(self, values: Sequence[Tensor]) -> None:
-        """Give up the memory of these values to their holder. The next step allocates other memory."""
+        """Give up these values' memory. The next step allocates other memory."""
         gone = {value.untyped_storage().data_ptr() for value in values}
         for key, buffer in list(self._known.items()):
             if buffer.untyped_storage().data_ptr() in gone:
@@ -102,7 +97,6 @@ class Buffers:
                 del self._slots[key]
 
     def clear(self) -> None:
-        """Free the memory."""
         self._known.clear()
         self._slots.clear()
         self._rooms.clear()

@@ -1,11 +1,11 @@
-"""Read the time on the processor, or on a device that works asynchronously.
+"""Read the time on the processor, or on an asynchronous device.
 
     begin = clock.look()
     step(...)                       # queues work on a GPU
     end = clock.look()
     clock.us(begin, end)            # None until the GPU has reached `end`
 
-Lines, regions and whole steps are all timed with the same clock, so that their times are comparable.
+All times come from the same clock, so that they are comparable.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from fxcomp import compat
 class Clock:
     """Processor clock, or timed events on the current stream of an asynchronous device.
 
-    No method waits for a device: events that have not happened give None. Readings of `look` are only for `us`.
+    It never waits for a device. Readings of `look` are only for `us`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Time work on `device`, or on the processor."""
         later = device if device is not None and compat.works_later(device) else None
         self.sees_threads = later is None
-        """True if other threads may read the clock, so that the end of a collective can be timed."""
+        """True if other threads may read the clock."""
         self.look: Callable[[], Any] = (
             time.perf_counter_ns if later is None else partial(compat.recorded, later, timed=True)
         )
@@ -44,7 +43,7 @@ class Clock:
 
 
 Looks = tuple[Any, Any]
-"""Clock readings at a begin and an end."""
+"""Readings at a begin and an end."""
 
 
 @dataclass(slots=True)
@@ -56,10 +55,10 @@ class Waits:
     for_aside: list[Looks] = field(default_factory=list[Looks])
     """Compute blocked on the side stream, which compresses and waits for collectives."""
     network_aside: list[Looks] = field(default_factory=list[Looks])
-    """Side stream blocked on a collective; compute may run meanwhile."""
+    """Side stream blocked on a collective."""
 
     def exposed_us(self, clock: Clock, begin: Any) -> float:
-        """Return the time for which compute was blocked on the network since `begin`, in us."""
+        """Return the time, in us, for which the network blocked compute since `begin`."""
         here = sum(clock.us(*looks) or 0.0 for looks in self.for_network)
         stood, waited = (
             [(clock.us(begin, start) or 0.0, clock.us(begin, end) or 0.0) for start, end in each]

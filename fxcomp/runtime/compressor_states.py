@@ -1,4 +1,4 @@
-"""State of compressors: one tensor for each slot of a bucket, with the states of the parameters' parts in order."""
+"""State of compressors: one tensor per slot of a bucket, which concatenates the states of parameters' parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxcomp.runtime.arena import Key, Part
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Compressor of one slot on this rank, and its parts of parameters, each with the compressor that makes its state.
+    """Compressor of one slot on this rank, and its parts of parameters, each with its own compressor.
 
     `place` is this rank's index among the ranks that compress different values of the same parts.
     """
@@ -33,7 +33,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class _PartState:
-    """State of one part, with its compressor and the tensor that the compressor updates in place."""
+    """State of one part, updated in place, and its compressor."""
 
     part: Part
     compressor: Compressor
@@ -48,7 +48,7 @@ class _PartState:
 
     @property
     def label(self) -> str:
-        """Label that is equal on all ranks with the same state."""
+        """Equal on all ranks with the same state."""
         of_whom = "" if self.is_shared() else f", slot {self.slot} from {self.part.start} on, place {self.place}"
         return f"{self.name}, {self.part.length} values, key {self.key}{of_whom}"
 
@@ -78,7 +78,7 @@ class _PartState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Fields that a saved state must match to be loaded."""
+        """Fields that a saved state must match."""
         dtype = str(self.value.dtype).removeprefix("torch.")
         size, elements = self.part.length, self.value.numel()
         return {"compressor": str(self.compressor), "size": size, "elements": elements, "dtype": dtype}
@@ -88,7 +88,6 @@ class _PartState:
         return {**self.description, **at, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether a saved part has the same compressor, slot and place."""
         wanted = {**self.description, "slot": self.slot, "start": self.part.start}
         if {key: saved.get(key) for key in wanted} != wanted:
             return False
@@ -98,7 +97,7 @@ class _PartState:
 class CompressorStates:
     """State of all compressors of a plan on one rank; `layout` lists the slots with state.
 
-    Random streams derive from `seed`, which is the same on all ranks, and the parameter's name.
+    Random streams derive from the parameter's name and `seed`, which all ranks share.
     """
 
     def __init__(self, layout: Mapping[Key, StateLayout], device: torch.device, seed: int = 0):
@@ -115,11 +114,10 @@ class CompressorStates:
 
     @property
     def is_empty(self) -> bool:
-        """True if no compressor of the plan has state."""
         return not self._parts
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
-        """Return the state tensor of a slot, which its compressor updates."""
+        """Return a slot's state, which its compressor updates."""
         return self._slots[bucket, slot]
 
     def shared(self) -> dict[str, Tensor]:
@@ -127,7 +125,7 @@ class CompressorStates:
         return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> list[str]:
-        """Continue from another plan's states where the compressor matches. Returns the labels of the other parts."""
+        """Continue another plan's states where compressors match. Returns the labels of the other parts."""
         known = {part.where: part for part in other._parts}
         reset: list[str] = []
         for part in self._parts:
@@ -137,16 +135,16 @@ class CompressorStates:
         return reset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy by parameter name, with each part's compressor, so that other buckets can load it."""
+        """Return a copy by parameter name, which other buckets can load."""
         saved: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             saved.setdefault(part.name, []).append(part.saved())
         return {"compressors": saved, "compressor_layout": _fingerprint(saved)}
 
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Load each part from the first of these states that fits, and reset the other parts.
+        """Load each part from the first matching state, and reset the other parts.
 
-        Returns a description of the lost state of each reset part, by label; empty if it had none. Raises BadState if a
+        Returns a description of each reset part's lost state, by label; empty if it had none. Raises BadState if a
         saved state is incomplete.
         """
         for state in states:
@@ -170,7 +168,6 @@ class CompressorStates:
         return reset
 
     def tell(self, reset: Mapping[str, str]) -> None:
-        """Warn of states that were lost."""
         changed = [found for found in reset.values() if found]
         if changed:
             warnings.warn(
@@ -181,7 +178,7 @@ class CompressorStates:
 
 
 def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
-    """Create fresh states of all parts. Parts other than a whole parameter in slot 0 have their own random streams."""
+    """Create fresh states. Parts other than a whole parameter in slot 0 have their own random streams."""
     kept: list[_PartState] = []
     for part, maker in layout.parts:
         is_plain = layout.slot == 0 and part.is_whole
@@ -201,4 +198,3 @@ def _fingerprint(saved: Mapping[str, Any]) -> str:
 
 
 _KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")
-"""Fields of a saved part that the fingerprint covers."""

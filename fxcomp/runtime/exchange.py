@@ -1,7 +1,7 @@
 """Run a collective that the loss function calls, such as the all_gather of a contrastive loss.
 
-Eager code fills tensors in place. Here `sent` goes in, and new tensors in the shapes of `received` come out.
-`runtime.py` launches the collectives that carry gradients.
+Eager code fills tensors in place. Here new tensors in the shapes of `received` are returned. `runtime.py` launches the
+collectives of gradients.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Seq
 def exchange(
     kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], group: str, how: str, numbers: Sequence[int]
 ) -> list[Tensor]:
-    """Run a collective on a group, by torch's name of the group, and wait. Returns new tensors with the results.
+    """Run a collective on a group, by torch's name of the group, and return new tensors with the results.
 
-    `how` is the reduction. `numbers` holds the root's index in the group, or for all_to_all_single the sizes of the
-    received and sent parts.
+    `how` is the reduction. `numbers` holds the root's index in the group, or for all_to_all_single the received and
+    sent sizes.
     """
     chosen, handle = ExchangeKind(kind), _group(group)
     shaped = [value.contiguous() for value in sent]
@@ -68,7 +68,6 @@ _dist: Any = dist  # its arguments are partly untyped
 def _run(
     kind: ExchangeKind, out: list[Tensor], sent: list[Tensor], group: Any, how: str, numbers: Sequence[int]
 ) -> None:
-    """Run the collective; `out` holds the tensors that it overwrites or fills."""
     match kind:
         case ExchangeKind.ALL_REDUCE:
             for value in out:

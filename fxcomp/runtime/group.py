@@ -1,7 +1,7 @@
 """A process group, its collectives in flight, and errors about its other ranks.
 
-Payloads may be sent directly between ranks, all at once. A send or receive that does not end then identifies the
-missing rank, which a backend's collective cannot.
+Payloads may be sent directly between ranks. A send or receive that does not end then identifies the missing rank, which
+a backend's collective cannot.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from fxcomp import compat
 from fxcomp.errors import LostTouch
 
 MOST_NAMED = 8
-"""Most ranks that an error lists if any of them may be missing."""
+"""Most ranks that an error lists."""
 
 
 class Work(Protocol):
-    """A collective in flight."""
-
     def wait(self) -> object: ...
 
 
@@ -43,11 +41,11 @@ class Group:
     """
 
     handle: Any
-    """None once the group has been given up."""
+    """None after `give_up`."""
     ranks: tuple[int, ...]
     place: int
     is_direct: bool
-    """Equal parts of an all_gather are sent directly between ranks, too."""
+    """True if equal parts of an all_gather are sent directly, too."""
     backends: Mapping[str, str]
     """Backend names, by device type."""
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
@@ -87,7 +85,7 @@ class Group:
     def exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], finish: Callable[[], object] | None = None
     ) -> Work:
-        """Send a part to each other rank and receive one from each; empty parts are skipped.
+        """Send a part to each other rank and receive one from each, except empty parts.
 
         If a rank has gone, the other ranks still get their parts, so that they do not wait for this rank.
         """
@@ -127,15 +125,14 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """A collective of a group in flight. Its wait raises LostTouch if another rank is gone or late."""
+    """A collective in flight. Its wait raises LostTouch if another rank is gone or late."""
 
     group: Group
     handles: list[tuple[int | None, Any]] | None
-    """Works in flight, each with its peer rank if it has one. None once the group has been given up."""
+    """Works in flight, each with its peer rank if it has one. None after the group's `give_up`."""
     finish: Callable[[], object] | None = None
 
     def add(self, rank: int, work: Any) -> None:
-        """Add a send or receive."""
         assert self.handles is not None, "the group was given up while something was launched in it"
         self.handles.append((rank, work))
 
@@ -167,10 +164,7 @@ class UnderWay:
 
 
 def call_when_done(work: Work, done: Callable[[], object]) -> None:
-    """Call `done` when a collective ends, on any thread.
-
-    gloo reports the end of collectives but not of sends and receives, and then `done` is never called.
-    """
+    """Call `done`, on any thread, when a collective ends. gloo never reports the end of sends and receives."""
     future: Any = getattr(work, "get_future", lambda: None)()
     if future is not None:
 

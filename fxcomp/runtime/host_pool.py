@@ -3,14 +3,12 @@
     sending    d2h 0, compress 0, launch 0 | d2h 1, compress 1, launch 1 | ...
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
 
-The thread that needs a collective's result waits for it: the arriving thread to decompress, or the sending thread if
-ranks agree on something before they compress.
+The thread that needs a collective's result waits for it: arriving to decompress, or sending if ranks agree on something
+before they compress. With one thread, a wait would delay later buckets. The sending thread launches all collectives, so
+their order is the same on every rank. Work waits only for earlier work, so the threads cannot deadlock.
 
-There are two threads because a wait would delay sending the later buckets. The sending thread launches all collectives,
-so their order is the same on every rank. Work waits only for earlier work, so the threads cannot deadlock.
-
-The threads copy the submitting thread's denormal mode: `torch.set_flush_denormal` is per thread, and without it the
-same bucket would compress to other bits here.
+The threads copy the submitting thread's denormal mode: `torch.set_flush_denormal` is per thread, and the bits of a
+compressed bucket depend on it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ NewBuffer = Callable[[], Tensor]
 
 
 class HostCopies:
-    """Copies in both directions, on two streams of their own that block neither each other nor compute."""
+    """Copies in both directions, on streams that block neither each other nor compute."""
 
     def __init__(self, device: torch.device):
         self._streams = streams = compat.streams_of(device)
@@ -45,9 +43,9 @@ class HostCopies:
         return self._streams is not None
 
     def to_host(self, value: Tensor, buffer: NewBuffer) -> Callable[[], Tensor]:
-        """Start a copy after the compute queued so far. The result waits for it, on any thread.
+        """Start a copy after the compute queued so far. Its result waits for it, on any thread.
 
-        `buffer` allocates pinned host memory of the value's size, if needed.
+        `buffer` allocates pinned memory of the value's size.
         """
         if self._streams is None:
             return lambda: value
@@ -65,7 +63,7 @@ class HostCopies:
         return arrived
 
     def to_device(self, value: Tensor, buffer: NewBuffer) -> Tensor:
-        """Start a copy to the device, and make later compute wait for it. `buffer` allocates device memory."""
+        """Start a copy that later compute waits for. `buffer` allocates device memory."""
         if self._streams is None:
             return value
         compute = self._streams.current_stream(self._device)
@@ -82,7 +80,7 @@ T = TypeVar("T")
 
 
 OnHost = Future[Tensor]
-"""A value that the pool is computing, or that is arriving from a collective."""
+"""A value that the pool is computing or receiving."""
 
 
 class Arriving(OnHost):
@@ -94,7 +92,6 @@ class Arriving(OnHost):
         self._lock = Lock()
 
     def result(self, timeout: float | None = None) -> Tensor:
-        """Wait for the value and return it."""
         with self._lock:
             if not self.done():
                 self.set_result(self._wait())
@@ -102,8 +99,6 @@ class Arriving(OnHost):
 
 
 class PoolThread(Enum):
-    """The pool's two threads."""
-
     SENDING = "sending"
     """Compresses, and launches all collectives."""
     ARRIVING = "arriving"
@@ -124,7 +119,7 @@ class HostPool:
         self._executors: dict[PoolThread, ThreadPoolExecutor] = {}
         self._last: dict[PoolThread, Future[Any]] = {}
         self._failures: list[BaseException] = []
-        """Errors raised on a thread. The result may never be read."""
+        """Errors of both threads, as results may never be read."""
 
     def submit(self, work: Callable[..., T], *given: Any, on: PoolThread = PoolThread.SENDING) -> Future[T]:
         """Submit work, with arguments that the pool may still be computing."""
@@ -160,7 +155,7 @@ class HostPool:
         self._last.clear()
 
     def finish(self) -> None:
-        """Wait, and raise the first error of either thread, even if no result was read."""
+        """Wait, and raise the first error of either thread."""
         self.wait()
         if self._failures:
             failures, self._failures = self._failures, []
@@ -172,13 +167,12 @@ class HostPool:
         self._failures = []
 
     def drop(self) -> None:
-        """Cancel pending work, and abandon running work without waiting."""
+        """Cancel pending work, and abandon running work."""
         for executor in self._executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
         self._executors, self._last, self._failures = {}, {}, []
 
     def close(self) -> None:
-        """Stop the threads."""
         for executor in self._executors.values():
             executor.shutdown(wait=True)
         self._executors = {}
@@ -190,7 +184,7 @@ def flushes_denormals() -> bool:
 
 
 def _as_caller_computes(work: Callable[..., T]) -> Callable[..., T]:
-    """Run work with the calling thread's denormal mode, on any thread."""
+    """Run work with the calling thread's denormal mode."""
     flushes = flushes_denormals()
 
     def run(*given: Any) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 GradientCheck = Callable[[str, Tensor, int], None]
-"""Takes a parameter's name, a gradient or part of one, and the index of the part's first element."""
+"""Takes a parameter's name, a gradient or part of one, and the index of its first element."""
 
 
 class LocalGradients:
@@ -16,18 +16,17 @@ class LocalGradients:
     def __init__(self) -> None:
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
-        """Takes the loss, after every gradient was checked."""
+        """Takes the loss, after all gradients."""
         self.before_packing: list[Callable[[], None]] = []
-        """Callbacks that run once, in order, before the first gradient bucket is filled."""
+        """Called once, in order, before the first gradient bucket is filled."""
         self.owed: dict[str, Tensor] = {}
-        """Gradients that another plan left out, flat, by parameter. They are added in every step until cleared."""
+        """Flat gradients that another plan left out, by parameter. They are added in every step until cleared."""
         self.are_applied = False
-        """True once a line of the step may have changed a parameter."""
+        """True once a line may have changed a parameter."""
 
     def see(
         self, parameters: Sequence[str], gradients: Sequence[Tensor], starts: Sequence[int], factor: Tensor | None
     ) -> None:
-        """Pass gradients, times `factor`, to the check."""
         while parameters and self.before_packing:
             self.before_packing.pop(0)()
         if self.on_gradient is not None and parameters:
@@ -52,7 +51,7 @@ class LocalGradients:
         ]
 
     def before_update(self, loss: Tensor) -> None:
-        """Run the update callback. This is the last line before parameters change."""
+        """Run the update callback, in the last line before parameters change."""
         if self.on_update is not None:
             self.on_update(loss)
         self.are_applied = True

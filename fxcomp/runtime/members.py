@@ -1,6 +1,6 @@
 """The ranks that average with each other: the whole job, or one process group.
 
-fxcomp numbers them from 0 in the group's order. torch.distributed and error messages use the job's ranks.
+fxcomp numbers them from 0 in the group's order. torch.distributed and errors use job ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from fxcomp import compat
 from fxcomp.errors import BadCall, BadOption
 
 Levels = Mapping[str, Sequence[Sequence[int]]]
-"""Groups of ranks at each level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of a process group. Every member has equal `numbers`."""
+    """The ranks of a process group. All members have equal `numbers`."""
 
     numbers: tuple[int, ...]
     """Job rank of each member, in the group's order."""
@@ -54,7 +53,7 @@ class Members:
 
     @property
     def key(self) -> str:
-        """Name that distinguishes the group from groups of other ranks; empty for the whole job."""
+        """Name that distinguishes the group from other groups; empty for the whole job."""
         return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
 
     def __str__(self) -> str:
@@ -68,10 +67,9 @@ class Members:
         return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
 
     def group_names(self, what: str) -> int:
-        """Return the first of 4,096 numbers for names of process groups of these ranks, derived from `what`.
+        """Return the first of 4,096 numbers that name process groups of these ranks, derived from `what`.
 
-        torch's own counter is local to each rank: after a failure between two groups, a rank's names would no longer
-        match.
+        torch's own counter is local to each rank, and would no longer match if a rank failed between two groups.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12

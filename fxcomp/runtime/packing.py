@@ -61,12 +61,11 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def rng_state(device: torch.device | str) -> Tensor:
-    """Copy the state of a device's default generator, as bytes on the CPU."""
+    """Copy the state of a device's default generator to the CPU."""
     return torch.get_rng_state() if torch.device(device).type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def set_rng_state(state: Tensor, device: torch.device | str) -> None:
-    """Set the state of a device's default generator."""
     if torch.device(device).type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -74,7 +73,6 @@ def set_rng_state(state: Tensor, device: torch.device | str) -> None:
 
 
 def seed_rng(seed: int, device: torch.device | str) -> None:
-    """Seed a device's default generator."""
     named = torch.device(device)
     generator = torch.default_generator if named.type == "cpu" else torch.cuda.default_generators[named.index]
     generator.manual_seed(seed)
@@ -92,7 +90,7 @@ def packed_dtype(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[int]:
-    """Return the number of buffer elements for each tensor."""
+    """Return the buffer elements of each tensor."""
     if wanted is not None:
         return [value.numel() for value in values]
     size = packed_dtype(values).itemsize
@@ -100,7 +98,7 @@ def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[Tensor]:
-    """View the parts of a flat buffer in the tensors' shapes and dtypes, or in dtype `wanted`.
+    """View the parts of a flat buffer in the tensors' shapes, and in dtype `wanted` or their own.
 
     Wider dtypes must come first, for alignment.
     """
@@ -119,8 +117,8 @@ def copy_scaled(
 ) -> None:
     """Write each value, times `scale` and an optional `factor`, to its place in a flat buffer.
 
-    A device gets one operator for all values with the layout of their places, and one for the product. If there is a
-    product, each large value is multiplied into its place by itself, in one pass over memory.
+    A device gets one operator for all values with the layout of their places, and one for the product. Large values are
+    multiplied into their places one by one, in one pass over memory.
     """
     whole = None if factor is None else factor * scale
     is_scaled = whole is not None or scale != 1.0

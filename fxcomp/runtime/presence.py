@@ -1,8 +1,8 @@
-"""Show other ranks that this process is alive, and its current activity: a socket that closes when the process ends.
+"""Show other ranks that this process is alive, and its activity: a socket that closes when the process ends.
 
-A waiting rank connects to the other rank's socket. The kernel refuses the connection once that process has ended, so no
-heartbeat can be late and no alarm can be false: the kernel accepts connections even while the process computes for an
-hour. A thread answers each connection with the process's activity when it gets the GIL.
+A waiting rank connects to the other rank's socket. The kernel refuses once that process has ended, and accepts even if
+it computes for an hour, so there is no late heartbeat and no false alarm. A thread answers with the process's activity
+when it gets the GIL.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── refused ─── rank 2's kernel, if its process has ended
@@ -25,13 +25,13 @@ import torch.distributed as dist
 from fxcomp import compat
 
 CONNECT_S, ANSWER_S = 1.0, 0.05
-"""Timeouts of a connection, and of the answer of a process that may be busy."""
+"""Timeouts of a connection, and of a busy process's answer."""
 
 Address = tuple[str, int, str]
-"""IP address of a host, port, and name of the machine."""
+"""IP address, port, and machine name."""
 
 _REACHED = set[str]()
-"""Machines that accepted a connection before: if one of them refuses, the process has ended."""
+"""Machines that accepted a connection before. If one of them refuses, the process has ended."""
 
 
 class Presence:
@@ -42,7 +42,7 @@ class Presence:
         self.steps: dict[str, int] = {}
         """Last step entered of each compiled function, by the name of its first conversation."""
         self.seen: dict[int, str] = {}
-        """Last seen activity of other ranks of the job, by rank."""
+        """Last seen activity of other job ranks."""
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=4096)
         self._is_open = True
         self.address: Address = host, int(self._listener.getsockname()[1]), compat.host_name()
@@ -50,7 +50,6 @@ class Presence:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, and close the socket."""
         self._is_open = False
         with suppress(OSError):  # a last connection wakes the thread
             socket.create_connection(self.address[:2], CONNECT_S).close()
@@ -88,7 +87,7 @@ def place_of(address: Address) -> dict[str, Any]:
 
 
 def address_of(rank: int) -> Address | None:
-    """Return the address of a rank of the job; None if it has none."""
+    """Return the address of a rank of the job, or None."""
     store, key = compat.default_store(), _key(rank)
     if not store.check([key]):
         return None
@@ -105,7 +104,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address(host: str | None) -> str:
-    """Return the address of this machine on its route to the store's machine, which every rank can reach."""
+    """Return this machine's address on its route to the store's machine, which every rank can reach."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host or "127.0.0.1", 9))  # sends nothing

@@ -4,7 +4,7 @@
     all_gather   [ payload | digest ]                    each rank's digest follows its part
 
 Line buffers have spare room at the end, so an all_reduce needs no copy. A gather's payloads are copied to remove the
-digests between them, so `codegen/program.py` picks a small gather.
+digests, so `codegen/program.py` picks a small gather.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ BITS = 32
 assert 2 * BITS <= ROOM, "the bits and their complements fit after every buffer"
 
 _BOTH = Struct("<II")
-"""32 bits and their complements."""
 
 DIGEST_BYTES = _BOTH.size
 
 LATE = 2
-"""Steps after which a device's digest is checked, on all ranks, so that the host need not wait."""
+"""Delay in steps of checking a device's digest, so that the host need not wait. Equal on all ranks."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -51,18 +50,17 @@ class Rider:
     carriers: frozenset[str] = frozenset()
     """Lines of the running program that carry the digest."""
     _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
-    """Bits and complements. `_sent` holds a tensor that shares this memory, and device copies."""
+    """Bits and complements. `_sent` holds a tensor of the same memory, and device copies."""
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
     _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
     _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    """Expected received digest if all ranks agree, by line."""
+    """Received digest if all ranks agree, by line."""
     _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
     _step: int = 0
     _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])
     """Digests received on a device: step, launch, host copy, and the event after the copy."""
 
     def carry(self, digest: int) -> None:
-        """Set the digest to send from now on."""
         self.digest = digest
         raw = np.frombuffer(_BOTH.pack(digest, ~digest & 0xFFFFFFFF), np.uint8)
         self._bytes[:], self._bits[:] = raw, np.unpackbits(raw)
@@ -71,7 +69,6 @@ class Rider:
             del self._sent[key]
 
     def start(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
-        """Start a collective with the digest attached."""
         if launch.kind == "all_reduce":
             return self._reduced(memory, launch, value, transport)
         return self._gathered(memory, launch, value, transport)
@@ -96,7 +93,7 @@ class Rider:
         return Flight(launch, whole[:elements], work, lambda: self._arrived(launch, tail))
 
     def _gathered(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
-        """Gather payload and digest as bytes, for any dtype."""
+        """Gather payload and digest as bytes."""
         views = self._views.get(launch.name)
         if views is None or not views.are_of(launch, value):
             views = _Views.of(memory, launch, value)
@@ -176,6 +173,6 @@ class _Views:
         return cls(launch, whole, whole[own:], out, cut, payloads, digests, together, is_in_place)
 
     def are_of(self, launch: Launch, value: Tensor) -> bool:
-        """Return whether the buffers match a value: same address, size and cut."""
+        """Return whether address, size and cut match."""
         is_same_place = value.data_ptr() == self.whole.data_ptr()
         return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut

@@ -1,8 +1,7 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-Main-thread lines run on the compute device. A pool of host threads runs the work between `d2h` and `h2d`: one thread
-up to the launch, another from the wait on. Buffers are reused from step to step. `fxcomp/graph/lines.py` lists the
-lines.
+The main thread runs lines on the compute device. A pool runs the work between `d2h` and `h2d` on the host: one thread
+up to the launch, another from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Counters:
-    """Measurements of one step."""
-
     waits: Waits = field(default_factory=Waits)
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
@@ -47,7 +44,6 @@ class Counters:
     """True if a received value was not finite."""
 
     def count(self, kind: str, level: str, sent: int) -> None:
-        """Add the bytes of one collective."""
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
 
 
@@ -57,7 +53,6 @@ def roll_back(residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -
 
 
 def restore(state: Tensor, saved: Tensor | OnHost) -> None:
-    """Restore a saved state."""
     state.copy_(value_of(saved))
 
 
@@ -74,9 +69,9 @@ class Runtime:
         """This rank's gradients before communication."""
         self.complete, self.before_update = self.gradients.complete, self.gradients.before_update
         self.numbers: Numbers = AS_WRITTEN
-        """Values that override the constants written in the lines of the running program."""
+        """Overrides of the constants in the running program's lines."""
         self.rider: Rider | None = None
-        """Digest that the step's collectives carry, to check that ranks agree."""
+        """Digest that collectives carry, to check that ranks agree."""
         self.pool = HostPool()
         self.side = SideStream(device)
         self.aside = self.side.aside
@@ -97,8 +92,8 @@ class Runtime:
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
-        `starts` holds the first element of each gradient part; empty means all 0. `factor` also scales the gradients,
-        but not the owed gradients.
+        `starts` holds the first element of each gradient part; empty means all 0. `factor` scales gradients, but not
+        owed ones.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
@@ -182,13 +177,13 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Wait for a collective's result. The wait counts as exposed communication."""
+        """Wait for a collective's result, as exposed communication."""
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Make compute wait for the side stream. Waits for the network there count as exposed communication."""
+        """Make compute wait for the side stream. Network waits there count as exposed communication."""
         start = self.clock.look()
         self.side.join(*values)
         self.counters.waits.for_aside.append((start, self.clock.look()))
@@ -226,7 +221,7 @@ class Runtime:
         return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
-        """Take a value back from the pool. The wait counts as exposed communication."""
+        """Wait for a value from the pool, as exposed communication."""
 
         def take_back() -> Tensor:
             result = value.result()
@@ -242,7 +237,7 @@ class Runtime:
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         """Return whether all values are finite, so that parameters may change. The result is the same on every rank.
 
-        If not, wait for the pool, because its changes will be rolled back.
+        If not, wait for the pool, whose changes will be rolled back.
         """
         self.counters.skipped = not packing.all_finite(values)
         if self.counters.skipped:
@@ -250,7 +245,7 @@ class Runtime:
         return not self.counters.skipped
 
     def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
-        """Run a collective of the loss function. The wait counts as exposed communication."""
+        """Run a collective of the loss function, as exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
     roll_back, restore = staticmethod(roll_back), staticmethod(restore)
@@ -261,7 +256,7 @@ class Runtime:
     # Other methods
 
     def take_counters(self) -> Counters:
-        """Return the counters and reset them."""
+        """Return and reset the counters."""
         counted, self.counters = self.counters, Counters()
         return counted
 
@@ -289,11 +284,9 @@ class Runtime:
         self.buffers.clear()
 
     def close(self) -> None:
-        """Stop the pool's threads."""
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
-        """Run blocking network work and record the time as exposed."""
         waits = self.counters.waits
         start = self.clock.look()
         result = work()

@@ -5,9 +5,8 @@
     all_to_all       a part for each rank, in rank order  its own part from each rank, in rank order
     reduce_scatter   a part for each rank, in rank order  its own part, summed over the ranks
 
-A *cut* lists the elements that each rank of the group owns, in rank order: (5, 3, 0), or an int for a number of equal
-parts. If the first rank owns everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather
-and a reduce.
+A *cut* lists each rank's elements in rank order, (5, 3, 0), or is a number of equal parts. If the first rank owns
+everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather and a reduce.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ Cut = tuple[int, ...] | int
 
 
 class Pattern(Enum):
-    """A pattern of data movement between ranks."""
-
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
     REDUCE_SCATTER = "reduce_scatter"
 
     def parts(self, cut: Cut, brought: int) -> tuple[int, ...]:
-        """Return the number of elements that each rank owns if a rank has `brought` input elements."""
+        """Return each rank's number of elements if a rank has `brought` input elements."""
         if isinstance(cut, tuple):
             return cut
         if self is Pattern.ALL_GATHER:
@@ -90,7 +87,7 @@ class Transfer:
     """Allocates reduce_scatter's scratch memory, which must live until the end; by default new memory."""
 
     def parts(self, place: int, ranks: int | None = None) -> tuple[int, ...]:
-        """Return the number of elements that each rank owns. Raises BadTensor if the tensors do not match."""
+        """Return each rank's number of elements. Raises BadTensor if the tensors do not match."""
         name = f"{self.pattern.value}@{self.level}"
         parts = self.pattern.parts(self.cut, self.value.numel())
         if ranks is not None and len(parts) != ranks:

@@ -1,7 +1,4 @@
-"""Move payloads between ranks with collectives over process groups, or without a network.
-
-`Launch` starts a line's collective and `Flight` waits for it. Errors name the line.
-"""
+"""Collectives over process groups, or without a network. `Launch` starts a line's collective, `Flight` waits for it."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Transport(Protocol):
 class Groups:
     """Collectives over torch.distributed process groups, one for each level and lane.
 
-    Lanes have separate groups because different threads launch on them, and order is defined only within a group.
+    Lanes launch from different threads, and order is defined only within a group.
     """
 
     def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
@@ -74,8 +71,7 @@ class Groups:
         """Create the groups. Every member calls it with the same arguments.
 
         `levels` lists each level's groups, in job ranks; `name` numbers the first one. At the levels in `direct`, an
-        all_gather may send every payload straight to each rank. Use it only if no two ranks share a link: on a
-        shared link a ring sends fewer bytes.
+        all_gather may send every payload straight to each rank. Where ranks share a link, a ring sends fewer bytes.
         """
         mine: dict[tuple[str, str], Group] = {}
         members = members or Members.of()
@@ -139,17 +135,15 @@ class Groups:
 
     @property
     def nccl_devices(self) -> set[str]:
-        """Device types whose collectives run over NCCL."""
         backends = [group.backends for group in self._groups.values()]
         return {device for each in backends for device, name in each.items() if name == "nccl"}
 
     @property
     def is_idle(self) -> bool:
-        """True if every launched collective has been waited for."""
+        """True if no collective is in flight."""
         return not any(group.under_way for group in self._groups.values())
 
     def settle(self) -> None:
-        """Wait for every collective in flight. All ranks must have launched them."""
         for group in self._groups.values():
             for flying in list(group.under_way):
                 flying.wait()
@@ -157,14 +151,14 @@ class Groups:
     def give_up(self) -> None:
         """Close the groups' connections, so that ranks that wait in them get an error at once.
 
-        Collectives in flight on this rank may continue until the other ranks notice. They are not waited for.
+        Collectives in flight on this rank may continue until the other ranks notice.
         """
         _open.discard(self)
         handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
         compat.destroy_groups(handles)
 
     def give_back(self) -> None:
-        """Schedule the groups to be closed later: their last collective may still run on a device or another rank."""
+        """Close the groups later: their last collective may still run on a device or another rank."""
         world = compat.world()
         if world is None or not self.is_idle:
             self.give_up()
@@ -182,7 +176,7 @@ _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
 def given_back(members: Members) -> list[Callable[[], object]]:
     """Take the closers of these ranks' unused groups.
 
-    Call them after all members have called this function: then none of their collectives is running on any device.
+    Call them after all members have called this function. Then no device runs their collectives.
     """
     if _open:
         gc.collect()  # an unused step in a reference cycle may still hold its groups
@@ -220,9 +214,9 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
-    """Sum parts in rank order, or with the backend's reduce-scatter in the backend's order.
+    """Sum parts in rank order, or with the backend's reduce-scatter in its own order.
 
-    The order cannot make ranks differ: one rank sums each part and sends the sum to the others.
+    Ranks cannot differ in either case: one rank sums each part and sends the sum to the others.
     """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
     is_even, is_summed = len(set(parts)) == 1, not _is_float8(value)
@@ -250,7 +244,7 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
     """Return the place of the only rank that owns elements, if the backend has a rooted collective.
 
-    NCCL forwards bytes from rank to rank, so the root's link carries them once. gloo's reduce would overwrite inputs.
+    NCCL forwards bytes, so the root's link carries them once. gloo's reduce would overwrite inputs.
     """
     owners = [place for place, own in enumerate(parts) if own]
     return owners[0] if len(owners) == 1 and group.is_over_nccl(value.device) else None
@@ -285,7 +279,7 @@ def _dealt(
 
 
 def _as_bytes(value: Tensor) -> Tensor:
-    """View a tensor flat, and float8 as bytes, because gloo does not support float8."""
+    """View a tensor flat, and as bytes if float8, which gloo does not support."""
     flat = value.view(-1)
     return flat.view(torch.uint8) if _is_float8(flat) else flat
 
@@ -295,9 +289,9 @@ def _is_float8(value: Tensor) -> bool:
 
 
 class NullTransport:
-    """Transport without a network: collectives finish at once with this rank's own values in the usual shapes.
+    """Transport without a network, for timing: collectives finish at once with this rank's own values.
 
-    Used to time a step without communication. It takes its places from the groups of `network`, if given.
+    It takes its places from the groups of `network`, if given.
     """
 
     def __init__(self, network: Transport | None = None) -> None:
@@ -313,10 +307,10 @@ class NullTransport:
         return Done()
 
     def start(self, transfer: Transfer) -> Work:
-        """Copy this rank's part to the output; a gather repeats it. Parts of other sizes are not written.
+        """Copy this rank's part to all output parts of its size.
 
-        They keep the payloads of an earlier step over the network, or the zeros of a new buffer. Some decoders reject
-        zeros (top-k, which needs distinct indices): run the step over the network first.
+        Other parts keep the payloads of an earlier step over the network, or a new buffer's zeros. Some decoders reject
+        zeros (top-k needs distinct indices): run a step over the network first.
         """
         place = self.place(transfer.level)
         parts = transfer.parts(place)
@@ -335,13 +329,11 @@ class NullTransport:
 
 
 Take = Callable[[str, int, torch.dtype, torch.device], Tensor]
-"""Returns the buffer of a name, for a number of elements."""
+"""Returns the buffer of a name and size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Description of a line's collective."""
-
     name: str
     """Name of the line, with the bucket's number: `all_gather_3_int4`."""
     kind: str
@@ -354,7 +346,6 @@ class Launch:
     """Starts the collective with a digest attached (`runtime/rider.py`)."""
 
     def start(self, value: Tensor, transport: Transport, take: Take) -> Flight:
-        """Start the collective without waiting for it."""
         try:
             if self.rides is not None:
                 return self.rides(self, value, transport)
@@ -387,7 +378,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A collective in flight. `output` is valid after `work` is done and `arrived`, if set, was called."""
+    """A collective in flight. `output` is valid after `work` and `arrived`, if set."""
 
     launch: Launch
     output: Tensor

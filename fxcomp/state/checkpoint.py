@@ -28,9 +28,7 @@ PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
 """Parts of a saved state: the current plan, the loss scale of its unit, and the default random generators' states."""
 
 NOTHING_YET = "nothing yet"
-"""The only part of a state saved before any gradient was sent. A library that loads into the present state cannot load
-another one into it.
-"""
+"""Part of a state saved before the first gradient. Libraries that load in place cannot replace it by another."""
 
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
@@ -39,9 +37,9 @@ _NAME = re.compile(r"rank(\d+)\.(.+)")
 
 
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
-    """Name every tensor of a rank's state by its rank and its path in the state.
+    """Name every tensor of a rank's state by rank and path in the state.
 
-    `rank` is the job rank, if the state's own rank is relative to a group.
+    `rank` is the job rank, if the state's own is relative to a group.
     """
     tensors: dict[str, Tensor] = {}
     about = _without_tensors(state, "", tensors)
@@ -51,7 +49,6 @@ def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, T
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """Replace tensors by their names, and collect them."""
     if isinstance(value, Tensor):
         assert place not in tensors, f"two tensors of a state are named {place!r}"
         tensors[place] = value.detach().contiguous()
@@ -76,10 +73,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def states_of(given: Any) -> list[Any]:
-    """Return the states in `given`: states, tensors of one or several states, or a list of these.
-
-    Raises BadState if tensors are missing.
-    """
+    """Return the states in `given` (states, their tensors, or a list). Raises BadState if tensors are missing."""
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
@@ -95,7 +89,7 @@ def _names(given: Any) -> list[str]:
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
-    """Return the ranks whose states these tensors belong to; none for other tensors."""
+    """Return the ranks that saved these tensors; none for other tensors."""
     found = [_NAME.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in found if match is not None})
 
@@ -123,9 +117,9 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Return the plan that was followed, or warmed up for, when `saved` was made by `state_dict` or `checkpoint`.
+    """Return the followed plan, or the plan warmed up for, in a `saved` state; None if it has no plan.
 
-    None if it has no plan. Raises BadState.
+    `saved` is from `state_dict` or `checkpoint`. Raises BadState.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
@@ -145,9 +139,9 @@ def read_checkpoint(
 ) -> dict[str, Tensor]:
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `under` is the key there. Of r `ranks`, `rank` i (from the process group by default) reads the states of ranks
-    i, i + r, i + 2r, ..., so that each state is read once. Pass the result to `load_state_dict`; it is empty if there
-    is no state for this rank. No rank waits for another. Raises BadState.
+    `under` is the key there. Of r `ranks`, `rank` i (from the process group by default) reads the states of ranks i, i
+    + r, i + 2r, ..., so that each state is read once. Pass the result to `load_state_dict`; it is empty if this rank
+    has no state to load. No rank waits for another. Raises BadState.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -190,7 +184,6 @@ def read_checkpoint(
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
-    """Copy the states of the default generators of the CPU and of this rank's device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -198,7 +191,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Sequence[Any], rank: int, ranks: int, device: torch.device) -> None:
-    """Restore the default generators if a state was saved by the same rank of the same number of ranks."""
+    """Restore the default generators if the same rank of equally many ranks saved a state."""
     for state in states:
         if GENERATORS in state and (state["rank"], state["ranks"]) == (rank, ranks):
             torch.set_rng_state(state[GENERATORS]["cpu"].cpu())

@@ -1,6 +1,6 @@
 """State of gradients on one rank: residuals of compression, and states of compressors.
 
-Its layout follows from the plan and the cluster, with a slot for each compression of a strategy.
+It has a slot for each compression of a strategy, by plan and cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def residual_layout(
 ) -> dict[Key, SlotLayout]:
     """Return the layout of residuals, for each slot with error feedback.
 
-    `shapes` of parameters are needed only for buckets that end as shards, which are cut by rows.
+    `shapes` are needed only for buckets that end as shards, which are cut by rows.
     """
     found: dict[Key, SlotLayout] = {}
     for number, bucket, whole in _buckets(plan):
@@ -61,7 +61,7 @@ def residual_layout(
 def state_layout(
     plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
 ) -> dict[Key, StateLayout]:
-    """Return the layout of compressor states, for each slot whose compressor has state."""
+    """Return the layout of compressor states, for slots whose compressor has state."""
     layout: dict[Key, StateLayout] = {}
     for number, bucket, parts in _buckets(plan):
         if not any(compressor.has_state for compressor in bucket.strategy.compressors):
@@ -91,7 +91,6 @@ def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tup
 
 
 def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
-    """Yield each bucket with its index and parts of parameters."""
     whole = plan.sizes
     for number, bucket in enumerate(plan.buckets):
         held = zip(bucket.names, bucket.starts, bucket.sizes, strict=True)
@@ -102,9 +101,9 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
     """Copy shared states that start fresh here from a rank that continues them. Every rank calls it.
 
-    Ranks that compress the same values must draw the same random bits, or their payloads of one sum would differ.
-    Shared states have the same label on several ranks. After a change of plan or after loading, some ranks may lack
-    one. Returns the labels that no rank continues, which start fresh everywhere.
+    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Shared states have one
+    label on several ranks, some of which may lack it after loading or a change of plan. Returns the labels that start
+    fresh everywhere.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -136,7 +135,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(slots=True)
 class GradientState:
-    """State of gradients that a rank keeps between steps, laid out for one plan."""
+    """Gradient state that a rank keeps between steps, laid out for one plan."""
 
     residuals: Arena
     compressor_states: CompressorStates
@@ -147,7 +146,7 @@ class GradientState:
 
     @classmethod
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
-        """Return an empty state. Random compressors derive from `seed`, which is the same on all ranks."""
+        """Return an empty state. Random streams derive from `seed`, which all ranks share."""
         return cls(
             Arena(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
             CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
@@ -155,12 +154,11 @@ class GradientState:
 
     @property
     def keeps_something(self) -> bool:
-        """True if steps leave residuals or compressor state."""
         return bool(self.residuals.layout) or not self.compressor_states.is_empty
 
     @property
     def owes_something(self) -> bool:
-        """True if a residual remains to be sent. Synchronises with the device."""
+        """True if residuals remain to be sent. Synchronises with the device."""
         return bool(self.owed) or not self.residuals.is_zero
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
@@ -172,7 +170,7 @@ class GradientState:
         return states
 
     def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], sharing: Sharing) -> None:
-        """Move everything to the fresh state of another plan without loss. Every rank calls it.
+        """Move everything to another plan's fresh state without loss. Every rank calls it.
 
         `sizes` has each parameter with a gradient, in the same order on all ranks.
         """
@@ -189,8 +187,7 @@ class GradientState:
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
         """Copy the residuals that this rank's next gradients must carry if this state ends, flat, by parameter.
 
-        Each rank's gradient has weight 1/ranks in the mean, so no communication is needed. All ranks return the same
-        parameters.
+        All ranks have the same parameters. A gradient has weight 1/ranks in the mean, so no communication is needed.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -200,13 +197,12 @@ class GradientState:
         return owed
 
     def also_owe(self, others: Mapping[str, Tensor]) -> None:
-        """Add another state's owed values."""
         for name, value in others.items():
             known = self.owed.get(name)
             self.owed[name] = value if known is None else known + value
 
     def settle(self) -> None:
-        """Clear owed values, which a step has delivered."""
+        """Clear the owed values that a step has delivered."""
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:
@@ -216,7 +212,7 @@ class GradientState:
             value.mul_(factor.to(value.device) if isinstance(factor, Tensor) else factor)
 
     def change_unit(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply the residuals of some parameters by flat factors, one per element."""
+        """Multiply some parameters' residuals by flat factors, one per element."""
         for name, factor in factors.items():
             for piece in self.residuals.slices.get(name, ()):
                 piece.values.mul_(factor[piece.start : piece.extent.stop].to(piece.values.device))
@@ -224,10 +220,7 @@ class GradientState:
                 self.owed[name].mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Rescale residuals by lr_old / lr_new.
-
-        `names` has the parameters of each parameter group. A rate of zero is skipped.
-        """
+        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` lists each parameter group."""
         for group, rate in rates.items():
             if rate <= 0:
                 continue

@@ -1,7 +1,7 @@
 """Move residuals from one layout to another while preserving their sum over the ranks.
 
-A rank's slices contribute `weight · values` to the mean gradient's residual, in every slot, and owed values contribute
-`owed / ranks`. Their sum over all ranks is E. Under another plan or number of ranks,
+A rank's slices contribute `weight · values` to the mean gradient's residual, and owed values `owed / ranks`. Their sum
+over all ranks and slots is E. Under another plan or number of ranks,
 
 - slices with the same slot and sharing stay on their rank, bit for bit if the unit is the same;
 - the rest of E goes to the first slot of the new layout: each rank with a place there holds E / total, where total is
@@ -9,8 +9,8 @@ A rank's slices contribute `weight · values` to the mean gradient's residual, i
 - values that no slot covers are owed to the next gradient.
 
 For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. Two-shot strategies keep a second
-residual, of the mean: the owner's has weight 1, a worker's 1/ranks. Splitting E over the ranks keeps each rank's next
-payload small.
+residual, of the mean: the owner's has weight 1, a worker's 1/ranks. Splitting E over ranks keeps their next payloads
+small.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sharing:
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
-    """Sum a tensor over the ranks in place. Every rank calls it."""
+    """Sums a tensor over the ranks in place. Every rank calls it."""
     topic: str
     device: torch.device
 
@@ -59,11 +59,10 @@ class Holding:
 
     @classmethod
     def of(cls, ranks: int, slices: Mapping[str, Sequence[Slice]], owed: Mapping[str, Tensor]) -> Holding:
-        """Return the holding of a single rank."""
         return cls(ranks, slices, {name: [waits] for name, waits in owed.items()})
 
     def lies(self, name: str, into: Arena, ranks: int) -> bool:
-        """Return whether all slices of a parameter can stay in place. True if there are none."""
+        """Return whether a parameter's slices, if any, can stay in place."""
         held, owed = self.slices.get(name, ()), self.owed.get(name, ())
         if not held and not owed:
             return True
@@ -100,8 +99,7 @@ class Holding:
 def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing) -> dict[str, Tensor]:
     """Fill an arena from a holding, and return the values owed to the next gradients. Every rank calls it.
 
-    `sizes` has every parameter with a gradient, in the same order on all ranks. The arena must not share memory with
-    the holding.
+    `sizes` has each parameter with a gradient, in the same order on all ranks. Arena and holding must not share memory.
     """
 
     names, ranks = list(sizes), sharing.peers.world_size
@@ -112,7 +110,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
-    # A parameter that moves on one rank moves on all: each gets its part of the mean. Owed values are owed on all.
+    # Parameters that move on one rank move on all, as each rank gets its part of the mean; likewise for owed values.
     # A parameter that only some ranks lack moves too, as ranks may have to hold equal values.
     moving = {k for theirs, _, _ in everyone for k in theirs}
     lacks = Counter(k for _, _, theirs in everyone for k in theirs)
@@ -149,7 +147,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:
-    """Copy the part of a mean without a slot; None if there is none."""
+    """Copy the part of a mean without a slot, if any."""
     if sum(map(len, covered)) == mean.numel():
         return None
     rest = mean.clone()

@@ -19,9 +19,9 @@ from fxcomp.state.gradient_state import GradientState
 
 
 class Sums:
-    """Gradient sums over the micro-batches of a group, and the factor that converts them to a mean.
+    """Gradient sums over a group of micro-batches, and the factor that converts them to a mean.
 
-    Sums cover whole parameters, in fp32 or wider, and are independent of the plan. They are allocated on first use.
+    Sums cover whole parameters, in fp32 or wider, under any plan. They are allocated on first use.
     """
 
     def __init__(self, training: Training, length: int = 1):
@@ -31,9 +31,8 @@ class Sums:
         self._device, self._scale = training.device, training.loss_scale
         self._sums: dict[str, Tensor] = {}
         self.micro_batches = 0
-        """Number of micro-batches in the sums."""
         self.factor = torch.ones((), device=training.device) if self._scale is None else self._scale.inverse
-        """Factor on gradients in the last micro-batch of the group."""
+        """Factor on gradients in the group's last micro-batch."""
 
         self.count = torch.zeros(1, dtype=torch.float64, device=training.device)
         """Elements summed by the group's weighted losses so far."""
@@ -60,14 +59,14 @@ class Sums:
     def seed(self, *, is_weighted: bool) -> Tensor:
         """Return the initial gradient of a micro-batch's backward pass: the loss scale over the group length.
 
-        Thus fp16 gradients overflow exactly as in a loop that divides the loss by the length.
+        Thus fp16 gradients overflow as in a loop that divides the loss by the length.
         """
         assert self._scale is not None, "only a scaled loss has a seed"
         scale = self._scale.scale
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return the mean gradient of a group whose last gradient is given; `share` is its weight."""
+        """Return the mean gradient of a group with this last gradient; `share` is its weight."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -84,7 +83,6 @@ class Sums:
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
 
     def clear(self) -> None:
-        """Reset for another group."""
         for total in self._sums.values():
             total.zero_()
         self.count.zero_()
@@ -110,7 +108,7 @@ class Inputs:
         """State of each parameter in this step."""
 
     def of(self, program: Program, leaves: Sequence[Any], state: GradientState) -> tuple[list[Any], ...]:
-        """Return the arguments of a program for a batch's leaves."""
+        """Return a program's arguments for a batch's leaves."""
         self._make_missing_state()
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
@@ -147,10 +145,7 @@ class Inputs:
     # The optimizer
 
     def expect_other_state(self) -> None:
-        """Create missing optimizer state after an option changed.
-
-        Raises StepChanged if the state's layout changed.
-        """
+        """Create missing optimizer state after an option changed. Raises StepChanged if the state's layout changed."""
         for optimizer in self.training.optimizers:
             owned = [owner for owner in self.training.owned if owner.optimizer is optimizer]
             check_habits(optimizer, owned, self.training.habits)
@@ -211,12 +206,11 @@ class Inputs:
         self._kept_by_optimizer = kept
 
     def rates(self, numbers: Sequence[Mapping[str, float]] | None = None) -> dict[int, float]:
-        """Return the learning rate of each parameter group; `numbers` are read again if not given."""
+        """Return the learning rate of each parameter group, read again without `numbers`."""
         read = self._numbers_of({}) if numbers is None else numbers
         return {index: of_group["lr"] for index, of_group in enumerate(read)}
 
     def names_by_group(self) -> Mapping[int, Sequence[str]]:
-        """Return the trained parameters of each parameter group."""
         groups: dict[int, list[str]] = {}
         for owner in self.training.owned:
             groups.setdefault(owner.group, []).append(owner.name)
@@ -224,10 +218,8 @@ class Inputs:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of elements of every parameter."""
         return {name: parameter.numel() for name, parameter in self.parameters.items()}

@@ -5,8 +5,7 @@
       │  └─ while a parameter has too few updates                             │
       └───────────────────────────────────────────────────────────────────────┘ longer each time
 
-Residuals change from the gradient's unit to the momentum's at the freeze, and back at the thaw. A residual e of `m / d`
-equals a gradient residual of `d e / s`:
+Residuals change unit at the freeze, and back at the thaw. A residual e of `m / d` equals a gradient residual `d e / s`:
 
     m    shared mean of gradients                     `exp_avg`, `momentum_buffer`
     d    sqrt(v / (1 - beta2^t)) + eps, or 1          v is the second moment, `exp_avg_sq`
@@ -37,8 +36,8 @@ from fxcomp.ranks import Ranks
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
-"""Lower bound of a frozen second moment, relative to its tensor's mean. The first gradient of an element that never had
-one then moves it at most about ten times as far as other elements.
+"""Lower bound of a frozen second moment, relative to its tensor's mean. An element's first gradient then moves it at
+most about ten times as far as other elements.
 """
 
 _AT_ONCE = 1 << 20
@@ -56,11 +55,11 @@ class MovedState:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the formula of the divisor is known."""
+        """Return whether the divisor's formula is known."""
         return self.magnitude in (None, "exp_avg_sq")
 
     def divisor(self, owner: Owned, magnitude: Tensor) -> Tensor:
-        """Return the divisor of the mean before sending: Adam's sqrt(v / (1 - beta2^t)) + eps."""
+        """Return the mean's divisor: Adam's sqrt(v / (1 - beta2^t)) + eps."""
         return (magnitude / correction(owner)).sqrt() + owner.options["eps"]
 
     def energy(self, owner: Owned) -> Tensor:
@@ -71,7 +70,7 @@ class MovedState:
         return torch.stack(parts).sum()
 
     def slope(self, owner: Owned) -> float:
-        """Measure the weight s of a gradient in the optimizer's mean, by running the optimizer."""
+        """Measure s by running the optimizer."""
         found: list[Tensor] = []
         with unseen():
             for gradient in (0.0, 1.0):
@@ -84,7 +83,7 @@ class MovedState:
         return float((found[1] - found[0]).sum())
 
     def to_gradients(self, owner: Owned) -> Tensor:
-        """Return the factor d / s, flat, that converts a residual of the exchanged mean to one of gradients."""
+        """Return d / s, flat, which converts a residual of the exchanged mean to one of gradients."""
         slope = self.slope(owner)
         if self.magnitude is None:
             return torch.ones_like(owner.state[self.mean]).reshape(-1) / slope
@@ -115,7 +114,7 @@ def correction(owner: Owned, later: int = 0) -> float:
 
 
 class Momenta:
-    """Second moments of a job: frozen before the first step whose plan exchanges momenta, until a thaw."""
+    """Second moments of a job: frozen before the first step that exchanges momenta, until a thaw."""
 
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._owners = owners
@@ -123,11 +122,11 @@ class Momenta:
         """`moved_states` of this graph, cached because the guard calls it often."""
         self._planned_for = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self.freezes_at = self._planned_for
-        """The first step that exchanges momenta; None if none does."""
+        """The first step that exchanges momenta, or None."""
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
-        """True while ranks exchange gradients again after exchanging momenta."""
+        """True while ranks exchange gradients again after momenta."""
         self._thaws = 0
 
     def resume(self, steps: int) -> None:
@@ -156,7 +155,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze if due. It happens this late because the optimizer's state may be loaded after the step's."""
+        """Freeze if due, after the optimizer's state may have been loaded."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
@@ -179,8 +178,7 @@ class Momenta:
     def energies(self, plan: Plan) -> dict[str, float]:
         """Return the mean square of each shared mean divided by its frozen root.
 
-        This is about the mean square of the update without the learning rate. It is at most 1 while the second moment
-        fits.
+        It is about the update's mean square without the learning rate, and at most 1 while the second moment fits.
         """
         moved = {n: m for n, m in self._states_by(plan).items() if m.magnitude is not None}
         sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
@@ -234,9 +232,9 @@ def steps_to_forget(times: float, beta2: float) -> int:
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
     """Clamp second moments from below, to divide by them for the rest of the job.
 
-    An element that never had a gradient has a second moment of 0, so its first gradient would be divided by almost
-    nothing. The bound is a fraction of the tensor's mean, or of the mean of the other tensors' means if that is 0.
-    Non-finite tensors are unchanged. The result is the same on all ranks.
+    An element that never had a gradient has a second moment of 0, which would leave almost nothing to divide by. The
+    bound is a fraction of the tensor's mean, or of the mean of the other tensors' means if that is 0. Non-finite
+    tensors are unchanged. The result is the same on all ranks.
     """
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
@@ -264,7 +262,7 @@ class SavedMomenta(NamedTuple):
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
-        """Read all ranks' states; empty if there are none. Every rank calls it."""
+        """Read all ranks' states, if any. Every rank calls it."""
         everyone = ranks.gather("whose momentum was exchanged", cls._read(given))
         return [cls(*each) for each in everyone if each is not None]
 

@@ -1,7 +1,7 @@
-"""Copy rank 0's optimizer state to all ranks, as is done for parameters and buffers.
+"""Copy rank 0's optimizer state to all ranks, like parameters and buffers.
 
-Often only rank 0 loads a checkpoint. Parameters would then start equal and drift from the first step on. Checksums find
-the ranks that differ, without sending the state.
+Often only rank 0 loads a checkpoint. Parameters would then drift from the first step on. Checksums find the ranks that
+differ, without sending the state.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
 
 
 def _plain(training: Training) -> dict[str, Any]:
-    """Return each parameter's state numbers, and whether its state is fresh."""
     return {
         owner.name: {
             "numbers": {key: value for key, value in owner.state.items() if is_number(value)},

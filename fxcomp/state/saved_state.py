@@ -1,8 +1,7 @@
 """Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
 
-Every rank saves its own state: residual slices with their slot, place and unit, and the number of ranks. All ranks load
-together; each has its saved state, several states if ranks have gone, or None. `hand_over` preserves the sum of the
-residuals in the new layout.
+Every rank saves its residual slices with their slot, place and unit, and the number of ranks. All ranks load together;
+each has one state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fxcomp.state.handover import Holding, Sharing, hand_over
 VERSION = 3
 
 Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""State that this rank saved; several if ranks have gone; None if there is none."""
+"""State that this rank saved; several if ranks have gone; or None."""
 
 
 def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -68,12 +67,12 @@ def states_given(given: Given) -> Sequence[Mapping[str, Any]]:
 
 
 def scale_of(given: Given) -> float | None:
-    """Loss scale of the saved residuals' unit; None if not saved."""
+    """Loss scale of the saved residuals' unit, or None."""
     return next((float(state[SCALE]) for state in states_given(given) if SCALE in state), None)
 
 
 def plan_of(given: Given) -> Any:
-    """JSON of the plan followed when the states were saved; None if not saved."""
+    """JSON of the plan followed by the saved states, or None."""
     return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
@@ -91,7 +90,7 @@ class Saved:
     residuals: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     compressors: Mapping[str, Any]
-    """State of compressors, which they validate."""
+    """State of compressors, which validate it."""
 
 
 def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
@@ -133,7 +132,7 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
 
 
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """Return the learning rate of each parameter group. JSON has turned the keys into strings."""
+    """Return learning rates with parameter groups as integers, which JSON has turned into strings."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
@@ -191,10 +190,9 @@ class Agreed:
 
 
 def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
-    """Validate all ranks' states; None if there are none. Every rank calls it.
+    """Validate all ranks' states, if any. Every rank calls it. `sizes` has the elements of all parameters.
 
-    `sizes` has the elements of all parameters. Raises BadState on all ranks if states do not match, and PeerFailed if
-    another rank's state is bad.
+    Raises BadState on all ranks if states do not match, and PeerFailed if another rank's state is bad.
     """
 
     def mine() -> tuple[Saved, ...]:
@@ -239,10 +237,10 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
-    """Load the states into the current plan's state.
+    """Load the states into the current plan's state. Every rank calls it.
 
-    `trained` has the elements of each parameter with a gradient, in the same order on all ranks. Every rank calls it.
-    Raises BadState if shared states of compressors differ.
+    `trained` has the elements of each parameter with a gradient, in the same order on all ranks. Raises BadState if
+    shared states of compressors differ.
     """
     states, rank = agreed.states, sharing.peers.rank
     sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, trained, rank))
