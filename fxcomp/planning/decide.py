@@ -90,7 +90,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
         graph = annotate_costs(clone(program.graph), own, site.cluster)
         return asdict(contention_of(own, graph, held, overlapped))
 
-    # Only rank 0 fits, while the other ranks leave it the processors.
+    # The other ranks leave the processors to rank 0 meanwhile.
     fit = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
     return replace(own, contention=fit.factor, error=min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR))
 
@@ -108,7 +108,6 @@ class Planner:
     kinds: Collection[UpdateKind] = ()
     """Kinds of all updates, if known."""
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
-    """Cache of measured costs for the next job."""
 
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Choose by given or measured costs, or the dense plan provisionally.
@@ -137,7 +136,7 @@ class Planner:
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
         """Choose by timed dense steps and the time around one. Every rank calls it.
 
-        If some rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
+        If a rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
         """
         costs = self._gathered()
         if steps:
@@ -173,7 +172,6 @@ class Planner:
         return choose(workload, costs, self.site.cluster, terms), search_notes()
 
     def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
-        """Build the user's plan. Raises BadPlan."""
         return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
 
     def with_momenta(self, decision: Decision) -> Decision:
@@ -204,12 +202,11 @@ class Planner:
         return self._best(workload, costs, topic, errors)
 
     def measure_next_time(self) -> None:
-        """Delete the cached costs, which proved wrong, so that the next job measures."""
+        """Delete the cached costs, which proved wrong."""
         self.earlier.forget()
 
     @property
     def terms(self) -> Terms:
-        """Terms of this job's plans, for Gaussian gradients."""
         return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
@@ -240,7 +237,7 @@ class Planner:
         followed = Plan.from_json(data)
 
         def mine() -> Plan:
-            # The text is the same on all ranks, but its plan depends on costs, which differ per rank.
+            # The text is the same on all ranks, but its plan depends on costs, which differ.
             if isinstance(plan, Plan):
                 return plan
             return Plan.load(plan) if is_path(plan) and Path(plan).exists() else followed

@@ -21,7 +21,6 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.device import DeviceUse, StepOnDevice
 
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
-"""Roles of nodes whose time is network time."""
 
 WORTH_SAYING = 0.05
 """Fraction of the kernels' time that advice must save."""

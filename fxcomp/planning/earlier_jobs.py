@@ -4,7 +4,7 @@
                              ▲                                     │ they do not
                              └── measured again      deleted    ◄──┘
 
-Steps are the same if they have the same operators and shapes in the same order, processors, ranks and versions.
+Operators and shapes in order, processors, ranks and versions identify a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EarlierJobs:
     """Earlier jobs' measurements of one step, on rank 0's machine."""
 
     path: Path | None = None
-    """Cache file of the step, once the step is known."""
+    """Cache file, once the step is known."""
 
     def find(self, facts: Sequence[str], ranks: Ranks) -> CostTable | None:
         """Return an earlier job's costs of the step from rank 0's file, or None. Every rank calls it."""

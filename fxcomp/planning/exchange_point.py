@@ -115,7 +115,6 @@ def _note(why: str) -> str:
 
 
 def movable(workload: Workload, pins: Pins) -> list[str]:
-    """Return the matrices without pins."""
     return [each.name for each in workload.gradients if not each.is_vector and pins.rule_for(each.name) is None]
 
 

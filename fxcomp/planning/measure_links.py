@@ -27,7 +27,7 @@ from fxcomp.runtime.transport import Groups, Transport
 from fxcomp.site import NOBODY, Beside
 
 SMALL_BYTES = 4096
-"""Size of a collective whose processor time is the cost of starting one."""
+"""Largest collective whose processor time counts as the fixed cost, in bytes."""
 
 LARGEST_FROM_DEVICE = 64 << 20
 """Largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of 513 MB was
@@ -54,8 +54,8 @@ def live_links(
 ) -> dict[str, Any]:
     """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
 
-    If the network's software runs on compute's processors, also measure its processor time, and the slowdown of
-    collectives during compute. Every rank takes part.
+    If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
+    compute. Every rank takes part.
     """
     timed = TimedCollectives(transport, device, beside)
     largest = LARGEST_FROM_DEVICE if compat.is_accelerator(device) else LARGEST_BYTES
@@ -71,7 +71,6 @@ def live_links(
 
 
 def meet(transport: Transport, device: torch.device) -> None:
-    """Wait for all ranks of a group."""
     transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
     compat.synchronize(device)
 
@@ -79,9 +78,9 @@ def meet(transport: Transport, device: torch.device) -> None:
 class TimedCollectives:
     """Runs collectives on a job's groups from a common start. Times are the slowest rank's.
 
-    Collectives run as in a step; a point-to-point message, which no step sends, runs on the process group itself. The
-    root is the group's first rank, and a message goes from the first rank to the second. Sibling groups (`beside`) run
-    the same collective at the same time, so that the links are shared as in a job.
+    Collectives run as in a step; a point-to-point message, which no step sends, runs on the process group itself, from
+    the first rank to the second. The first rank is the root. Sibling groups (`beside`) run the same collective at the
+    same time, and share the links.
     """
 
     def __init__(self, transport: Groups, device: torch.device, beside: Beside = NOBODY) -> None:
@@ -120,7 +119,6 @@ class TimedCollectives:
         return None
 
     def launch_us(self, assumed: float) -> float:
-        """Return the median launch time."""
         return statistics.median(self._launches_us) if self._launches_us else assumed
 
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
@@ -137,7 +135,6 @@ class TimedCollectives:
         return times
 
     def slowest(self, seconds: float) -> float:
-        """Return the maximum over all ranks."""
         passed = torch.tensor([seconds], dtype=torch.float32, device=self._device)
         self._transport.all_reduce(passed, "world", "main", how="max").wait()
         self._beside.largest(passed)

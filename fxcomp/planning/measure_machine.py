@@ -83,7 +83,6 @@ def _threads(count: int) -> Generator[None]:
 
 
 def device_here() -> torch.device:
-    """Return this rank's current GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -116,7 +115,7 @@ def with_ranks(costs: CostTable, site: Site) -> CostTable:
 def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
     """Measure the links again. Every rank takes part.
 
-    `launch_us` keeps its value from the step, where a launch takes longer than by itself.
+    `launch_us` was measured in the step, where it is higher, and is kept.
     """
     return replace(costs, **{**_links(costs, costs.processors, site), "launch_us": costs.launch_us})
 

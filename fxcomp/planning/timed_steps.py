@@ -123,7 +123,6 @@ class OneByOne:
         self._regions = {region.name: region for region in regions(self._graph)}
 
     def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for a region's function."""
         if name not in self._regions:
             return run
         region = self._regions[name]
@@ -160,7 +159,6 @@ def _constants(region: Region) -> dict[Node, None]:
 
 
 def _dead_after(region: Region) -> dict[Node, list[Node]]:
-    """Return the values last used by each node."""
     needed = set(region.outputs)
     dead: dict[Node, list[Node]] = {}
     for node in reversed(region.nodes):
@@ -277,7 +275,7 @@ def contention_of(
     """Fit contention to dense steps, with the error of its prediction.
 
     `graph` is annotated with region times without contention. The host's time (`costs.host_us`) is simulated too, so
-    that a host-bound step is not attributed to the network.
+    that host-bound steps are not attributed to the network.
     """
     tasks = (*handing_out(costs.host_us), *graph_tasks(graph))
     slowed_us = max(0.0, overlapped.compute_us - held.compute_us)

@@ -1,14 +1,13 @@
 """Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
 
-A collective that one rank never reaches blocks the others, but a missing key only times out. Ranks answer each topic in
-turn, under a key per topic and rank:
+Unlike a collective that one rank never reaches, a missing key times out. Ranks answer each topic in turn:
 
     name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
     name/1/0                         topic 1: only rank 0's answer is read
     name/failed/0                    first failure
 
 The first failing rank writes the failure, and waiting ranks poll its key. If a rank's process has ended, or waits
-elsewhere, the rank that notices writes it.
+elsewhere, the rank that notices writes the failure.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fxcomp.runtime.presence import Presence, address_of, place_of
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Pauses between store polls: first, longest, and the longest's share per rank."""
+"""Pauses between store polls: the first, the longest, and the longest per rank of a large job."""
 
 PATIENCE_S = 0.5
 """Interval of checks on silent processes."""
@@ -65,7 +64,7 @@ def check_store(store: Any) -> None:
 class Conversation:
     """Topics that all ranks answer in turn; `name` must be new and the same on every rank.
 
-    `root` names the same ranks' first conversation, under which they report steps.
+    `root` names the ranks' first conversation, under which they report steps.
     """
 
     def __init__(
@@ -94,9 +93,9 @@ class Conversation:
     # Topics
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """Run `work`, which returns JSON data or raises, and return every rank's result in rank order.
+        """Run `work` and return every rank's result, JSON data, in rank order.
 
-        If it raises, this rank reports the failure first, and the others raise PeerFailed.
+        If `work` raises, this rank reports the failure first, and the others raise PeerFailed.
         """
         self._answer(topic, work)
         return self.hear(topic, range(self.world_size))
@@ -107,7 +106,7 @@ class Conversation:
         return self.hear(topic, [0])[0]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ReplicasDiffer on every rank, with the first difference, unless all facts are the same."""
+        """Raise ReplicasDiffer on every rank, with the first difference, unless all facts are equal."""
         everyone = self.attempt(topic, lambda: facts)
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
@@ -117,7 +116,6 @@ class Conversation:
                     raise self._known
 
     def say(self, topic: str, value: Any) -> None:
-        """Answer a topic without waiting."""
         self._topics += 1
         with self._store_lives(topic):
             self.store.set(self._key(self._topics - 1, self.rank), json.dumps([topic, value]))
@@ -158,7 +156,7 @@ class Conversation:
         """
         mine = self.described(what, error)
         while self.knows(self._fail(mine, lingers=lingers)):
-            pass  # all ranks raised another error at the same topic, and then wait for this rank at the next topic
+            pass  # all ranks raised together before, and now wait for this rank
 
     @property
     def was_missed(self) -> bool:
@@ -167,7 +165,7 @@ class Conversation:
             return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
-        """Delete this rank's answers but the last from the store. All ranks have read them."""
+        """Delete this rank's answers but the last from the store, after all ranks have read them."""
         for number in range(self._topics - 1):
             with suppress(Exception):  # not every store supports it
                 self.store.delete_key(self._key(number, self.rank))
@@ -207,7 +205,7 @@ class Conversation:
         return first
 
     def _linger(self, failed: str) -> None:
-        """Wait until the other ranks have read a failure, since the store may end with this process."""
+        """Wait for the other ranks to read a failure, since the store may end with this process."""
         heard = [f"{failed}/{rank}" for rank in range(self.world_size)]
         until = time.monotonic() + LINGER_S
         with suppress(Exception):
@@ -236,8 +234,8 @@ class Conversation:
         wanted = list(keys.values())
         start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
         longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
-        while not self.store.check(wanted):  # not wait(), which would block other threads' access to the store
-            # A failing rank may have answered this topic; then all ranks read its failure at the next topic.
+        while not self.store.check(wanted):  # wait() would block other threads' access to the store
+            # A failing rank may have answered this topic, and all ranks read its failure at the next.
             if self.store.check([self._failed]) and not self.store.check(wanted):
                 raise self._heard(self.store.get(self._failed))
             waited = time.monotonic() - start
@@ -261,7 +259,6 @@ class Conversation:
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
     def _look_for(self, keys: Mapping[int, str], topic: str, presence: Presence) -> None:
-        """Raise PeerFailed if a missing rank will never answer."""
         missing = self._missing(keys)
         for rank in missing[:WATCHED]:
             why = self._absence(rank, topic, presence)

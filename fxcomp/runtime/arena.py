@@ -1,7 +1,7 @@
 """Residuals in one flat arena, with a part for each slot of a bucket that needs one.
 
-A bucket has one slot per compression of its strategy. A two-shot strategy compresses twice: this rank's gradients, and
-the mean of its shard. Residuals are named by parameter:
+A bucket has one slot per compression of its strategy; a two-shot strategy also compresses the mean of a rank's shard.
+Residuals are named by parameter:
 
     bucket   a[0:6] b[0:3] c[0:7]
     [4, 11)  a[4:6] b[0:3] c[0:2]
@@ -68,8 +68,7 @@ ONE = Fraction(1)
 class SlotLayout:
     """Residual layout of one slot of a bucket on one rank: the concatenated `pieces`.
 
-    `on_host` residuals never cross the bus, as their compressor runs there. `weight`, `total` and `place` are as in
-    Slice.
+    An `on_host` slot's compressor runs there. `weight`, `total` and `place` are as in Slice.
     """
 
     bucket: tuple[Part, ...]
@@ -106,7 +105,6 @@ class Slice:
     values: Tensor
     start: int
     size: int
-    """Elements of the whole parameter."""
     slot: int = 0
     place: int = 0
     """Index of this rank among the ranks with different values of the same elements."""
@@ -147,7 +145,7 @@ class Slice:
 
 
 class Arena:
-    """All residuals of this rank: an fp32 value, initially zero, per element of the slots in `layout`."""
+    """Residuals of this rank: an fp32 value, initially zero, per element of the slots in `layout`."""
 
     def __init__(self, layout: Mapping[Key, SlotLayout], device: torch.device):
         self.layout = dict(layout)

@@ -1,12 +1,11 @@
 """Record the origin of each gradient before autograd adds it to `.grad`.
 
-If torch.compile falls back to eager code without an error, an unaveraged gradient reaches `.grad`.
+If torch.compile silently falls back to eager code, unaveraged gradients reach `.grad`.
 
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-Each parameter has one Arrivals, shared by its models and registered with `Tensor.register_hook`. Copies of a parameter
-have no hooks.
+A parameter's Arrivals is registered with `Tensor.register_hook` and shared by its models. Copies have no hooks.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Arrivals:
             self._is_sampled, self.digest = True, None
 
     def note_local(self, call: int | None) -> None:
-        """Note that a compiled backward pass returns a gradient that stays on this rank until a later pass."""
+        """Note that a compiled backward pass returns a gradient that stays on this rank for now."""
         self._local_in = call
 
     def __call__(self, gradient: Tensor) -> None:
@@ -76,14 +75,13 @@ class Arrivals:
 
 
 def digest_of(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, int64[]. Almost surely, any change of an element changes the sum."""
+    """Sum a tensor's bits as integers, int64[]. Almost surely, any change changes the sum."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return values.contiguous().view(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def has_foreign_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has gradient hooks other than Arrivals."""
     hooks: Mapping[int, object] | None = parameter._backward_hooks
     if hooks and not all(isinstance(hook, Arrivals) for hook in hooks.values()):
         return True

@@ -1,16 +1,16 @@
 """Run lines of a step, or an exchange of a few small numbers, on a side stream.
 
-Lines on it do not block compute:
+Lines there do not block compute:
 
     with side.aside(bucket):        waits for the compute queued so far
         ...                         compress, launch, wait
     side.join(mean)                 compute continues after the side stream
 
-On a synchronous device, both do nothing. Exchanges of numbers overlap with the step:
+On a synchronous device, both do nothing. An exchange of numbers overlaps with the step:
 
     host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-An exchange is queued on a stream of its own, so compute does not delay it, and its memory is used on no other stream.
+Its stream is its own, so compute does not delay it, and its memory is used on no other stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxcomp.runtime.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Result of an exchange in flight."""
+    """An exchange in flight."""
 
     _values: Tensor
     """Result on the host, valid after the exchange."""
@@ -98,7 +98,7 @@ class SideStream:
         self._device, self._streams = device, compat.streams_of(device)
         self._side: Any = compat.side_stream(device)
         self.is_in_line = False
-        """Run everything on the compute stream. Set it between steps."""
+        """True to run everything on the compute stream. Set it between steps."""
 
     def aside(self, *values: Tensor) -> AbstractContextManager[Any]:
         """Run the block on the side stream, after all queued compute if it takes `values` from compute."""

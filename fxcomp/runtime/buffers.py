@@ -32,7 +32,7 @@ AS_WRITTEN = Numbers()
 
 
 class Buffers:
-    """Buffers that steps reuse, keyed by line name. `pins` pins host buffers, for copies to and from a device."""
+    """Buffers that steps reuse, keyed by line name. `pins` pins host buffers."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
@@ -53,7 +53,6 @@ class Buffers:
         return buffer
 
     def like(self, name: str, value: Tensor) -> Tensor:
-        """Return a line's buffer like `value`."""
         return self.take(name, value.numel(), value.dtype, value.device)
 
     def copy(self, name: str, value: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class Buffers:
         return flat, parts
 
     def lend(self, name: str, memory: Tensor) -> None:
-        """Let a line write into external memory, which lives until the end of the step."""
+        """Let a line write into external memory until the end of the step."""
         if (known := self._known.get((name, memory.numel(), memory.dtype))) is not None:
             self._rooms.pop(known.data_ptr(), None)
         self._known[name, memory.numel(), memory.dtype] = memory

@@ -5,7 +5,7 @@
     end = clock.look()
     clock.us(begin, end)            # None until the GPU has reached `end`
 
-All times come from the same clock, so that they are comparable.
+All times come from one clock, and are comparable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp import compat
 class Clock:
     """Processor clock, or timed events on the current stream of an asynchronous device.
 
-    It never waits for a device. Readings of `look` are only for `us`.
+    It never waits. Readings of `look` are only for `us`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -43,7 +43,6 @@ class Clock:
 
 
 Looks = tuple[Any, Any]
-"""Readings at a begin and an end."""
 
 
 @dataclass(slots=True)

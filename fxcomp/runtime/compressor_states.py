@@ -1,4 +1,4 @@
-"""State of compressors: one tensor per slot of a bucket, which concatenates the states of parameters' parts."""
+"""State of compressors: one tensor per slot of a bucket, concatenated from the states of parameters' parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxcomp.runtime.arena import Key, Part
 class StateLayout:
     """Compressor of one slot on this rank, and its parts of parameters, each with its own compressor.
 
-    `place` is this rank's index among the ranks that compress different values of the same parts.
+    `place` is this rank's index among the ranks with different values of the same parts.
     """
 
     compressor: Compressor
@@ -78,7 +78,6 @@ class _PartState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Fields that a saved state must match."""
         dtype = str(self.value.dtype).removeprefix("torch.")
         size, elements = self.part.length, self.value.numel()
         return {"compressor": str(self.compressor), "size": size, "elements": elements, "dtype": dtype}
@@ -190,7 +189,6 @@ def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
 
 
 def _fingerprint(saved: Mapping[str, Any]) -> str:
-    """Hash names and descriptions, independent of bucket order."""
     rows = sorted(
         (name, [str(part.get(key)) for key in _KEYS], part["state"].numel()) for name in saved for part in saved[name]
     )

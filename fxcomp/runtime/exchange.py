@@ -1,7 +1,6 @@
 """Run a collective that the loss function calls, such as the all_gather of a contrastive loss.
 
-Eager code fills tensors in place. Here new tensors in the shapes of `received` are returned. `runtime.py` launches the
-collectives of gradients.
+Eager code fills tensors in place. Here new tensors in the shapes of `received` are returned.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from fxcomp.errors import StepChanged
 
 
 class ExchangeKind(Enum):
-    """A collective of torch.distributed."""
-
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
     REDUCE = "reduce"
@@ -62,7 +59,7 @@ def exchange(
     return out
 
 
-_dist: Any = dist  # its arguments are partly untyped
+_dist: Any = dist
 
 
 def _run(
@@ -117,5 +114,4 @@ def _operation(how: str) -> dist.ReduceOp.RedOpType:
 
 
 def _root(group: Any, numbers: Sequence[int]) -> int:
-    """The root's rank in the job."""
     return _dist.get_global_rank(group, numbers[0])

@@ -1,7 +1,7 @@
 """A process group, its collectives in flight, and errors about its other ranks.
 
-Payloads may be sent directly between ranks. A send or receive that does not end then identifies the missing rank, which
-a backend's collective cannot.
+Payloads may be sent directly between ranks. An unfinished send or receive then identifies the missing rank, unlike a
+backend's collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxcomp import compat
 from fxcomp.errors import LostTouch
 
 MOST_NAMED = 8
-"""Most ranks that an error lists."""
+"""Maximum number of ranks listed in an error."""
 
 
 class Work(Protocol):
@@ -104,7 +104,7 @@ class Group:
             try:
                 raise lost
             finally:
-                del lost  # break the cycle: its traceback refers to this frame, which keeps the connections
+                del lost  # the traceback refers to this frame, which keeps the connections open
         return flying
 
     def _sent(self, transfer: Callable[..., Any], part: Tensor, rank: int, tag: int) -> Any:
@@ -147,7 +147,7 @@ class UnderWay:
         except RuntimeError as error:
             if self.handles is not None:
                 self.handles = handles[done:]  # a finished receive cannot be waited for again
-            work = handles = None  # the error's traceback holds this frame, which would keep the connections open
+            work = handles = None  # this frame is in the traceback and would keep the connections open
             raise_if_lost(error, self.group.others if rank is None else f"rank {rank}")
             raise
         self.handles = []

@@ -4,11 +4,10 @@
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
 
 The thread that needs a collective's result waits for it: arriving to decompress, or sending if ranks agree on something
-before they compress. With one thread, a wait would delay later buckets. The sending thread launches all collectives, so
-their order is the same on every rank. Work waits only for earlier work, so the threads cannot deadlock.
+before they compress. A second thread keeps waits from delaying later buckets. One thread launches all collectives, so
+their order is the same on every rank. Work waits only for earlier work, so there is no deadlock.
 
-The threads copy the submitting thread's denormal mode: `torch.set_flush_denormal` is per thread, and the bits of a
-compressed bucket depend on it.
+The threads copy the submitting thread's denormal mode, which is per thread and affects the bits of a compressed bucket.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class HostCopies:
         return self._streams is not None
 
     def to_host(self, value: Tensor, buffer: NewBuffer) -> Callable[[], Tensor]:
-        """Start a copy after the compute queued so far. Its result waits for it, on any thread.
+        """Start a copy after the compute queued so far, and return a function that waits for it on any thread.
 
         `buffer` allocates pinned memory of the value's size.
         """
@@ -69,7 +68,7 @@ class HostCopies:
         compute = self._streams.current_stream(self._device)
         with self._streams.stream(self._coming):
             target = buffer()
-            # The last step has finished reading the buffer: the value was copied to the host after it.
+            # The last step has read the buffer: the value was copied to the host after that step.
             target.copy_(value, non_blocking=True)
         target.record_stream(compute)
         compute.wait_stream(self._coming)
@@ -106,7 +105,7 @@ class PoolThread(Enum):
 
 
 def value_of(value: Any) -> Any:
-    """Return a value, waiting for the pool if it is a future."""
+    """Return a value, waiting for the pool if needed."""
     return cast("OnHost", value).result() if isinstance(value, Future) else value
 
 
@@ -119,7 +118,7 @@ class HostPool:
         self._executors: dict[PoolThread, ThreadPoolExecutor] = {}
         self._last: dict[PoolThread, Future[Any]] = {}
         self._failures: list[BaseException] = []
-        """Errors of both threads, as results may never be read."""
+        """Errors of both threads."""
 
     def submit(self, work: Callable[..., T], *given: Any, on: PoolThread = PoolThread.SENDING) -> Future[T]:
         """Submit work, with arguments that the pool may still be computing."""
@@ -151,7 +150,7 @@ class HostPool:
 
     def wait(self) -> None:
         """Wait until all submitted work is done."""
-        wait(self._last.values())  # earlier work of a thread is done then, too
+        wait(self._last.values())  # the last one of each thread
         self._last.clear()
 
     def finish(self) -> None:
@@ -162,7 +161,6 @@ class HostPool:
             raise failures[0]
 
     def settle(self) -> None:
-        """Wait, and discard errors."""
         self.wait()
         self._failures = []
 

@@ -1,4 +1,4 @@
-"""Pass a rank's gradients to checks before they are sent, and add the gradients that another plan left out."""
+"""Pass a rank's gradients to checks before they are sent, and add gradients owed by another plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalGradients:
         self.before_packing: list[Callable[[], None]] = []
         """Called once, in order, before the first gradient bucket is filled."""
         self.owed: dict[str, Tensor] = {}
-        """Flat gradients that another plan left out, by parameter. They are added in every step until cleared."""
+        """Flat gradients that another plan left out, by parameter. They are added until cleared."""
         self.are_applied = False
         """True once a line may have changed a parameter."""
 
@@ -41,7 +41,7 @@ class LocalGradients:
                 part.add_(owed[start : start + part.numel()].view(part.shape), alpha=scale)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Check gradients outside any bucket and add owed ones. Used on a single rank, which has no buckets."""
+        """Check gradients outside any bucket and add owed ones. Used on a single rank."""
         self.see(parameters, gradients, (), None)
         if not self.owed:
             return list(gradients)

@@ -61,7 +61,6 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def rng_state(device: torch.device | str) -> Tensor:
-    """Copy the state of a device's default generator to the CPU."""
     return torch.get_rng_state() if torch.device(device).type == "cpu" else torch.cuda.get_rng_state(device)
 
 
@@ -117,8 +116,8 @@ def copy_scaled(
 ) -> None:
     """Write each value, times `scale` and an optional `factor`, to its place in a flat buffer.
 
-    A device gets one operator for all values with the layout of their places, and one for the product. Large values are
-    multiplied into their places one by one, in one pass over memory.
+    A device gets one operator to copy all values with the layout of their places, and one for the product. Large values
+    are instead multiplied into their places, in one pass over memory.
     """
     whole = None if factor is None else factor * scale
     is_scaled = whole is not None or scale != 1.0

@@ -1,8 +1,7 @@
 """Show other ranks that this process is alive, and its activity: a socket that closes when the process ends.
 
-A waiting rank connects to the other rank's socket. The kernel refuses once that process has ended, and accepts even if
-it computes for an hour, so there is no late heartbeat and no false alarm. A thread answers with the process's activity
-when it gets the GIL.
+A waiting rank connects to the other rank's socket. The kernel refuses once that process has ended, but accepts while it
+is busy, so there are no false alarms. A thread answers with the process's activity when it gets the GIL.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── refused ─── rank 2's kernel, if its process has ended
@@ -31,7 +30,7 @@ Address = tuple[str, int, str]
 """IP address, port, and machine name."""
 
 _REACHED = set[str]()
-"""Machines that accepted a connection before. If one of them refuses, the process has ended."""
+"""Machines that accepted a connection before. A refusal there means that the process has ended."""
 
 
 class Presence:
@@ -55,7 +54,7 @@ class Presence:
             socket.create_connection(self.address[:2], CONNECT_S).close()
 
     def forget(self) -> None:
-        """Close a forked child's copy. Otherwise the parent would seem to live as long as the child."""
+        """Close a forked child's copy, which would outlive the parent."""
         self._listener.close()
 
     def _serve(self) -> None:
@@ -72,17 +71,17 @@ def place_of(address: Address) -> dict[str, Any]:
     """Return another process's activity; empty if it does not answer. Raises ProcessLookupError if it has ended."""
     host, port, machine = address
     if host.startswith("127.") and machine != compat.host_name():
-        return {}  # the other machine's loopback address, which is this machine's here
+        return {}  # the other machine's loopback address
     try:
         with socket.create_connection((host, port), CONNECT_S) as connection:
             _REACHED.add(machine)
             connection.settimeout(ANSWER_S)
             return json.loads(connection.makefile().read())
-    except ConnectionRefusedError:  # refused because no process listens there any more, or by a firewall
+    except ConnectionRefusedError:  # by the machine if no process listens there, or by a firewall
         if machine in (compat.host_name(), *_REACHED):
             raise ProcessLookupError(f"no process listens at {host}:{port}") from None
         return {}
-    except (OSError, ValueError):  # busy or unreachable, which does not prove that the process has ended
+    except (OSError, ValueError):  # busy or unreachable, but possibly alive
         return {}
 
 
@@ -116,7 +115,7 @@ _current: tuple[weakref.ref[Any], Presence | None] | None = None
 
 
 def presence() -> Presence | None:
-    """Return this process's presence in the default process group; None if no socket is available."""
+    """Return this process's presence in the default process group; None without a socket."""
     global _current
     world = compat.default_group()
     if _current is None or _current[0]() is not world:

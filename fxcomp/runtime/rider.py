@@ -3,8 +3,8 @@
     all_reduce   [ values | bits, their complements ]    a bit that differs leaves both sums above 0
     all_gather   [ payload | digest ]                    each rank's digest follows its part
 
-Line buffers have spare room at the end, so an all_reduce needs no copy. A gather's payloads are copied to remove the
-digests, so `codegen/program.py` picks a small gather.
+Line buffers have spare room, so an all_reduce needs no copy. A gather's payloads are copied to remove the digests, so
+`codegen/program.py` picks a small gather.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BOTH = Struct("<II")
 DIGEST_BYTES = _BOTH.size
 
 LATE = 2
-"""Delay in steps of checking a device's digest, so that the host need not wait. Equal on all ranks."""
+"""Steps until a device's digest is checked, on all ranks, so that the host does not wait."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -111,7 +111,7 @@ class Rider:
         return Flight(launch, views.together.view(value.dtype), work, arrived)
 
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
-        key = len(what), device, compat.stream_of(device)  # keyed by stream: other streams do not wait for the copy
+        key = len(what), device, compat.stream_of(device)  # other streams do not wait for the copy
         if key not in self._sent:
             self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # the same memory on the host
         return self._sent[key]
@@ -154,7 +154,6 @@ class _Views:
     out: Tensor
     cut: tuple[int, ...]
     parts: tuple[Tensor, ...]
-    """The received payloads."""
     digests: tuple[Tensor, ...]
     together: Tensor
     is_in_place: bool

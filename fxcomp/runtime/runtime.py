@@ -1,6 +1,6 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-The main thread runs lines on the compute device. A pool runs the work between `d2h` and `h2d` on the host: one thread
+The main thread runs lines on the compute device, and a pool runs those between `d2h` and `h2d` on the host: one thread
 up to the launch, another from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
 """
 
@@ -48,7 +48,6 @@ class Counters:
 
 
 def roll_back(residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
-    """Restore a residual from before the bucket was added and this rank's payload subtracted."""
     packing.roll_back(residual, value_of(own), value_of(bucket))
 
 
@@ -57,7 +56,7 @@ def restore(state: Tensor, saved: Tensor | OnHost) -> None:
 
 
 class Runtime:
-    """Runs the lines of one emitted step. Each step function has its own, because buffers are keyed by line name."""
+    """Runs the lines of an emitted step. Each step function has its own, because buffers are keyed by line name."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
@@ -166,8 +165,8 @@ class Runtime:
     ) -> Flight | Future[Flight]:
         """Start a collective without waiting for it.
 
-        `cut` gives the part of each rank (`runtime/transfers.py`); it is 1 for an all_reduce and an in-place broadcast.
-        `how` is the reduction of an all_reduce: sum, avg or max.
+        `cut` gives each rank's part (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
+        is the reduction of an all_reduce: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
@@ -216,7 +215,6 @@ class Runtime:
         self.pool.after(packing.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
-        """Start copying a value to the host's pool."""
         buffer = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU)
         return self.pool.submit(self._copies.to_host(value, buffer))
 
@@ -235,7 +233,7 @@ class Runtime:
         return self.pool.after(functools.partial(self.buffers.copy, name), value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Return whether all values are finite, so that parameters may change. The result is the same on every rank.
+        """Return whether all values are finite, so that parameters may change; the same on every rank.
 
         If not, wait for the pool, whose changes will be rolled back.
         """
@@ -256,12 +254,11 @@ class Runtime:
     # Other methods
 
     def take_counters(self) -> Counters:
-        """Return and reset the counters."""
         counted, self.counters = self.counters, Counters()
         return counted
 
     def finish(self) -> None:
-        """Wait until the pool has finished the step, and raise the first error from its threads."""
+        """Wait until the pool has finished the step, and raise its first error."""
         self.pool.finish()
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@
     step(watch.lines, parameters, ...)            # the same lines, with a clock around each
     watch.reading()                               # begin and end of each
 
-Timing a line costs 0.3 us: two clock readings and a list entry (measured, AMD EPYC, both cores busy, 2026-11).
+A timed line costs 0.3 us: two clock readings and a list entry (measured, AMD EPYC, both cores busy, 2026-11).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class WatchedLines:
-    """A runtime with some methods wrapped."""
-
     def __init__(self, runtime: Runtime, methods: Iterable[str], around: Around) -> None:
         self._runtime = runtime
         for method in methods:
@@ -45,13 +43,13 @@ class Reading:
     main: dict[Call, tuple[float, float]]
     """Main thread; device time if it drives a device."""
     pool: dict[Call, tuple[float, float]]
-    """Each line's work on the pool, by the pool's clock, which started at the same time."""
+    """Work on the pool, by the pool's clock, which started at the same time."""
     ends: dict[Call, float]
     """End of each collective, if the backend reports it. gloo does not for sends and receives."""
 
 
 _Mark = tuple[Call, Any, Any]
-"""A line, and clock readings at its begin and end."""
+"""A line, and readings at its begin and end."""
 
 
 class Stopwatch:
@@ -92,7 +90,6 @@ class Stopwatch:
         return Reading(main, pool, {call: us for call, us in ends.items() if us is not None})
 
     def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a region's function with a clock."""
         look, call = self._clock.look, (name, 0)
 
         def timed(*inputs: Any) -> Any:
@@ -104,7 +101,6 @@ class Stopwatch:
         return timed
 
     def line(self, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a line with a clock."""
         look, counts = self._clock.look, self._counts
 
         def timed(*arguments: Any, **options: Any) -> Any:

@@ -28,7 +28,7 @@ class Pattern(Enum):
     REDUCE_SCATTER = "reduce_scatter"
 
     def parts(self, cut: Cut, brought: int) -> tuple[int, ...]:
-        """Return each rank's number of elements if a rank has `brought` input elements."""
+        """Return each rank's number of elements, given an input of `brought` elements."""
         if isinstance(cut, tuple):
             return cut
         if self is Pattern.ALL_GATHER:
@@ -41,7 +41,7 @@ class Pattern(Enum):
         return (brought // cut,) * cut
 
     def elements(self, parts: tuple[int, ...], place: int) -> tuple[int, int]:
-        """Return the input and output elements of the rank at `place` of the group."""
+        """Return the input and output elements of the rank at `place`."""
         own, whole = parts[place], sum(parts)
         match self:
             case Pattern.ALL_GATHER:

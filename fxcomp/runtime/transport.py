@@ -71,7 +71,7 @@ class Groups:
         """Create the groups. Every member calls it with the same arguments.
 
         `levels` lists each level's groups, in job ranks; `name` numbers the first one. At the levels in `direct`, an
-        all_gather may send every payload straight to each rank. Where ranks share a link, a ring sends fewer bytes.
+        all_gather may send payloads straight to each rank. Where ranks share a link, a ring sends fewer bytes.
         """
         mine: dict[tuple[str, str], Group] = {}
         members = members or Members.of()
@@ -140,7 +140,7 @@ class Groups:
 
     @property
     def is_idle(self) -> bool:
-        """True if no collective is in flight."""
+        """True if every launched collective has been waited for."""
         return not any(group.under_way for group in self._groups.values())
 
     def settle(self) -> None:
@@ -151,7 +151,7 @@ class Groups:
     def give_up(self) -> None:
         """Close the groups' connections, so that ranks that wait in them get an error at once.
 
-        Collectives in flight on this rank may continue until the other ranks notice.
+        This rank's collectives may continue until the other ranks notice.
         """
         _open.discard(self)
         handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
@@ -164,13 +164,13 @@ class Groups:
             self.give_up()
         elif self in _open and self not in _given_back:
             _given_back[self] = weakref.finalize(world, self.give_up)
-            # Not at exit: connections end with the process, and modules needed to close them may be gone by then.
+            # Not at exit: connections end with the process, and modules needed to close them may be gone.
             _given_back[self].atexit = False
 
 
 _open = weakref.WeakSet[Groups]()
 _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
-"""Finalizers that close unused groups when the same ranks create groups again, or with the default process group."""
+"""Finalizers that close groups when the same ranks create new ones, or with the default process group."""
 
 
 def given_back(members: Members) -> list[Callable[[], object]]:
@@ -223,7 +223,7 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
     root = None if is_even or not is_summed else _root(group, value, parts)
     if root is not None:
         if group.place == root:
-            value = out.copy_(value)  # keep the other ranks' inputs unchanged
+            value = out.copy_(value)  # NCCL leaves the other ranks' inputs unchanged
         return group.start(_dist.reduce, value, group.ranks[root])
     if value.device.type != "cpu" and is_even and is_summed:
         return group.start(compat.reduce_scatter, out, value)
@@ -273,7 +273,7 @@ def _dealt(
     sizes: tuple[Sequence[int], Sequence[int]],
     finish: Callable[[], object] | None = None,
 ) -> Work:
-    """Run the backend's all_to_all; `sizes` are the elements sent to each rank and received from each."""
+    """Run the backend's all_to_all; `sizes` are the elements sent to and received from each rank."""
     going, coming = map(list, sizes)
     return group.start(_dist.all_to_all_single, out, value, coming, going, finish=finish)
 
@@ -291,7 +291,7 @@ def _is_float8(value: Tensor) -> bool:
 class NullTransport:
     """Transport without a network, for timing: collectives finish at once with this rank's own values.
 
-    It takes its places from the groups of `network`, if given.
+    Its places are those of `network`, if given.
     """
 
     def __init__(self, network: Transport | None = None) -> None:
@@ -309,8 +309,8 @@ class NullTransport:
     def start(self, transfer: Transfer) -> Work:
         """Copy this rank's part to all output parts of its size.
 
-        Other parts keep the payloads of an earlier step over the network, or a new buffer's zeros. Some decoders reject
-        zeros (top-k needs distinct indices): run a step over the network first.
+        Other parts keep an earlier step's payloads, or a new buffer's zeros. Some decoders reject zeros (top-k needs
+        distinct indices): run a step over the network first.
         """
         place = self.place(transfer.level)
         parts = transfer.parts(place)
@@ -386,7 +386,6 @@ class Flight:
     arrived: Callable[[], None] | None = None
 
     def finish(self) -> Tensor:
-        """Wait for the result."""
         try:
             self.work.wait()
         except LostTouch as lost:
