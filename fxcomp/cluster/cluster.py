@@ -28,7 +28,6 @@ class Processors:
     count: float = math.inf
     """Processors, or 1 for a GPU; infinite if concurrent work does not slow compute."""
     compute: float = 1.0
-    """Processors used by compute."""
 
     @property
     def has_spare(self) -> bool:
@@ -44,8 +43,8 @@ class Cluster(Seating):
     """Hosts of ranks, and the links between them.
 
     `hosts` hosts are joined by `inter`, and the `ranks_per_host` ranks of each by `intra`. `placement[rank]` is the
-    host of a rank; by default hosts are filled in order. With a placement, hosts may have fewer ranks, and
-    `ranks_per_host` is the maximum. `above` lists racks and higher tiers, from the hosts up.
+    host of a rank, in order by default. With a placement, hosts may have fewer ranks than `ranks_per_host`. `above`
+    lists racks and higher tiers, from the hosts up.
     """
 
     hosts: int
@@ -111,8 +110,7 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`, or has the sum of its hosts' bandwidths divided by `oversubscription`, and their
-        latency.
+        A rack's uplink is `link`, or its hosts' total bandwidth divided by `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -165,7 +163,7 @@ class Cluster(Seating):
             self._known["units"] = (*units, (0,) * self.world_size)
         return Tree((self.intra, self.inter, *(tier.link for tier in self.above)), self._known["units"])
 
-    # Text and files
+    # Text
 
     @classmethod
     def parse(cls, text: str, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
@@ -228,7 +226,6 @@ class Cluster(Seating):
 
 
 def _depends_on_inter(key: Any) -> bool:
-    """Return whether a key is the topology of groups that may span hosts."""
     return isinstance(key, tuple) and key[:1] == ("topology",) and key != ("topology", Level.INTRA)
 
 

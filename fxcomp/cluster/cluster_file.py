@@ -8,8 +8,7 @@
     hosts = 4                        # per rack, in order
     oversubscription = "4:1"         # or: link = "100gbit@10us"
 
-Other tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, the unit of each unit below
-(of each host, for the first tier).
+More tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, the unit of each unit below.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ MOST = 1e18
 """Upper bound on latencies in µs and bandwidths in GB/s; its inverse is the lower bound on bandwidths (assumed)."""
 
 MOST_RANKS = 1 << 20
-"""Most ranks of a cluster, several times the largest job; lists of this length fit into memory (assumed)."""
+"""Maximum number of ranks, several times the largest job; lists of this length fit into memory (assumed)."""
 
 _DIGITS = 30
 
@@ -52,7 +52,6 @@ def check_ranks(count: int) -> None:
 
 
 def parse_digits(digits: str) -> int:
-    """Parse digits, clamping over-long numbers."""
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 

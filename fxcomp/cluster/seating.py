@@ -90,17 +90,17 @@ class Axis(Enum):
     RACK = "the hosts of a rack"
     RACKS = "the racks"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and the search hashes for every price
+    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
 
 
 class Level(Enum):
     """The ranks that take part in a collective."""
 
     INTRA = "intra"  # one host
-    INTER = "inter"  # the same index in their hosts, one rank per host
+    INTER = "inter"  # one rank per host, with the same index in it
     WORLD = "world"  # all ranks
     RACK = "rack"  # subset of INTER: one rack
-    RACKS = "racks"  # subset of INTER: the same index in their racks, one per rack
+    RACKS = "racks"  # subset of INTER: one rank per rack, with the same index
 
     __hash__ = object.__hash__
 
@@ -148,7 +148,7 @@ class Seating:
 
     @property
     def has_levels(self) -> bool:
-        """True if several hosts have equally many ranks, above 1, so that ranks can share inter-host work."""
+        """True if several hosts have equally many ranks, above 1, which can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
@@ -164,7 +164,7 @@ class Seating:
 
     @property
     def has_racks(self) -> bool:
-        """True if there are several racks with equally many hosts, so that ranks can share inter-rack work."""
+        """True if several racks have equally many hosts, so that ranks can share inter-rack work."""
         counts = Counter(self._racks())
         return len(counts) > 1 and len(set(counts.values())) == 1
 
@@ -208,7 +208,6 @@ class Seating:
         return self._known[level]
 
     def _keys(self, level: Level) -> Sequence[Any]:
-        """Return the group key of each rank at a level."""
         places, racks = self._places(), self._racks()
         match level:
             case Level.INTRA:
@@ -224,7 +223,6 @@ class Seating:
                 return [(inside[host], place) for host, place in zip(self.placement, places, strict=True)]
 
     def _racks(self) -> Sequence[int]:
-        """Return the rack of each host."""
         return self.above[0].units if self.above else (0,) * self.hosts
 
     def _places(self) -> Sequence[int]:

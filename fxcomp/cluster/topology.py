@@ -27,7 +27,7 @@ class TrafficPattern(Enum):
     ROOT = "root"  # all ranks to the first rank, or the reverse
     ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and the search hashes for every price
+    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class GroupTopology:
     """Shape of a group in the tree, and its bandwidth.
 
     `text` is the key of measured collectives: `4x1` is one rank on each of 4 hosts, `1x4` 4 ranks of one host, `3+2` 3
-    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. `*2` means that 2 groups share links, and `~2` that the ring
-    leaves a host twice.
+    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. After `*` follow the groups that share links, and after `~` the
+    times that the ring leaves a host.
     """
 
     text: str

@@ -62,8 +62,8 @@ def is_alike(us: float, other_us: float) -> bool:
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
     """Add the measured costs of dense steps on the slowest rank to a table.
 
-    Every rank calls it with its own HELD and OVERLAPPED steps and the time around a step. Operators are assumed to have
-    the same share of compute on all ranks.
+    Every rank calls it with its HELD and OVERLAPPED steps and the time around a step. Operators are assumed to have the
+    same share of compute on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -289,5 +289,4 @@ def foreign_note(measured_on: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _machine_of(hardware: str) -> str:
-    """Remove the number of threads, which differs under torchrun."""
     return re.sub(r", \d+ threads?$", "", hardware)

@@ -78,9 +78,9 @@ def meet(transport: Transport, device: torch.device) -> None:
 class TimedCollectives:
     """Runs collectives on a job's groups from a common start. Times are the slowest rank's.
 
-    Collectives run as in a step; a point-to-point message, which no step sends, runs on the process group itself, from
-    the first rank to the second. The first rank is the root. Sibling groups (`beside`) run the same collective at the
-    same time, and share the links.
+    Collectives run as in a step, with the first rank as root. A point-to-point message, which no step sends, goes over
+    the process group from the first rank to the second. Sibling groups (`beside`) run the same collective at the same
+    time.
     """
 
     def __init__(self, transport: Groups, device: torch.device, beside: Beside = NOBODY) -> None:
@@ -141,7 +141,6 @@ class TimedCollectives:
         return float(passed.item())
 
     def meet(self) -> None:
-        """Wait for all ranks, including sibling groups."""
         meet(self._transport, self._device)
         self._beside.largest(torch.zeros(1, device=self._device))
         compat.synchronize(self._device)
@@ -207,7 +206,7 @@ class _OverlapSlowdown:
         """Return the time per collective in a burst: idle, and overlapping compute.
 
         A burst is waited for at once, and after about as much compute. Collectives unfinished by then continue at full
-        speed, so both times give the speed during overlap. A burst averages out its first launch's delay.
+        speed, so both times give the speed during overlap. Bursts average out the first launch's delay.
         """
         count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
         idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])

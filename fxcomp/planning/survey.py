@@ -32,8 +32,6 @@ LARGEST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A cost table, its cluster, and notes."""
-
     table: CostTable
     cluster: Cluster
     rank: int

@@ -1,6 +1,6 @@
 """Time training steps of the emitted program line by line, and compute the cost of each part.
 
-    OVERLAPPED    unchanged: compute and the network slow each other
+    OVERLAPPED    compute and the network slow each other
     HELD          collectives start at compute's first wait, so that compute and the network run separately
     ONE_BY_ONE    held, and regions run operator by operator, to split their time
 
@@ -64,13 +64,11 @@ class HeldCollectives:
         return getattr(self._runtime, name)
 
     def launch(self, *arguments: Any, **options: Any) -> int:
-        """Defer a collective, and return its number."""
         self._held.append((len(self._results), lambda: self._runtime.launch(*arguments, **options)))
         self._results.append(None)
         return self._held[-1][0]
 
     def wait(self, number: int) -> Any:
-        """Start and wait for all deferred collectives."""
         started = [(held, launch()) for held, launch in self._held]
         self._held.clear()
         for held, flight in started:
@@ -176,7 +174,6 @@ class StepMeasurement:
     spread: float
     region_us: Mapping[str, float]
     pack_us: float
-    """Time to fill all buckets."""
     launch_us: float | None
     """Median time to launch a collective; None without collectives."""
     pack_gb_per_s: float | None
@@ -186,7 +183,6 @@ class StepMeasurement:
 
     @property
     def compute_us(self) -> float:
-        """Compute on the main thread, including packing."""
         return sum(self.region_us.values()) + self.pack_us
 
     def times(self, factor: float, step_us: float) -> StepMeasurement:

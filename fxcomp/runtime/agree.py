@@ -1,6 +1,6 @@
 """Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
 
-Unlike a collective that one rank never reaches, a missing key times out. Ranks answer each topic in turn:
+Ranks answer each topic in turn. Unlike a collective, a missing key times out:
 
     name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
     name/1/0                         topic 1: only rank 0's answer is read
@@ -64,7 +64,7 @@ def check_store(store: Any) -> None:
 class Conversation:
     """Topics that all ranks answer in turn; `name` must be new and the same on every rank.
 
-    `root` names the ranks' first conversation, under which they report steps.
+    Ranks report their steps under `root`, the name of their first conversation.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Conversation:
         self.store, self.name, self.members, self.timeout = store, name, members, timeout
         self.rank, self.world_size = members.place, len(members)
         self.presence = presence
-        """None if processes cannot be checked."""
         self.root = root or name
         self._topics = 0
         self._failures = 0
@@ -87,7 +86,6 @@ class Conversation:
         self._known: BaseException | None = None
 
     def named(self, name: str, members: Members | None = None) -> Conversation:
-        """Start another conversation, of the same ranks or of `members`."""
         return Conversation(self.store, name, members or self.members, self.timeout, self.presence, self.root)
 
     # Topics
@@ -144,7 +142,7 @@ class Conversation:
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:
-        """Describe an error for the other ranks; an error from another rank keeps its text."""
+        """Describe an error for the other ranks; a PeerFailed keeps its text."""
         if isinstance(error, PeerFailed):
             return str(error)
         return f"rank {self._number(self.rank)} failed in {what}: {type(error).__name__}: {error}"
@@ -254,7 +252,6 @@ class Conversation:
             pause = min(2 * pause, longest)
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
-        """Return the silent ranks, starting after this rank."""
         missing = [rank for rank, key in keys.items() if not self.store.check([key])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
@@ -289,7 +286,6 @@ class Conversation:
 
     @contextmanager
     def _store_lives(self, topic: str) -> Generator[None]:
-        """Raise PeerFailed if the store is gone."""
         try:
             yield
         except (RuntimeError, OSError) as error:

@@ -119,7 +119,7 @@ class Slice:
         return range(self.start, self.start + self.values.numel())
 
     def lies_like(self, other: Slice) -> bool:
-        """Return whether another slice has the same elements and sharing, so that its values can be copied."""
+        """Return whether another slice has the same elements and sharing."""
         is_same_place = (self.slot, self.place, self.extent) == (other.slot, other.place, other.extent)
         return is_same_place and self.total * other.weight == other.total * self.weight
 
@@ -179,7 +179,6 @@ class Arena:
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self._kept.values()))
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
-        """Return a slot's residual, which is updated in place."""
         return self._kept[bucket, slot]
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fxcomp import compat
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by element size in bytes."""
 
 
 class Arrivals:
@@ -39,7 +38,6 @@ class Arrivals:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Arrivals:
-        """Return the parameter's Arrivals, creating it if needed."""
         hooks: Mapping[int, object] = parameter._backward_hooks or {}
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 

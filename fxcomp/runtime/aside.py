@@ -31,8 +31,6 @@ from fxcomp.runtime.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """An exchange in flight."""
-
     _values: Tensor
     """Result on the host, valid after the exchange."""
     _work: Work | None
@@ -92,8 +90,6 @@ _HERE = nullcontext()
 
 
 class SideStream:
-    """The side stream and its synchronisation with the compute stream."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, compat.streams_of(device)
         self._side: Any = compat.side_stream(device)

@@ -54,7 +54,6 @@ class _PartState:
 
     @property
     def where(self) -> tuple[str, int, int]:
-        """Key of the part within its plan."""
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
@@ -116,7 +115,6 @@ class CompressorStates:
         return not self._parts
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
-        """Return a slot's state, which its compressor updates."""
         return self._slots[bucket, slot]
 
     def shared(self) -> dict[str, Tensor]:

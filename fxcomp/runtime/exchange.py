@@ -33,7 +33,6 @@ class ExchangeKind(Enum):
 
 
 IN_PLACE = (ExchangeKind.ALL_REDUCE, ExchangeKind.BROADCAST, ExchangeKind.REDUCE)
-"""Collectives that overwrite their input."""
 
 
 def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -46,8 +45,8 @@ def exchange(
 ) -> list[Tensor]:
     """Run a collective on a group, by torch's name of the group, and return new tensors with the results.
 
-    `how` is the reduction. `numbers` holds the root's index in the group, or for all_to_all_single the received and
-    sent sizes.
+    `how` is the reduction. `numbers` holds the root's index in the group, or all_to_all_single's received and sent
+    sizes.
     """
     chosen, handle = ExchangeKind(kind), _group(group)
     shaped = [value.contiguous() for value in sent]

@@ -47,7 +47,6 @@ class Group:
     is_direct: bool
     """True if equal parts of an all_gather are sent directly, too."""
     backends: Mapping[str, str]
-    """Backend names, by device type."""
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
     under_way: set[UnderWay] = field(default_factory=set["UnderWay"])
     """Collectives in flight. Each keeps the connections open."""
@@ -87,7 +86,7 @@ class Group:
     ) -> Work:
         """Send a part to each other rank and receive one from each, except empty parts.
 
-        If a rank has gone, the other ranks still get their parts, so that they do not wait for this rank.
+        If a rank has gone, the others still get their parts, so that they do not wait for this rank.
         """
         tag, others = next(self.tags), len(self.ranks) - 1
         flying, lost = UnderWay(self, [], finish), None

@@ -4,10 +4,10 @@
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
 
 The thread that needs a collective's result waits for it: arriving to decompress, or sending if ranks agree on something
-before they compress. A second thread keeps waits from delaying later buckets. One thread launches all collectives, so
-their order is the same on every rank. Work waits only for earlier work, so there is no deadlock.
+before they compress. The second thread keeps waits from delaying later buckets. One thread launches all collectives, in
+the same order on every rank. Work waits only for earlier work, so there is no deadlock.
 
-The threads copy the submitting thread's denormal mode, which is per thread and affects the bits of a compressed bucket.
+Both threads copy the submitting thread's denormal mode, which affects the bits of a compressed bucket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostCopies:
     def to_host(self, value: Tensor, buffer: NewBuffer) -> Callable[[], Tensor]:
         """Start a copy after the compute queued so far, and return a function that waits for it on any thread.
 
-        `buffer` allocates pinned memory of the value's size.
+        `buffer` allocates pinned memory.
         """
         if self._streams is None:
             return lambda: value
@@ -68,7 +68,7 @@ class HostCopies:
         compute = self._streams.current_stream(self._device)
         with self._streams.stream(self._coming):
             target = buffer()
-            # The last step has read the buffer: the value was copied to the host after that step.
+            # The last step has read the buffer: the value went to the host after it.
             target.copy_(value, non_blocking=True)
         target.record_stream(compute)
         compute.wait_stream(self._coming)
@@ -118,7 +118,6 @@ class HostPool:
         self._executors: dict[PoolThread, ThreadPoolExecutor] = {}
         self._last: dict[PoolThread, Future[Any]] = {}
         self._failures: list[BaseException] = []
-        """Errors of both threads."""
 
     def submit(self, work: Callable[..., T], *given: Any, on: PoolThread = PoolThread.SENDING) -> Future[T]:
         """Submit work, with arguments that the pool may still be computing."""
@@ -145,11 +144,9 @@ class HostPool:
         return run(*values)
 
     def arriving(self, take: Callable[[], Tensor]) -> OnHost:
-        """Return a lazy collective result."""
         return Arriving(take if self.watch is None else self.watch(take))
 
     def wait(self) -> None:
-        """Wait until all submitted work is done."""
         wait(self._last.values())  # the last one of each thread
         self._last.clear()
 

@@ -11,7 +11,7 @@ GradientCheck = Callable[[str, Tensor, int], None]
 
 
 class LocalGradients:
-    """Gradients of the current step, with their checks and owed additions."""
+    """Gradients of the current step."""
 
     def __init__(self) -> None:
         self.on_gradient: GradientCheck | None = None
@@ -34,7 +34,6 @@ class LocalGradients:
                 self.on_gradient(parameter, gradient if factor is None else gradient * factor, start)
 
     def add_owed(self, parameters: Sequence[str], parts: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
-        """Add owed gradients to parts in place, with the same scale."""
         for parameter, part, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):
             owed = self.owed.get(parameter)
             if owed is not None:

@@ -52,7 +52,7 @@ class Members:
 
     @property
     def key(self) -> str:
-        """Prefix of names in stores; empty for the whole job."""
+        """Prefix of conversation names; empty for the whole job."""
         return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Members:
     def group_names(self, what: str) -> int:
         """Return the first of 4,096 numbers that name process groups of these ranks, derived from `what`.
 
-        torch's own counter is local to each rank, and no longer matches if a rank failed between two groups.
+        torch's own counter no longer matches if a rank failed between two groups.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12

@@ -89,7 +89,6 @@ def packed_dtype(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[int]:
-    """Return the buffer elements of each tensor."""
     if wanted is not None:
         return [value.numel() for value in values]
     size = packed_dtype(values).itemsize

@@ -1,7 +1,7 @@
 """Show other ranks that this process is alive, and its activity: a socket that closes when the process ends.
 
-A waiting rank connects to the other rank's socket. The kernel refuses once that process has ended, but accepts while it
-is busy, so there are no false alarms. A thread answers with the process's activity when it gets the GIL.
+A waiting rank connects to the socket. The kernel refuses once the process has ended, but accepts while it is busy, so
+there are no false alarms. A thread answers with the process's activity.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── refused ─── rank 2's kernel, if its process has ended
@@ -34,7 +34,7 @@ _REACHED = set[str]()
 
 
 class Presence:
-    """A listening socket that is open as long as this process lives."""
+    """A listening socket, open as long as this process lives."""
 
     def __init__(self, host: str) -> None:
         self.doing = ""
@@ -77,7 +77,7 @@ def place_of(address: Address) -> dict[str, Any]:
             _REACHED.add(machine)
             connection.settimeout(ANSWER_S)
             return json.loads(connection.makefile().read())
-    except ConnectionRefusedError:  # by the machine if no process listens there, or by a firewall
+    except ConnectionRefusedError:  # no process listens there, or a firewall refuses
         if machine in (compat.host_name(), *_REACHED):
             raise ProcessLookupError(f"no process listens at {host}:{port}") from None
         return {}
@@ -86,7 +86,6 @@ def place_of(address: Address) -> dict[str, Any]:
 
 
 def address_of(rank: int) -> Address | None:
-    """Return the address of a rank of the job, or None."""
     store, key = compat.default_store(), _key(rank)
     if not store.check([key]):
         return None

@@ -3,7 +3,7 @@
     all_reduce   [ values | bits, their complements ]    a bit that differs leaves both sums above 0
     all_gather   [ payload | digest ]                    each rank's digest follows its part
 
-Line buffers have spare room, so an all_reduce needs no copy. A gather's payloads are copied to remove the digests, so
+Line buffers have spare room, so an all_reduce needs no copy. Removing the digests copies a gather's payloads, so
 `codegen/program.py` picks a small gather.
 """
 
@@ -93,7 +93,6 @@ class Rider:
         return Flight(launch, whole[:elements], work, lambda: self._arrived(launch, tail))
 
     def _gathered(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
-        """Gather payload and digest as bytes."""
         views = self._views.get(launch.name)
         if views is None or not views.are_of(launch, value):
             views = _Views.of(memory, launch, value)
@@ -172,6 +171,5 @@ class _Views:
         return cls(launch, whole, whole[own:], out, cut, payloads, digests, together, is_in_place)
 
     def are_of(self, launch: Launch, value: Tensor) -> bool:
-        """Return whether address, size and cut match."""
         is_same_place = value.data_ptr() == self.whole.data_ptr()
         return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut

@@ -41,7 +41,7 @@ class Reading:
     """Begin and end of each line of one step, in us since the step began."""
 
     main: dict[Call, tuple[float, float]]
-    """Main thread; device time if it drives a device."""
+    """Main thread; in device time if it drives a device."""
     pool: dict[Call, tuple[float, float]]
     """Work on the pool, by the pool's clock, which started at the same time."""
     ends: dict[Call, float]
@@ -49,7 +49,6 @@ class Reading:
 
 
 _Mark = tuple[Call, Any, Any]
-"""A line, and readings at its begin and end."""
 
 
 class Stopwatch:

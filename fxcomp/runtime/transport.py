@@ -55,7 +55,6 @@ class Groups:
     def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
         self._groups = dict(groups)
         self.numbers = numbers
-        """Job rank of each member."""
         if groups:
             _open.add(self)
 
@@ -128,7 +127,6 @@ class Groups:
         return found.live, found.ranks
 
     def add(self, other: Groups) -> None:
-        """Add other groups, replacing those with the same level and lane."""
         _open.add(self)
         self._groups.update(other._groups)
         self.numbers = other.numbers
@@ -291,7 +289,7 @@ def _is_float8(value: Tensor) -> bool:
 class NullTransport:
     """Transport without a network, for timing: collectives finish at once with this rank's own values.
 
-    Its places are those of `network`, if given.
+    It takes its places from `network`, if given.
     """
 
     def __init__(self, network: Transport | None = None) -> None:
@@ -309,7 +307,7 @@ class NullTransport:
     def start(self, transfer: Transfer) -> Work:
         """Copy this rank's part to all output parts of its size.
 
-        Other parts keep an earlier step's payloads, or a new buffer's zeros. Some decoders reject zeros (top-k needs
+        Other parts keep an earlier step's payloads, or zeros in a new buffer, which some decoders reject (top-k needs
         distinct indices): run a step over the network first.
         """
         place = self.place(transfer.level)
@@ -329,7 +327,6 @@ class NullTransport:
 
 
 Take = Callable[[str, int, torch.dtype, torch.device], Tensor]
-"""Returns the buffer of a name and size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +335,6 @@ class Launch:
     """Name of the line, with the bucket's number: `all_gather_3_int4`."""
     kind: str
     cut: Cut
-    """Part of each rank; 1 for an all_reduce and an in-place broadcast."""
     level: str
     how: str
     lane: str

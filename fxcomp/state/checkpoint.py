@@ -5,7 +5,7 @@
     {"rank1.residuals.a.0.values": tensor, "rank1.about": tensor of uint8}
 
 Checkpoint libraries that deduplicate names over ranks keep all of them, without pickle. `about` is the state as JSON,
-with tensors replaced by their names.
+with tensors replaced by names.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Return the followed plan, or the plan warmed up for, in a `saved` state; None if it has no plan.
+    """Return the plan that was followed, or warmed up for, in a `saved` state or checkpoint; None if there is none.
 
-    `saved` is from `state_dict` or `checkpoint`. Raises BadState.
+    Raises BadState.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
@@ -140,8 +140,8 @@ def read_checkpoint(
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
     `under` is the key there. Of r `ranks`, `rank` i (from the process group by default) reads the states of ranks i, i
-    + r, i + 2r, ..., so that each state is read once. Pass the result to `load_state_dict`; it is empty if this rank
-    has no state to load. No rank waits for another. Raises BadState.
+    + r, i + 2r, ..., so that each state is read once. Pass the result, empty if there is no state, to
+    `load_state_dict`. No rank waits for another. Raises BadState.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -1,7 +1,4 @@
-"""State of gradients on one rank: residuals of compression, and states of compressors.
-
-It has a slot for each compression of a strategy, by plan and cluster.
-"""
+"""State of gradients on one rank, by plan and cluster: residuals of compression, and states of compressors."""
 
 from __future__ import annotations
 
@@ -61,7 +58,6 @@ def residual_layout(
 def state_layout(
     plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
 ) -> dict[Key, StateLayout]:
-    """Return the layout of compressor states, for slots whose compressor has state."""
     layout: dict[Key, StateLayout] = {}
     for number, bucket, parts in _buckets(plan):
         if not any(compressor.has_state for compressor in bucket.strategy.compressors):
@@ -77,13 +73,13 @@ def state_layout(
 
 
 def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
-    """Bind a slot's compressor to each part, by the index of its parameter among those present."""
+    """Bind a slot's compressor to each part, by the index of its parameter among the parts."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 
 
 def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[Part, ...]:
-    """Return the parts of a bucket cut by rows. A part may extend beyond its parameter's end."""
+    """Return the parts of a bucket cut by rows, which may extend beyond a parameter's end."""
     return tuple(
         Part(bucket.names[index], extent.start, len(extent), bucket.sizes[index], index)
         for index, extent in row_shards(shapes, ranks)
@@ -101,9 +97,9 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
     """Copy shared states that start fresh here from a rank that continues them. Every rank calls it.
 
-    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Shared states have one
-    label on several ranks, some of which may lack it after loading or a change of plan. Returns the labels that start
-    fresh everywhere.
+    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Their states have
+    equal labels, but some ranks may lack one after loading or a change of plan. Returns the labels that start fresh
+    everywhere.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -130,7 +126,6 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
 
 
 Shapes = Mapping[str, Sequence[int]]
-"""Shape of each parameter, by name."""
 
 
 @dataclass(slots=True)
@@ -140,7 +135,7 @@ class GradientState:
     residuals: Arena
     compressor_states: CompressorStates
     owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Flat values by parameter without a residual slot, to be added to the next gradients."""
+    """Flat values by parameter without a residual slot, added to the next gradients."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
     """Learning rate of each parameter group that residuals are scaled to."""
 
@@ -162,7 +157,7 @@ class GradientState:
         return bool(self.owed) or not self.residuals.is_zero
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
-        """Return compressor states for a plan with other parameters of the same compressors, without communication."""
+        """Return compressor states for a plan of other parameters, without communication."""
         states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)
         if states.is_empty:
             return self.compressor_states
@@ -187,7 +182,7 @@ class GradientState:
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
         """Copy the residuals that this rank's next gradients must carry if this state ends, flat, by parameter.
 
-        All ranks have the same parameters. A gradient has weight 1/ranks in the mean, so no communication is needed.
+        All ranks have the same parameters. Gradients have weight 1/ranks in the mean, so no communication is needed.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -206,7 +201,7 @@ class GradientState:
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply residuals after a change of the gradients' unit."""
+        """Rescale residuals after a change of the gradients' unit."""
         kept = [piece.values for pieces in self.residuals.slices.values() for piece in pieces]
         for value in (*kept, *self.owed.values()):
             value.mul_(factor.to(value.device) if isinstance(factor, Tensor) else factor)

@@ -4,12 +4,12 @@ A rank's slices contribute `weight · values` to the mean gradient's residual, a
 over all ranks and slots is E. Under another plan or number of ranks,
 
 - slices with the same slot and sharing stay on their rank, bit for bit if the unit is the same;
-- the rest of E goes to the first slot of the new layout: each rank with a place there holds E / total, where total is
-  the sum of their weights, and other slots start at zero;
+- the rest of E goes to the first slot of the new layout, which holds E / (sum of its ranks' weights) on each of its
+  ranks, and other slots start at zero;
 - values that no slot covers are owed to the next gradient.
 
-For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. Two-shot strategies keep a second
-residual, of the mean: the owner's has weight 1, a worker's 1/ranks. Splitting E over ranks keeps their next payloads
+For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. A two-shot strategy's second
+residual, of the mean, has weight 1 on its owner; a worker's has 1/ranks. Splitting E keeps the ranks' next payloads
 small.
 """
 
@@ -110,8 +110,8 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
-    # Parameters that move on one rank move on all, as each rank gets its part of the mean; likewise for owed values.
-    # A parameter that only some ranks lack moves too, as ranks may have to hold equal values.
+    # Parameters that move on one rank move on all, which each get a part of the mean; likewise owed values.
+    # A parameter that only some ranks lack moves too, as their values may have to be equal.
     moving = {k for theirs, _, _ in everyone for k in theirs}
     lacks = Counter(k for _, _, theirs in everyone for k in theirs)
     moving |= {k for k, count in lacks.items() if count < ranks}

@@ -21,7 +21,7 @@ from fxcomp.state.gradient_state import GradientState
 class Sums:
     """Gradient sums over a group of micro-batches, and the factor that converts them to a mean.
 
-    Sums cover whole parameters, in fp32 or wider, under any plan. They are allocated on first use.
+    Sums cover whole parameters, in fp32 or wider, under any plan, and are allocated on first use.
     """
 
     def __init__(self, training: Training, length: int = 1):
@@ -46,7 +46,7 @@ class Sums:
         return self._sums[name]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Set `factor` for a group that ends with one more micro-batch, so that the gradient is the mean over all.
+        """Set `factor` to average over a group that ends with one more micro-batch.
 
         A weighted loss is averaged by its count instead. A loss scale is removed.
         """
@@ -103,12 +103,9 @@ class Inputs:
         self._stateless = set[str]()
         """Parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()
-        """Live numbers of each parameter group in this step."""
         self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
-        """State of each parameter in this step."""
 
     def of(self, program: Program, leaves: Sequence[Any], state: GradientState) -> tuple[list[Any], ...]:
-        """Return a program's arguments for a batch's leaves."""
         self._make_missing_state()
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
@@ -162,7 +159,6 @@ class Inputs:
                 self._owners[source.name].state[source.key] += growth
 
     def _maybe_fresh(self, program: Program) -> list[Owned]:
-        """Return the parameters whose state a program updates; none if no optimizer has fresh state."""
         if not any(map(fresh_states, self.training.optimizers)):
             return []
         updated = {source.name for source in program.inputs if source.kind is InputKind.STATE}
@@ -195,7 +191,6 @@ class Inputs:
         return numbers
 
     def _make_missing_state(self) -> None:
-        """Create missing optimizer state, as the optimizer's first step would."""
         owned = self.training.owned
         kept = {owner.name: owner.state for owner in owned}  # one lookup each, since hashing a tensor runs in Python
         missing = [owner for owner in owned if owner.name not in self._stateless and not is_kept(kept[owner.name])]

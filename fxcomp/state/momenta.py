@@ -55,7 +55,6 @@ class MovedState:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the divisor's formula is known."""
         return self.magnitude in (None, "exp_avg_sq")
 
     def divisor(self, owner: Owned, magnitude: Tensor) -> Tensor:
@@ -140,7 +139,6 @@ class Momenta:
             self._thaws, self.freezes_at = saved.thaws, self._planned_for if is_planned else saved.freezes_at
 
     def is_due(self, step: int) -> bool:
-        """Return whether second moments freeze before this step."""
         return step == self.freezes_at and not self._is_frozen
 
     def lacking(self, plan: Plan) -> tuple[str, int, int] | None:
@@ -155,7 +153,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze if due, after the optimizer's state may have been loaded."""
+        """Freeze if due: not earlier, as the optimizer's state may be loaded after the step's."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
@@ -187,9 +185,9 @@ class Momenta:
         return {name: float(total) / size for name, total, size in zip(moved, found, sizes, strict=True)}
 
     def units_between(self, before: Plan, after: Plan) -> dict[str, Tensor]:
-        """Return the factors, flat, that convert residuals between two plans.
+        """Return the factors, flat, that convert residuals between two plans. Second moments must be frozen.
 
-        Only parameters that exchange the momentum in one of the plans have one. Second moments must be frozen.
+        Only parameters that exchange the momentum in exactly one plan have a factor.
         """
         moved = {**self._states_by(before), **self._states_by(after)}
         changed = sorted(set(before.moved) ^ set(after.moved))
@@ -219,22 +217,20 @@ class Momenta:
         self.freezes_at = step + lasts if all(map(math.isfinite, energies.values())) else None
 
     def freeze_again(self, step: int, plan: Plan) -> None:
-        """Freeze second moments again, as after the warm-up."""
         self.is_thawed = False
         self.before_step(step, plan)
 
 
 def steps_to_forget(times: float, beta2: float) -> int:
-    """Return the steps in which a second moment multiplied by `times` decays back without new gradients."""
+    """Return the steps until a second moment multiplied by `times` has decayed back."""
     return math.ceil(math.log(times) / -math.log(beta2)) if 0 < beta2 < 1 else 0
 
 
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
-    """Clamp second moments from below, to divide by them for the rest of the job.
+    """Clamp second moments from below, to divide by them for the rest of the job; the same on all ranks.
 
-    An element that never had a gradient has a second moment of 0, which would leave almost nothing to divide by. The
-    bound is a fraction of the tensor's mean, or of the mean of the other tensors' means if that is 0. Non-finite
-    tensors are unchanged. The result is the same on all ranks.
+    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or of
+    the mean of the other tensors' means if that is 0. Non-finite tensors are unchanged.
     """
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
@@ -254,7 +250,6 @@ class SavedMomenta(NamedTuple):
     """Part of a rank's saved state about the exchange of momenta."""
 
     moved: list[str]
-    """Parameters whose momentum ranks exchanged."""
     is_thawed: bool
     thaws: int
     freezes_at: int | None

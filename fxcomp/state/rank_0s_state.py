@@ -1,6 +1,6 @@
 """Copy rank 0's optimizer state to all ranks, like parameters and buffers.
 
-Often only rank 0 loads a checkpoint. Parameters would then drift from the first step on. Checksums find the ranks that
+Often only rank 0 loads a checkpoint, and parameters would drift from the first step on. Checksums find ranks that
 differ, without sending the state.
 """
 
@@ -55,7 +55,6 @@ def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
 
 
 def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:
-    """Copy one parameter's state from rank 0, including the mark of a fresh state."""
     state, fresh = owner.state, fresh_states(owner.optimizer)
     for value in state_tensors(state).values():
         sent = value.to(owner.parameter.device)  # a step counter may be on the host
@@ -71,7 +70,6 @@ def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
-    """Describe the state tensors of each parameter that has any."""
     kept = {owner.name: state_tensors(owner.state) for owner in owned}
     return {
         f"the optimizer's state of {name!r}": ", ".join(
@@ -94,7 +92,6 @@ def _plain(training: Training) -> dict[str, Any]:
 
 
 def _checks(training: Training) -> dict[str, Any]:
-    """Return the values that must be equal on all ranks."""
     tensors: dict[str, Tensor] = {
         f"{key} of {owner.name}": value for owner in training.owned for key, value in state_tensors(owner.state).items()
     }

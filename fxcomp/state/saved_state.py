@@ -1,7 +1,7 @@
 """Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
 
-Every rank saves its residual slices with their slot, place and unit, and the number of ranks. All ranks load together;
-each has one state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
+Every rank saves its residual slices with slot, place, unit and number of ranks. All ranks load together; each has one
+state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ def plan_of(given: Given) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One rank's state, after validation."""
-
     rank: int
     ranks: int
     steps: int
@@ -132,12 +130,11 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
 
 
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """Return learning rates with parameter groups as integers, which JSON has turned into strings."""
+    """JSON has turned the parameter groups into strings."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
 def check_are_states(given: Sequence[Any]) -> None:
-    """Raise BadState if an element is not a saved state."""
     if not all(map(_is_state, given)):
         raise BadState(
             "this is not a saved state: it has no residuals.\n  Pass what state_dict() or checkpoint() returned."
@@ -182,7 +179,6 @@ class Agreed:
 
     states: tuple[Saved, ...]
     ranks: int
-    """Number of ranks that saved."""
     steps: int
     rates: Mapping[int, float]
     lost: tuple[int, ...]
