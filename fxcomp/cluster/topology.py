@@ -35,8 +35,8 @@ class GroupTopology:
     """Shape of a group in the tree, and its bandwidth.
 
     `text` is the key of measured collectives: `4x1` is one rank on each of 4 hosts, `1x4` 4 ranks of one host, `3+2` 3
-    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. After `*` follow the groups that share links, and after `~` the
-    times that the ring leaves a host.
+    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. `*2` means 2 groups that share links, `~2` a ring that leaves a
+    host twice.
     """
 
     text: str
@@ -96,8 +96,6 @@ class Crossing(NamedTuple):
 
 
 class Crowd(NamedTuple):
-    """Traffic of all groups on one link."""
-
     groups: int
     loads: tuple[float, ...]
 

@@ -112,8 +112,8 @@ class Planner:
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Choose by given or measured costs, or the dense plan provisionally.
 
-        If the step includes its optimizer (`is_whole`) and plans may race, it starts with an earlier job's costs, or
-        dense. Raises BadPlan or BadOption if a given plan or pins do not fit.
+        If plans may race in a whole step (`is_whole`: with its optimizer), start with an earlier job's costs, or dense.
+        Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
         if self.site.cluster.world_size == 1 or compress.plan is not None:

@@ -37,7 +37,6 @@ class EarlierJobs:
     """Earlier jobs' measurements of one step, on rank 0's machine."""
 
     path: Path | None = None
-    """Cache file, once the step is known."""
 
     def find(self, facts: Sequence[str], ranks: Ranks) -> CostTable | None:
         """Return an earlier job's costs of the step from rank 0's file, or None. Every rank calls it."""

@@ -1,4 +1,4 @@
-"""Choose whether mode `aggressive` exchanges gradients or momenta, by the predicted time of the whole job.
+"""Choose between exchanging gradients and momenta in mode `aggressive`, by the predicted time of the whole job.
 
 choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► both jobs' times, with warm-up
                                 no: the reason is noted                   └─► after the warm-up it races with bf16

@@ -38,7 +38,7 @@ SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
 """Sizes of collectives timed while compute runs, in bytes."""
 
 OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 5, 8
-"""Longest idle time of the larger size, timings of each, and collectives per burst."""
+"""Longest idle time of the larger size in s, timings of each size, and most collectives per burst."""
 
 SLOWEST_OVERLAP = 0.05
 """Lower bound on the speed; a fair scheduler gives more (assumed)."""

@@ -221,7 +221,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
 
 
 def _is_broadcast(launch: Node) -> bool:
-    """Return whether a launch broadcasts buffers, which starts in the region that made them."""
+    """Return whether a launch broadcasts buffers. It starts in the region that made them."""
     return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 

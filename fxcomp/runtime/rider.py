@@ -148,7 +148,6 @@ class _Views:
 
     launch: Launch
     whole: Tensor
-    """The payload, followed by the digest."""
     tail: Tensor
     out: Tensor
     cut: tuple[int, ...]

@@ -168,7 +168,7 @@ class Groups:
 
 _open = weakref.WeakSet[Groups]()
 _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
-"""Finalizers that close groups when the same ranks create new ones, or with the default process group."""
+"""Finalizers that close groups when the same ranks create new ones, or when the default process group is destroyed."""
 
 
 def given_back(members: Members) -> list[Callable[[], object]]:
@@ -366,7 +366,6 @@ class Launch:
         return out, transport.start(Transfer(pattern, value, out, self.cut, self.level, self.lane, memory))
 
     def told(self, lost: LostTouch) -> LostTouch:
-        """Add the collective, its bucket and its line to an error."""
         number = re.search(r"_(\d+)", self.name.removeprefix(self.kind))
         bucket = f" of bucket {number[1]}" if number else ""
         return LostTouch(f"{self.kind}@{self.level}{bucket} did not end (line {self.name}): {lost}")

@@ -28,7 +28,7 @@ PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
 """Parts of a saved state: the current plan, the loss scale of its unit, and the default random generators' states."""
 
 NOTHING_YET = "nothing yet"
-"""Part of a state saved before the first gradient. Libraries that load in place cannot replace it by another."""
+"""Only entry of a state saved before any gradient. In-place loading then raises instead of losing another state."""
 
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
@@ -139,9 +139,9 @@ def read_checkpoint(
 ) -> dict[str, Tensor]:
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `under` is the key there. Of r `ranks`, `rank` i (from the process group by default) reads the states of ranks i, i
-    + r, i + 2r, ..., so that each state is read once. Pass the result, empty if there is no state, to
-    `load_state_dict`. No rank waits for another. Raises BadState.
+    `under` is the key there. `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r,
+    ..., so that each state is read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank
+    waits for another. Raises BadState.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -157,7 +157,7 @@ class GradientState:
         return bool(self.owed) or not self.residuals.is_zero
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
-        """Return compressor states for a plan of other parameters, without communication."""
+        """Return compressor states for a plan with other compressor settings, without communication."""
         states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)
         if states.is_empty:
             return self.compressor_states
@@ -180,7 +180,7 @@ class GradientState:
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
-        """Copy the residuals that this rank's next gradients must carry if this state ends, flat, by parameter.
+        """Copy the residuals that this rank's next gradients must carry if this state is dropped, flat, by parameter.
 
         All ranks have the same parameters. Gradients have weight 1/ranks in the mean, so no communication is needed.
         """

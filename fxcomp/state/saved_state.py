@@ -130,7 +130,7 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
 
 
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """JSON has turned the parameter groups into strings."""
+    """Return learning rates by integer group; JSON has made the keys strings."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
