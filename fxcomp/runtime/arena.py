@@ -68,7 +68,7 @@ ONE = Fraction(1)
 class SlotLayout:
     """Residual layout of one slot of a bucket on one rank: the concatenated `pieces`.
 
-    An `on_host` slot's compressor runs there. `weight`, `total` and `place` are as in Slice.
+    `on_host` if the compressor runs there. `weight`, `total` and `place` are as in Slice.
     """
 
     bucket: tuple[Part, ...]

@@ -58,7 +58,7 @@ def exchange(
     return out
 
 
-_dist: Any = dist
+_dist: Any = dist  # partly untyped
 
 
 def _run(

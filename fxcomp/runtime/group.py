@@ -19,7 +19,6 @@ from fxcomp import compat
 from fxcomp.errors import LostTouch
 
 MOST_NAMED = 8
-"""Maximum number of ranks listed in an error."""
 
 
 class Work(Protocol):

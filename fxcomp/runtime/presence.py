@@ -54,7 +54,7 @@ class Presence:
             socket.create_connection(self.address[:2], CONNECT_S).close()
 
     def forget(self) -> None:
-        """Close a forked child's copy, which would outlive the parent."""
+        """Close a forked child's copy, which would keep the parent's socket open."""
         self._listener.close()
 
     def _serve(self) -> None:

@@ -176,7 +176,7 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Wait for a collective's result, as exposed communication."""
+        """Wait for a collective's result. The time is exposed communication."""
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
@@ -219,7 +219,7 @@ class Runtime:
         return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
-        """Wait for a value from the pool, as exposed communication."""
+        """Wait for a value from the pool. The time is exposed communication."""
 
         def take_back() -> Tensor:
             result = value.result()
@@ -243,7 +243,7 @@ class Runtime:
         return not self.counters.skipped
 
     def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
-        """Run a collective of the loss function, as exposed communication."""
+        """Run a collective of the loss function. Its time is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
     roll_back, restore = staticmethod(roll_back), staticmethod(restore)
