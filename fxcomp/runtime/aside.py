@@ -10,7 +10,7 @@ On a synchronous device, both do nothing. An exchange of numbers overlaps with t
 
     host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-Its stream is its own, so compute does not delay it, and its memory is used on no other stream.
+It has a stream of its own: compute does not delay it, and no other stream uses its memory.
 """
 
 from __future__ import annotations
