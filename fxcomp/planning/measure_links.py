@@ -55,8 +55,7 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 3, 8
-"""Longest idle time of the larger size in s, timings of each size, and most collectives per burst."""
+    """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
 
     If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
     compute. Every rank takes part.
