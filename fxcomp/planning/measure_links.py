@@ -55,7 +55,7 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-    """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
+    """Time collectives on the running process groups, in at most about 3 s, and return fields of a cost table.
 
     If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
     compute. Every rank takes part.
