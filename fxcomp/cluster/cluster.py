@@ -1,10 +1,10 @@
-"""Describe the machines: which rank sits where, the links that join them, and the processors that a rank has.
+"""Description of the machines: rank placement, links, and processors.
 
     rank ─ intra ─┐
     rank ─ intra ─┴ host ─ inter ─┐
     rank ─ intra ── host ─ inter ─┴ rack ─ uplink ─ ...
 
-A tree: ranks are its leaves, and every unit (host, rack, what lies above) shares its uplink among its ranks.
+The ranks of a unit (host, rack, ...) share its uplink.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from fxcomp.errors import BadOption
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors of one rank, shared by compute, the compressor pool and the network's software."""
+    """Processors of one rank, shared by compute, the compressor pool and the network's software."""
 
     count: float = math.inf
-    """Processors, or on a GPU 1 for the device; infinite where nothing that runs beside compute slows it."""
+    """Processors, or 1 for a GPU; infinite if concurrent work does not slow compute."""
     compute: float = 1.0
-    """The processors that compute takes."""
 
     @property
     def has_spare(self) -> bool:
-        """Another thread finds a processor while compute runs."""
+        """True if a processor is free while compute runs."""
         return self.count >= self.compute + 1
 
 
@@ -41,11 +40,11 @@ UNSHARED = Processors()
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Seating):
-    """Hosts of ranks, and the links that join them.
+    """Hosts of ranks, and the links between them.
 
-    There are `hosts`, joined by `inter`, of `ranks_per_host` each, joined by `intra`. `placement[rank]` is the host of
-    a rank; by default `ranks_per_host` ranks fill each host, one after the other. With a placement hosts may have
-    fewer, and `ranks_per_host` is what the fullest one has. `above` holds racks and the like, from the hosts up.
+    `hosts` hosts are joined by `inter`, and the `ranks_per_host` ranks of each by `intra`. `placement[rank]` is the
+    host of a rank, in order by default. With a placement, hosts may have fewer ranks than `ranks_per_host`. `above`
+    lists racks and higher tiers, from the hosts up.
     """
 
     hosts: int
@@ -55,7 +54,6 @@ class Cluster(Seating):
     placement: tuple[int, ...] = ()
     above: tuple[Tier, ...] = ()
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
-    """Derived values, kept from the first time that they were asked for."""
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
@@ -84,7 +82,7 @@ class Cluster(Seating):
 
     @classmethod
     def placed(cls, placement: Iterable[int], *, intra: Link, inter: Link, above: tuple[Tier, ...] = ()) -> Cluster:
-        """Make a cluster from each rank's host, `placement`, the links `intra` and `inter`, and tiers `above` hosts."""
+        """Make a cluster from each rank's host (`placement`), links `intra` and `inter`, and tiers `above` hosts."""
         hosts = tuple(placement)
         if not hosts:
             raise BadOption("a cluster needs at least 1 rank")
@@ -94,26 +92,25 @@ class Cluster(Seating):
     # Links
 
     def link_at(self, level: Level) -> Link:
-        """Return the link that a collective at this level is named after: a flat one between hosts crosses theirs."""
+        """Return the link that names a level: the link between hosts for a collective over several hosts."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
 
     def with_inter(self, gb_per_s: float) -> Cluster:
-        """Change the bandwidth between hosts to `gb_per_s`; what lies above keeps its ratio to it."""
+        """Change the bandwidth between hosts to `gb_per_s`, and scale the tiers above."""
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
         changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
-        # Who sits where stays known, and what the links inside hosts give.
+        # Keep placements, and topologies inside hosts.
         kept = {key: known for key, known in self._known.items() if not _depends_on_inter(key)}
         changed._known.update(kept)
         return changed
 
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
-        """Put the hosts into racks of `hosts_per_rack`, one after the other.
+        """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink carries what its hosts send together, divided by `oversubscription`, unless `link` is given. Its
-        latency is that between hosts.
+        A rack's uplink is `link`, or its hosts' total bandwidth divided by `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -127,7 +124,7 @@ class Cluster(Seating):
         return replace(self, above=(Tier("rack", uplink, units),))
 
     def topology_of(self, ranks: Sequence[int], beside: Iterable[Sequence[int]] = ()) -> GroupTopology:
-        """Work out the topology of a group, while the groups in `beside` communicate too. Ranks in ring order."""
+        """Return the topology of a group, in ring order, while the groups in `beside` communicate too."""
         members = tuple(ranks)
         bad = [rank for rank in members if not 0 <= rank < self.world_size]
         if bad or not members or len(set(members)) != len(members):
@@ -144,7 +141,7 @@ class Cluster(Seating):
         return self._known[key]
 
     def topology_at(self, level: Level) -> GroupTopology:
-        """Work out the topology of a level's groups while all of them communicate; the slowest one's if they differ."""
+        """Return the topology of a level's slowest group while all its groups communicate."""
         key = ("topology", level)
         if key not in self._known:
             tree, groups = self._tree(), self.groups(level)
@@ -166,15 +163,15 @@ class Cluster(Seating):
             self._known["units"] = (*units, (0,) * self.world_size)
         return Tree((self.intra, self.inter, *(tier.link for tier in self.above)), self._known["units"])
 
-    # Text and files
+    # Text
 
     @classmethod
     def parse(cls, text: str, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
-        """Read `8x4` as 8 hosts of 4 ranks, `4+4+2` or `2x4+2` as hosts that differ, `2x8x4` as 2 racks of `8x4`.
+        """Read `8x4` as 8 hosts of 4 ranks, `4+4+2` or `2x4+2` as different hosts, and `2x8x4` as 2 racks of `8x4`.
 
-        Links may follow in `text`, as `str(cluster)` writes them: `8x4, inter 25gbit@8us, intra 100gbit`; else they are
-        `intra` and `inter`. Then also `rack 50gbit` for the racks' uplinks, and `placed 0 1 1 0` for the host of each
-        rank.
+        `text` may continue with links, in the format of `str(cluster)`: `8x4, inter 25gbit@8us, intra 100gbit`. By
+        default they are `intra` and `inter`. `rack 50gbit` sets the racks' uplinks, and `placed 0 1 1 0` the host of
+        each rank.
         """
         shape, links, placement = parse_clauses(text)
         intra, inter = links.get("intra", intra), links.get("inter", inter)
@@ -221,7 +218,7 @@ class Cluster(Seating):
             raise BadOption(f"this is not a cluster: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        """Write what `parse` reads back, unless racks are uneven or several tiers lie above the hosts."""
+        """Return text for `parse`, unless racks are uneven or there are several tiers above the hosts."""
         above = "".join(f", {tier.name} {tier.link}" for tier in self.above)
         is_filled = self.placement == tuple(sorted(self.placement))
         placed = "" if is_filled else f", placed {' '.join(map(str, self.placement))}"
@@ -229,12 +226,11 @@ class Cluster(Seating):
 
 
 def _depends_on_inter(key: Any) -> bool:
-    """Tell the cached topologies of groups that may span hosts."""
     return isinstance(key, tuple) and key[:1] == ("topology",) and key != ("topology", Level.INTRA)
 
 
 def check_is_cluster(given: object) -> None:
-    """Raise BadOption for what is no cluster, where one or None is due."""
+    """Raise BadOption unless `given` is a Cluster or None."""
     if not isinstance(given, Cluster | None):
         raise BadOption(
             f"cluster= takes a fxcomp.Cluster; it is a {type(given).__name__}.\n"

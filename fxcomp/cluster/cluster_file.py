@@ -4,12 +4,11 @@
     intra = "nvlink4"                # a preset, or a bandwidth and latency
     inter = "2x25gbit@8us"
 
-    [rack]                           # leave it out if there is one switch
-    hosts = 4                        # in each, one after the other
+    [rack]                           # omit for a single switch
+    hosts = 4                        # per rack, in order
     oversubscription = "4:1"         # or: link = "100gbit@10us"
 
-Any number of tiers is written out instead of `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and
-`units`, which says for each unit below (the hosts, for the first) in which one it is.
+More tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, the unit of each unit below.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ T = TypeVar("T")
 
 
 def load_cluster(path: str | Path, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
-    """Read the cluster file `path`; `intra` and `inter` win over what it says. Raises BadOption with file and key."""
+    """Read the cluster file `path`; `intra` and `inter` override its links. Raises BadOption with file and key."""
     try:
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise BadOption(f"cannot read the cluster {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no text, or no TOML
+    except (ValueError, RecursionError) as error:  # not text, or not TOML
         raise BadOption(f"cannot read the cluster {path}: it is not TOML: {error}") from None
     return _File(str(path)).cluster(data, intra, inter)
 
@@ -56,7 +55,7 @@ def parse_ratio(text: str) -> float:
 
 
 class _File:
-    """Reads one file's data; errors name the file and the key."""
+    """Reads one file's data. Errors name file and key."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -129,7 +128,6 @@ class _File:
         return tuple(self._of(int, f"{place}[{k}]", number) for k, number in enumerate(self._of(list, place, value)))
 
     def _of(self, kind: type, place: str, value: object) -> Any:
-        """Return a value that is of this kind."""
         if not isinstance(value, kind) or isinstance(value, bool):
             raise BadOption(f"{self.path}: {place} must be {_KINDS[kind]}, not {value!r}")
         return value

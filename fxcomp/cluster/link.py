@@ -1,7 +1,7 @@
-"""Describe a link: its latency and bandwidth, read from text like `25gbit@8us` or from the name of a product.
+"""Link latency and bandwidth, parsed from text like `25gbit@8us` or a product name.
 
-A preset's bandwidth is what the maker promises for one direction; what a program gets is less. Latencies of NVLink,
-PCIe and InfiniBand are a ring step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
+Preset bandwidths are nominal, for one direction; programs get less. Latencies of NVLink, PCIe and InfiniBand are a ring
+step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
 """
 
 from __future__ import annotations
@@ -38,27 +38,25 @@ LINK_PRESETS: dict[str, LinkPreset] = {
 }
 
 MOST = 1e18
-"""Above every latency in µs and every bandwidth in GB/s; its inverse is below every bandwidth (assumed)."""
+"""Upper bound on latencies in µs and bandwidths in GB/s; its inverse is the lower bound on bandwidths (assumed)."""
 
 MOST_RANKS = 1 << 20
-"""Several times what has ever run one job; lists of so many ranks still fit into memory (assumed)."""
+"""Maximum number of ranks, several times the largest job; lists of this length fit into memory (assumed)."""
 
 _DIGITS = 30
 
 
 def check_ranks(count: int) -> None:
-    """Raise BadOption before anything is allocated for too many ranks."""
     if count > MOST_RANKS:
         raise BadOption(f"a cluster may have {MOST_RANKS:,} ranks; this one would have {shortened(count)}")
 
 
 def parse_digits(digits: str) -> int:
-    """Parse digits, clamping over-long numbers."""
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 
 def shortened(value: object) -> str:
-    """Write a value for an error, in at most about 80 characters."""
+    """Format a value for an error, in about 80 characters at most."""
     if isinstance(value, int) and value >= 10**_DIGITS:
         return f"10^{_DIGITS} or more"
     text = str(value)
@@ -67,24 +65,24 @@ def shortened(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A latency per step in µs, `alpha_us`, and a bandwidth in GB/s (10⁹ bytes a second), `gb_per_s`.
+    """A latency per step in µs, `alpha_us`, and a bandwidth in GB/s (10⁹ bytes per second), `gb_per_s`.
 
-    Inside a host every rank has its own link; between hosts the ranks of a host share the host's; and so on above.
+    Inside a host every rank has its own link; the ranks of a host share its uplink, and likewise for higher tiers.
     """
 
     alpha_us: float
     gb_per_s: float
     """Outgoing bandwidth; incoming too, unless `in_gb_per_s` is given."""
     in_gb_per_s: float | None = None
-    """Incoming bandwidth, where it is another."""
+    """Incoming bandwidth, if different."""
     count: int = 1
-    """Parallel links of a unit. A rank drives one of them at a time."""
+    """Parallel links of a unit. A rank uses one at a time."""
     message_us: float = 0.0
-    """Processor time per message, besides the latency."""
+    """Processor time per message, in addition to the latency."""
     is_half_duplex: bool = False
-    """Sends and receives take turns."""
+    """True if sends and receives alternate."""
     is_shared: bool = False
-    """One medium for all that it joins, like a bus; else each has its own way to a switch that is never in the way."""
+    """True for one shared medium, like a bus. Otherwise each unit has its own link to a non-blocking switch."""
 
     def __post_init__(self) -> None:
         for name, value in (("alpha_us", self.alpha_us), ("message_us", self.message_us)):
@@ -98,12 +96,12 @@ class Link:
 
     @property
     def one_way_gb_per_s(self) -> float:
-        """Bandwidth from one to another when nothing comes back: the slower end's."""
+        """Bandwidth in one direction without return traffic."""
         return min(self.gb_per_s, self.in_gb_per_s or self.gb_per_s)
 
     @property
     def both_ways_gb_per_s(self) -> float:
-        """Bandwidth each way while as much comes back."""
+        """Bandwidth in each direction with equal traffic both ways."""
         if not self.is_half_duplex:
             return self.one_way_gb_per_s
         return 1 / (1 / self.gb_per_s + 1 / (self.in_gb_per_s or self.gb_per_s))
@@ -115,11 +113,11 @@ class Link:
 
     @classmethod
     def parse(cls, text: str, *, alpha_us: float = 25.0) -> Link:
-        """Read a `text` like `25gbit`, `300mbit` or `12GB/s`, with a latency after `@` if given: `25gbit@8us`.
+        """Read a `text` like `25gbit`, `300mbit` or `12GB/s`, with an optional latency after `@`: `25gbit@8us`.
 
-        The latency is `alpha_us` otherwise (default 25 µs: TCP over Ethernet, assumed). More can be said: `nvlink4` (a
-        name of link.py), `8x25gbit` (eight of them), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (and 2 µs
-        per message), and at the end `half-duplex` and `shared`.
+        The default latency is `alpha_us` (25 µs: TCP over Ethernet, assumed). Also accepted: `nvlink4` (a preset of
+        link.py), `8x25gbit` (eight links), `100mbit:20mbit` (out and in), `25gbit@8us+2us` (2 µs per message), and
+        `half-duplex` and `shared` at the end.
         """
         rest, flags = text.strip(), {"half-duplex": False, "shared": False}
         while (words := rest.rsplit(None, 1))[-1:] and words[-1].lower() in flags and len(words) == 2:
@@ -153,7 +151,7 @@ _GB_PER_S = {"kbit": 1 / 8e6, "mbit": 1 / 8e3, "gbit": 1 / 8, "tbit": 1e3 / 8, "
 
 
 def parse_gb_per_s(text: str) -> float:
-    """Read a bandwidth (`300mbit`, `25gbit`, `12GB/s`) as GB/s."""
+    """Parse a bandwidth (`300mbit`, `25gbit`, `12GB/s`) as GB/s."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([a-zA-Z/]+)\s*", text)
     unit = _GB_PER_S.get(match[2].lower()) if match else None
     try:
@@ -166,7 +164,7 @@ def parse_gb_per_s(text: str) -> float:
 
 
 def format_gbit(gb_per_s: float) -> str:
-    """Write GB/s the way networks are sold: `25gbit`, `300mbit`."""
+    """Format GB/s in network units: `25gbit`, `300mbit`."""
     gbit = gb_per_s * 8
     return f"{gbit:.4g}gbit" if gbit >= 1 else f"{gbit * 1e3:.4g}mbit"
 

@@ -1,6 +1,6 @@
-"""Say which rank sits where, and whom it meets at each level of the network.
+"""Placement of ranks, and their groups at each level of the network.
 
-As text: `8x4`, `3+2` if hosts differ, `2x4x8` with racks in front.
+As text: `8x4`, `3+2` if hosts differ, `2x4x8` with racks first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxcomp.errors import BadOption
 
 
 def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int]]) -> str:
-    """Write the shape of ranks on these hosts; `units_above` says for each tier where every unit below it is."""
+    """Format the shape of ranks on these hosts; `units_above` gives for each tier the unit of every unit below."""
     counts = Counter(hosts_of_ranks)
     texts = {host: str(counts[host]) for host in sorted(counts)}
     for units in units_above:
@@ -31,7 +31,7 @@ def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int
 
 
 def join_units(texts: Iterable[str]) -> str:
-    """Join units side by side: `4x1` if they are alike, else `3+2`, largest first."""
+    """Join unit texts: `4x1` if equal, else `3+2`, largest first."""
     counts = Counter(texts)
     ordered = sorted(counts, key=lambda text: (int(text) if text.isdigit() else 0, text), reverse=True)
     if len(ordered) == 1:
@@ -42,7 +42,7 @@ def join_units(texts: Iterable[str]) -> str:
 
 
 def parse_shape(text: str) -> tuple[int, list[int]]:
-    """Read the number of racks, and how many ranks each host has. Raises BadOption."""
+    """Parse the number of racks, and the ranks per host. Raises BadOption."""
     even = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\d+)", text)
     if even is not None:
         racks, hosts, ranks = parse_digits(even[1] or "1"), parse_digits(even[2]), parse_digits(even[3])
@@ -65,7 +65,7 @@ def parse_shape(text: str) -> tuple[int, list[int]]:
 
 
 def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
-    """Read a cluster's text as its shape, its links by name, and the host of each rank if given. Raises BadOption."""
+    """Parse a cluster's text: shape, links by name, and the host of each rank if given. Raises BadOption."""
     shape, *clauses = (part.strip() for part in text.split(","))
     links: dict[str, Link] = {}
     placement: tuple[int, ...] = ()
@@ -84,29 +84,28 @@ def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
 
 
 class Axis(Enum):
-    """A direction in which ranks lie beside each other. Where there are no racks, all hosts are in one."""
+    """A direction of the grid of ranks. Without racks, all hosts are in one."""
 
     HOST = "the ranks of a host"
     RACK = "the hosts of a rack"
     RACKS = "the racks"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
 
 
 class Level(Enum):
-    """Name the ranks that take part in a collective."""
+    """The ranks that take part in a collective."""
 
-    INTRA = "intra"  # the ranks of one host
-    INTER = "inter"  # the ranks with the same place in their hosts, one a host
+    INTRA = "intra"  # one host
+    INTER = "inter"  # one rank per host, with the same index in it
     WORLD = "world"  # all ranks
-    RACK = "rack"  # of these, the ones in the hosts of one rack
-    RACKS = "racks"  # of these, the ones with the same place in their racks, one a rack
+    RACK = "rack"  # subset of INTER: one rack
+    RACKS = "racks"  # subset of INTER: one rank per rack, with the same index
 
     __hash__ = object.__hash__
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """The axes that the ranks of one collective span."""
         return _AXES[self]
 
 
@@ -121,7 +120,7 @@ _AXES = {
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Units above the hosts, like racks: which one each unit below belongs to, and the uplink that each has."""
+    """Units above the hosts, such as racks: the unit of each unit below, and each unit's uplink."""
 
     name: str
     link: Link
@@ -129,7 +128,7 @@ class Tier:
 
 
 class Seating:
-    """The ranks of a cluster: their hosts, their racks, and the groups that they make."""
+    """Placement of a cluster's ranks, and their groups."""
 
     __slots__ = ()
 
@@ -145,42 +144,40 @@ class Seating:
 
     @property
     def is_even(self) -> bool:
-        """All hosts have as many ranks."""
         return self.world_size == self.hosts * self.ranks_per_host
 
     @property
     def has_levels(self) -> bool:
-        """A host's ranks can share the work between hosts: there are several of both, and as many on each host."""
+        """True if several hosts have equally many ranks, above 1, which can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
     def shape(self) -> str:
-        """The ranks of each host: `8x4`, or `3+2` if hosts differ, with racks in front: `2x4x8`."""
+        """Shape of the hosts: `8x4`, or `3+2` if hosts differ, with racks first: `2x4x8`."""
         if "shape" not in self._known:
             self._known["shape"] = self._shape(range(self.world_size))
         return self._known["shape"]
 
     def ranks_at(self, level: Level) -> int:
-        """Count the ranks that one collective at this level joins; the largest, if they differ."""
+        """Return the size of a level's largest group."""
         return max(map(len, self.groups(level)))
 
     @property
     def has_racks(self) -> bool:
-        """Ranks can share the work between racks: there are several, with as many hosts each."""
+        """True if several racks have equally many hosts, so that ranks can share inter-rack work."""
         counts = Counter(self._racks())
         return len(counts) > 1 and len(set(counts.values())) == 1
 
     def length_of(self, axis: Axis) -> int:
-        """Count the ranks that lie along an axis; the most, if they differ."""
+        """Return the maximum number of ranks along an axis."""
         return {Axis.HOST: self.ranks_per_host, Axis.RACK: self.ranks_at(Level.RACK), Axis.RACKS: self.racks}[axis]
 
     @property
     def racks(self) -> int:
-        """The number of racks."""
         return len(set(self._racks()))
 
     def place_along(self, axes: Collection[Axis], rank: int) -> int:
-        """Number a rank among its neighbours along some axes."""
+        """Return a rank's index along some axes."""
         rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
         place = 0
         for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):
@@ -189,11 +186,10 @@ class Seating:
         return place
 
     def local_rank(self, rank: int) -> int:
-        """Return the place of a rank inside its host."""
         return self._places()[rank]
 
     def group(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank meets at a level, in the order of their payloads."""
+        """Return the rank's group at a level, in payload order."""
         if level is Level.WORLD:
             return self.groups(level)[0]
         if level in (Level.RACK, Level.RACKS):
@@ -201,7 +197,6 @@ class Seating:
         return self.groups(level)[self.placement[rank] if level is Level.INTRA else self.local_rank(rank)]
 
     def groups(self, level: Level) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of a level: by host, by place inside the host, or the one of all ranks."""
         if level not in self._known:
             found: defaultdict[Any, list[int]] = defaultdict(list)
             for rank, key in enumerate(self._keys(level)):
@@ -213,7 +208,6 @@ class Seating:
         return self._known[level]
 
     def _keys(self, level: Level) -> Sequence[Any]:
-        """Name for each rank the group that it meets at a level."""
         places, racks = self._places(), self._racks()
         match level:
             case Level.INTRA:
@@ -229,11 +223,9 @@ class Seating:
                 return [(inside[host], place) for host, place in zip(self.placement, places, strict=True)]
 
     def _racks(self) -> Sequence[int]:
-        """Say for each host in which rack it is."""
         return self.above[0].units if self.above else (0,) * self.hosts
 
     def _places(self) -> Sequence[int]:
-        """Say for each rank which place in its host it has."""
         if "places" not in self._known:
             self._known["places"] = _places_in(self.placement)
         return self._known["places"]
@@ -243,7 +235,7 @@ class Seating:
 
 
 def _places_in(units: Sequence[int]) -> list[int]:
-    """Number what lies in the same unit, where `units` says the unit of each."""
+    """Return each element's index among those with the same unit."""
     seen: Counter[int] = Counter()
     places: list[int] = []
     for unit in units:

@@ -1,8 +1,8 @@
-"""Work out the bandwidth that a group of ranks gets of a tree of links, while sibling groups communicate too.
+"""Bandwidth of a group of ranks in a tree of links, while sibling groups communicate too.
 
     bandwidth of a pattern = min over the links crossed of  link bandwidth / bytes crossing it per byte a rank sends
 
-Ranks are the leaves; tier 0 are their own links, tier 1 the hosts' uplinks, then what lies above.
+Tier 0 is the ranks' own links, tier 1 the hosts' uplinks, and so on.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from fxcomp.cluster.link import Link
 
 
 class TrafficPattern(Enum):
-    """Name who sends to whom at the same time, which decides how many messages share a link."""
+    """Senders and receivers at one time."""
 
     CHAIN = "chain"  # each rank to the next: rings
-    TREE = "tree"  # to a parent and back: pipelined trees, units joined as in a chain
+    TREE = "tree"  # to a parent and back: pipelined trees, with units joined as a chain
     DOUBLING = "doubling"  # to partners at distances 1, 2, 4, ...
-    PAIRS = "pairs"  # everyone to everyone
-    ROOT = "root"  # everyone to the first rank, or it to everyone
+    PAIRS = "pairs"  # all ranks to all ranks
+    ROOT = "root"  # all ranks to the first rank, or the reverse
     ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTopology:
-    """The places of a group's ranks in the tree, and the bandwidth that they get.
+    """Shape of a group in the tree, and its bandwidth.
 
-    `text` is the key under which measured collectives are filed: `4x1` is a rank on each of 4 hosts, `1x4` 4 ranks of
-    one host, `3+2` 3 of one and 2 of another, `2x4x1` 2 racks of 4 such hosts. `*2` says that 2 such groups share
-    links, `~2` that the ranks' order leads the ring out of a host twice.
+    `text` is the key of measured collectives: `4x1` is one rank on each of 4 hosts, `1x4` 4 ranks of one host, `3+2` 3
+    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. `*2` means 2 groups that share links, `~2` a ring that leaves a
+    host twice.
     """
 
     text: str
     ranks: int
     siblings: int
-    """Groups that share the busiest link, this one included."""
+    """Groups that share the busiest link, including this one."""
     alpha_us: float
     message_us: float
     speeds: tuple[tuple[TrafficPattern, float], ...]
-    """GB/s for what one rank sends, by pattern. Infinite for a rank alone."""
+    """GB/s that one rank sends, by pattern. Infinite for a single rank."""
 
     def gb_per_s(self, pattern: TrafficPattern) -> float:
         for known, speed in self.speeds:
@@ -56,7 +56,7 @@ class GroupTopology:
 
     @property
     def slowness(self) -> tuple[float, int, float, str]:
-        """Order the groups of a level by the time of an all_reduce."""
+        """Sort key of a level's groups: the time of an all_reduce."""
         us = (self.ranks - 1) / self.ranks / self.gb_per_s(TrafficPattern.CHAIN)
         return (us, self.ranks, self.alpha_us, self.text)
 
@@ -65,63 +65,57 @@ class GroupTopology:
 
 
 TOPOLOGY_TEXT = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
-"""A regular expression for `GroupTopology.text`."""
 
 Place = tuple[int, int]
-"""A link: its tier, and the unit whose uplink it is."""
+"""A link: its tier, and the unit with this uplink."""
 
 
 class Crossing(NamedTuple):
-    """The traffic of one group on one link: bytes per byte that a rank sends, in the order of `TrafficPattern`."""
+    """Traffic of one group on one link: bytes per byte that a rank sends, by `TrafficPattern`."""
 
     loads: tuple[float, ...]
     inside: int  # members below the link
-    turns: int  # times that the ring comes in
+    turns: int  # times that the ring enters
 
     @classmethod
     def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
-        """Count what `inside` of a group's ranks send out, or take in; `units` such links lead to its ranks."""
+        """Return the traffic of `inside` of a group's ranks; `units` links lead to its ranks."""
         outside, others = ranks - inside, ranks - 1
-        pairs = inside * outside / others  # each sends every other one its part
+        pairs = inside * outside / others  # each rank sends every other rank its part
         rooted = (outside if has_root else inside) / others
-        # Two units share one edge of a tree: what goes up leaves one of them, what comes down the other.
+        # Two units share one tree edge: upward traffic leaves one unit, downward traffic the other.
         tree = turns / 2 if units == 2 else float(turns)
         loads = (float(turns), tree, float(min(inside, outside)), pairs, rooted, 1.0)
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a medium that both share. What one rank receives passes it once."""
+        """Add another unit's traffic on a shared medium. A single rank's traffic passes it once."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)
 
 
 class Crowd(NamedTuple):
-    """The traffic of all groups together on one link."""
-
     groups: int
     loads: tuple[float, ...]
 
 
 _EVERYONE = 4
-"""In so many patterns, the first ones, every rank sends."""
+"""Number of patterns in which every rank sends. They come first."""
 
-_OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)  # a rank's own link carries what it sends
-_OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one edge of a tree
+_OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)
+_OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one tree edge
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The links of every tier, and `units[tier][rank]`: the unit that a rank is in. The last tier is one of all."""
+    """Links of every tier, and `units[tier][rank]`, the unit of a rank. The last tier is a single unit."""
 
     links: tuple[Link, ...]
     units: tuple[Sequence[int], ...]
 
     def traffic(self, groups: Sequence[tuple[int, ...]]) -> tuple[list[dict[Place, Crossing]], dict[Place, Crowd]]:
-        """Count the traffic of groups on the links that they use: each alone, and all together.
-
-        Bandwidths do not matter for it.
-        """
+        """Count the traffic of groups on their links, per group and in total, independent of bandwidths."""
         crossings = [self._crossings(group) for group in groups]
         everyone: defaultdict[Place, list[Crossing]] = defaultdict(list)
         for crossed in crossings:
@@ -134,10 +128,10 @@ class Tree:
         return crossings, crowds
 
     def _crossings(self, group: tuple[int, ...]) -> dict[Place, Crossing]:
-        """Count the traffic of a group on each link that it uses.
+        """Count the traffic of a group on each of its links.
 
-        A host's uplink is used if members sit elsewhere too, a rank's own link if another member sits in its host. A
-        shared medium belongs to the unit in which it lies, and carries what its units send and what comes in.
+        A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
+        shared medium belongs to the unit around it, and carries its units' sends and incoming traffic.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):
@@ -174,12 +168,12 @@ class Tree:
     def group_topology(
         self, shape: str, ranks: int, crossed: Mapping[Place, Crossing], crowds: Mapping[Place, Crowd]
     ) -> GroupTopology:
-        """Give a group the bandwidth of the slowest link that it crosses, for every pattern."""
+        """Return a group's topology, with the bandwidth of its slowest link for each pattern."""
         links = [self.links[tier] for tier in sorted({tier for tier, _ in crossed})]
         siblings = max((crowds[place].groups for place in crossed), default=1)
         turns = max((own.turns for (tier, _), own in crossed.items() if tier == 1), default=1)
         slowest = [0.0] * len(TrafficPattern)
-        # Most links of a tier carry the same: only what differs is computed.
+        # Most links of a tier have equal traffic: compute each case once.
         for tier, crowd, own in dict.fromkeys((place[0], crowds[place], own) for place, own in crossed.items()):
             link = self.links[tier]
             for number, pattern in enumerate(TrafficPattern):

@@ -1,13 +1,13 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`.
 
-- facts, base: what a compressor declares, what follows from that, and its reference and fused pair.
-- inputs: what is given to it, and the checks of that.
-- catalogue, operators: its name, its ops and its text form; compressors of other packages.
-- kernels, triton/: compiled kernels for the CPU and the GPU, with the same bits.
-- randomness: random numbers that are the same everywhere.
-- gaussian_error: what each loses of Gaussian values.
-- casts, block_codes, places, survivors, tail_fits: what several of them share.
-- examples: one of each, which pages, tests and `calibrate` show and measure.
+- facts, base: declarations, references and the in-place pair of a compressor.
+- inputs: arguments and their checks.
+- catalogue, operators: names, ops and text form.
+- kernels, triton/: compiled kernels with the same bits.
+- randomness: random numbers from counters.
+- gaussian_error: errors on Gaussian values.
+- casts, block_codes, places, survivors, tail_fits: shared code.
+- examples: one instance of each, for pages, tests and `calibrate`.
 """
 
 from fxcomp.compressors.base import Compressed, Compressor

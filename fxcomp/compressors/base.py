@@ -1,10 +1,9 @@
-"""Define a compressor: declared facts, a reference in plain torch, and a fused pair in place.
+"""Base class of compressors: declared facts, a reference in plain torch, and in-place `encode` and `decode`.
 
-A compressor is a frozen dataclass under `@register`. It declares `facts`, says how large its payload is, and gives the
-references, which are the specification; C++ and Triton kernels only make them faster. `catalogue.py` defines its ops.
+References are the specification; C++ and Triton kernels have the same results.
 
-A bucket is a flat fp32 tensor; `segments` are the sizes of its parameters, in order, and nothing mixes two of them. A
-payload is one flat tensor whose size depends on `segments` alone, so it travels in one collective without a header.
+A bucket is a flat fp32 tensor, and `segments` are its parameters' sizes. No computation mixes two segments. A payload's
+size depends on `segments` alone, so one collective sends it without a header.
 """
 
 from __future__ import annotations
@@ -33,17 +32,15 @@ from fxcomp.compressors.triton import dispatch
 _OURS = "fxcomp.compressors."
 
 Pieces = tuple[tuple[int, ...], ...]
-"""The sizes of the segments of each piece."""
 
 
 class Compressed(NamedTuple):
-    """The result of `compress_reference`."""
+    """Result of `compress_reference`."""
 
     payload: Tensor
     residual: Tensor | None = None
-    """None where none came in."""
     state: Tensor | None = None
-    """The next step's; None where none came in, or where the summed payload is it."""
+    """Next state; None without an input state, or if the summed payload becomes the state."""
 
 
 class Compressor(Declared):
@@ -59,32 +56,29 @@ class Compressor(Declared):
 
     @abstractmethod
     def compress_reference(self, given: EncoderInput) -> Compressed:
-        """Compress v = bucket + residual; the new residual is what is left out, v - decompress(payload).
+        """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        Where v is not finite the payload decodes to something not finite, at least once in that segment, so that every
-        rank sees it; and the residual stays as it was there.
+        A segment that is not finite decodes to a value that is not finite, so that every rank sees it. Its residual
+        keeps the old value.
         """
 
     @abstractmethod
     def decompress_reference(self, received: DecoderInput) -> Tensor:
-        """The mean of what the payloads stand for: flat fp32.
-
-        Summed in rank order and multiplied by fp32(1/ranks), so that every rank computes the same bits.
-        """
+        """Return the mean of the decoded payloads, flat fp32: the sum in rank order, multiplied by fp32(1/ranks)."""
 
     def propose_reference(self, given: EncoderInput) -> Tensor:
-        """Make the proposal that ranks reduce before they compress, `proposal_elements` of `facts.proposal_dtype`."""
+        """Compute the proposal that the ranks reduce first."""
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """The first step's state of one segment. `key` is the same on all ranks and differs between parameters."""
+        """Return a segment's first state. `key` is the same on all ranks and differs between parameters."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Go on from the state of a segment of `size` values under other parameters; `fresh` is a new one's."""
+        """Convert a segment's state from the parameters of `before`; `fresh` is a first state."""
         return state if state.shape == fresh.shape else fresh
 
-    # Kernels. A package may bring its own: these return whether they did it.
+    # Kernels, which a plug-in may override. They return True if they did the work.
 
     def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:
         tensors = (given.bucket, given.residual, payload, given.state, given.agreed)
@@ -110,14 +104,14 @@ class Compressor(Declared):
         return dispatch.propose(self, given, out)
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """List the kernels' arguments after the tensors: how the bucket is cut, and the parameters."""
+        """Return the kernel's arguments after the tensors."""
         return segments, len(segments), *self.parameters
 
     def _run_kernel(self, what: str, segments: tuple[int, ...], *tensors: Tensor | float | None) -> int | None:
         name = find_kernel(type(self), what)
         return None if name is None else kernels.run(name, *tensors, *self.kernel_arguments(what, segments))
 
-    # The fused pair, in place: on kernels that allocate nothing of the bucket's size, where there are any.
+    # The in-place pair
 
     def encode(
         self,
@@ -128,7 +122,7 @@ class Compressor(Declared):
         state: Tensor | None = None,
         agreed: Tensor | None = None,
     ) -> None:
-        """Fill `payload`, replace `residual` and `state`."""
+        """Fill `payload`, and replace `residual` and `state`."""
         given = EncoderInput(bucket, residual, tuple(segments), state, agreed)
         check_encode(self, given, payload)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(given, payload):
@@ -151,7 +145,7 @@ class Compressor(Declared):
         agreed: Tensor | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Fill `out` with the mean, flat fp32. `state` is what this step's encoding left."""
+        """Fill `out` with the mean, flat fp32. `state` is the state after encoding."""
         received = DecoderInput(payloads, ranks, tuple(segments), agreed, state)
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
@@ -162,7 +156,7 @@ class Compressor(Declared):
     def propose(
         self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
     ) -> None:
-        """Fill `out` with what the ranks are to reduce before they compress."""
+        """Fill `out` with the proposal."""
         given = EncoderInput(bucket, residual, tuple(segments), state)
         check_propose(self, given, out)
         if kernels.can_run_on(bucket) and self.propose_on_cpu(given, out):
@@ -173,13 +167,13 @@ class Compressor(Declared):
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """The kernel of csrc/ that does `what` (encode, decode or propose), if there is one; a plug-in has none there."""
+    """Return the name of a kernel in csrc/, None without one."""
     name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 
 
 def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:
-    """Sum in the order given, then multiply once: the same bits on every rank."""
+    """Sum in the given order, then multiply once: the same bits on every rank."""
     total = decoded[0]
     for other in decoded[1:]:
         total = total + other

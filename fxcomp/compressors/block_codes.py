@@ -1,26 +1,24 @@
-"""A scale and codes of a few bits for each block: what int8, int4, int2 and sign share.
+"""Blocks with a scale and codes of a few bits: the shared code of int8, int4, int2 and sign.
 
-    scale   = of a block's values
-    code    = of a value and its block's scale, b bits
-    decoded = of a code and its block's scale
+    scale   = f(values of a block)
+    code    = f(value, scale of its block), b bits
+    decoded = f(code, scale of its block)
 
-Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b a byte with the first in the lowest bits, then
-zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and the last
-one of a segment may be short; a segment's codes start with a new byte, so that no byte is of two segments.
+Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b in a byte with the first in the lowest bits,
+then zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and a new
+byte of codes. Its last block may be short.
 
-A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual stays as it was.
-Other scales are at most `most_scale`, so that what codes decode to is finite, and the residual with it.
+A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual keeps its value.
+Other scales are at most `most_scale`, so decoded values are finite.
 
-A random compressor draws u in [0, 1) for each value, at the value's place in its segment; ranks have streams of their
-own, so their errors do not add up.
+A random compressor draws u in [0, 1) from a value's place in its segment. Each rank has its own stream, or errors would
+add up.
 
-References work block by block: a bucket is cut into rows and put together again.
+References use rows:
 
     segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
                                                           e 0 0 0
                                                           x y z 0
-
-A short block is filled with zeros.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
-    """One row a block."""
+    """Return the blocks as rows."""
     rows = [pad(piece, (0, -len(piece) % block)).view(-1, block) for piece in split(flat, segments)]
     return torch.cat([flat.new_empty(0, block), *rows])
 
@@ -63,7 +61,7 @@ def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 
 def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) -> Tensor:
-    """Count the values of each row that are no filling, as a column."""
+    """Return the number of values in each row, as a column."""
     sizes = torch.full((count_blocks(segments, block), 1), block, dtype=torch.int64, device=device)
     end = 0
     for size in segments:
@@ -76,11 +74,11 @@ def block_sizes(segments: Sequence[int], block: int, *, device: torch.device) ->
 _LANES = 64  # the same number as in csrc/blocks.h
 
 WIDTHS = (1, 2, 4, 8)
-"""Bits that a code may have: a byte holds whole codes."""
+"""Allowed bits of a code."""
 
 
 class BlockCompressor(Compressor):
-    """A subclass says how a block becomes a scale, a value a code, and a code a value; rows are blocks."""
+    """Base of compressors with blocks. Rows are blocks."""
 
     __slots__ = ()
 
@@ -89,7 +87,7 @@ class BlockCompressor(Compressor):
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Of a code: one of WIDTHS."""
+        """Bits of a code, one of WIDTHS."""
 
     @property
     def is_random(self) -> bool:
@@ -102,11 +100,11 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """The scale of each row as a column; not finite where the row is not. `sizes` is a column as well."""
+        """Return the scale of each row, not finite where the row is not. `scales` and `sizes` are columns."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        """The code of each value, uint8. `uniform` is 0 where nothing is random."""
+        """Return the code of each value, uint8. `uniform` is 0 if nothing is random."""
 
     @abstractmethod
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -174,13 +172,12 @@ class BlockCompressor(Compressor):
         return from_blocks(self.values(rows, scale), segments, self.block)
 
     def _sections(self, segments: Sequence[int]) -> list[int]:
-        """Bytes of scales, of codes and of filling."""
         code_bytes = sum(_bytes_of_codes(segments, self.bits))
         return [4 * count_blocks(segments, self.block), code_bytes, -code_bytes % 4]
 
 
 class SymmetricCompressor(BlockCompressor):
-    """The largest magnitude of a block is its largest code: int8 and int4."""
+    """Symmetric quantiser, whose largest code is a block's largest magnitude: int8 and int4."""
 
     __slots__ = ()
 
@@ -188,7 +185,7 @@ class SymmetricCompressor(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Codes on either side of zero; one more on one side would make the other saturate."""
+        """Codes on each side of zero; an asymmetric range would saturate."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -219,19 +216,19 @@ class SymmetricCompressor(BlockCompressor):
 
 @cache
 def most_scale(largest_value: float) -> float:
-    """The largest scale of which so many are finite. It may be below fp32's largest value divided, which rounds up."""
+    """Return the largest scale whose product with `largest_value` is finite. The quotient may round up."""
     largest = torch.tensor(largest_value)
     scale = torch.finfo(torch.float32).max / largest
     return (scale if (scale * largest).isfinite() else scale.nextafter(torch.tensor(0.0))).item()
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
-    """mean|v| of each row as a column."""
+    """Return mean|v| of each row as a column."""
     return sum_in_lanes(rows.abs()) / sizes
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Sum each row, as a column, in an order that any vector width can follow: 64 lanes, then halves."""
+    """Sum each row, as a column: 64 lanes, then halves."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -246,21 +243,19 @@ _MOST_PLACES = 1 << 16
 
 
 def place_of_largest(rows: Tensor) -> Tensor:
-    """Find the place of the largest magnitude of each row, as a column; of equal ones the lower.
+    """Return the place of each row's largest magnitude, as a column; the lower of equal ones.
 
-    Magnitudes are compared as bit patterns: NaN is larger than infinity, and that than all others. Zeros that fill up a
-    row come last, so never. A row has at most 2^16 values.
+    Bit patterns are compared, so NaN is the largest. A row has at most 2^16 values.
     """
     magnitude = (rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
-    order = magnitude * _MOST_PLACES - torch.arange(rows.shape[1], device=rows.device)  # no two of a row are equal
+    order = magnitude * _MOST_PLACES - torch.arange(rows.shape[1], device=rows.device)  # distinct in a row
     return order.argmax(dim=1, keepdim=True) if rows.numel() else magnitude[:, :1]
 
 
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
-    """v / scale as a whole number within -levels..levels, in two's complement of `bits`.
+    """Round v / scale to an integer within -levels..levels, in two's complement.
 
-    Rounded to nearest, ties to even; or down after adding u, which is right in the mean. With levels = max|v| / scale
-    the quotient ends at levels, but for its own rounding.
+    Round to nearest, ties to even, or down after adding u, which is unbiased.
     """
     quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
     whole = (quotient + uniform).floor().clamp_max(levels) if at_random else quotient.round()
@@ -274,10 +269,10 @@ def whole_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def feedback_at_random(block: int, levels: float) -> Feedback:
-    """Say if rounding at random to steps of max|v| / levels may be fed back.
+    """Return OPTIONAL if stochastic rounding to steps of max|v| / levels may use feedback, else FORBIDDEN.
 
-    A value's variance is at most a quarter of a squared step, and the largest value has none; so the relative squared
-    error is at most (block - 1) / (4 levels^2). From 1 on a residual could grow from step to step.
+    The relative squared error is at most (block - 1) / (4 levels^2): a quarter of a squared step for all but the
+    largest value. From 1 on, a residual could grow.
     """
     return Feedback.OPTIONAL if block - 1 < 4 * levels**2 else Feedback.FORBIDDEN
 
@@ -287,7 +282,7 @@ def _bytes_of_codes(segments: Sequence[int], bits: int) -> list[int]:
 
 
 def pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
-    """The bytes of codes of so many bits: 1, 2, 4 or 8. Each segment's begin with a new byte."""
+    """Pack codes of 1, 2, 4 or 8 bits into bytes. Each segment begins a new byte."""
     shifts = _shifts(codes, bits)
     padded = [pad(piece, (0, -len(piece) % len(shifts))) for piece in split(codes, segments)]
     bytes_of_codes = torch.cat([codes.new_empty(0), *padded]).view(-1, len(shifts))

@@ -1,9 +1,8 @@
-"""Send each value in a shorter floating-point format, which the wire can sum: bf16 and fp16.
+"""Send each value in a shorter floating-point format that an all_reduce can sum: bf16 and fp16.
 
     payload = the format's nearest to v, ties to even        decoded = fp32(payload)
 
-Payload: one element of the format a value, 2n bytes. Linear: payloads can be summed on the wire, in that format. Where
-v rounds to infinity the residual stays as it was.
+Payload: one element of the format a value. Where v rounds to infinity the residual keeps its value.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 
 class CastCompressor(Compressor):
-    """`facts.payload_dtype` says all."""
+    """Base of the casts to `facts.payload_dtype`."""
 
     __slots__ = ()
 
@@ -46,10 +45,10 @@ class CastCompressor(Compressor):
 @register
 @dataclass(frozen=True, slots=True)
 class BF16(CastCompressor):
-    """Two bytes a value, and the plain all_reduce.
+    """bfloat16, two bytes a value, sent by a plain all_reduce.
 
-    The relative squared error is 3e-6 whatever the distribution, so no error feedback is needed; given a residual, the
-    compressor feeds it back like the others. Unlike fp16 it has fp32's range, so no gradient overflows.
+    The relative squared error is 3e-6 for any distribution, so error feedback is not needed. bf16 has fp32's range, so
+    no gradient overflows.
     """
 
     facts: ClassVar[Facts] = Facts(
@@ -70,14 +69,13 @@ class BF16(CastCompressor):
 @register
 @dataclass(frozen=True, slots=True)
 class FP16(CastCompressor):
-    """Two bytes a value with three more bits of precision than bf16, and a range that a gradient can leave.
+    """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
 
-    The bucket comes divided by the number of ranks, as every linear compressor's; only so does a sum of 60000 from each
-    of four ranks stay within fp16, which ends at 65504. What is larger becomes inf, so every rank sees it, and its
-    residual stays as it was. Below 6e-5 values lose precision, below 3e-8 they become zero; a scaled loss has its
-    gradients above that, and a residual keeps what is lost.
+    The bucket is divided by the number of ranks first, or a sum of 60000 from each of four ranks would exceed fp16's
+    limit, 65504. Larger values become inf and keep their residual. Values below 6e-5 lose precision, below 3e-8 they
+    become zero: scale the loss.
 
-    The relative squared error is 4e-8 for Gaussian and Laplace values of unit size, so no error feedback is needed.
+    The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """
 
     facts: ClassVar[Facts] = Facts(

@@ -1,15 +1,15 @@
-"""The compressors by name: register one with its ops, and find it by its text: `bf16`, `int8(block=128)`, `topk(0.01)`.
+"""Compressors by name: register one with its ops, and parse its text form: `bf16`, `int8(block=128)`, `topk(0.01)`.
 
-`register` checks the class and defines functional ops in `torch.ops.fxcomp`, which run its own `encode`, `decode` and
-`propose` on fresh tensors, so a graph and the emitted code compute the same:
+The functional ops run `encode`, `decode` and `propose` on fresh tensors, so a graph and the emitted code compute the
+same:
 
     fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?, pieces?)
         -> (payload, residual, state)
     fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?, pieces?) -> mean
     fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
 
-A class that is registered again, as when a notebook's cell runs twice or a module is reloaded, takes the place of the
-one before. Its ops get new names: graphs and steps that exist keep the old ones, and the old class.
+A class that is registered again, as when a notebook cell runs twice, gets new op names. Existing graphs and steps keep
+the old ops.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from fxcomp.compressors.facts import PARAMETER_TYPES, SCHEMA, Facts, FieldInfo, 
 from fxcomp.errors import BadOption
 
 CATALOGUE: dict[str, type[Compressor]] = {}
-"""Every registered compressor by its name."""
 
 ENTRY_POINTS = "fxcomp.compressors"
-"""The group in which a package announces a compressor; docs/plugins.md shows how."""
+"""Entry point group for compressors (docs/plugins.md)."""
 
 IN_EXAMPLES = dict.fromkeys(
     ("chunkmax", "dgc", "fp8_e4m3", "fp8_e5m2", "randomk", "shared_int8", "threshold"), "examples/more_compressors"
 )
-"""The folder of the example package that has a compressor, by the compressor's name."""
+"""Folder of the example package, by the compressor's name."""
 
 _BY_OP: dict[OpOverload, type[Compressor]] = {}
-"""The compressor of each op, those of replaced classes too."""
+"""Includes the ops of replaced classes."""
 
 Kind = TypeVar("Kind", bound=type[Compressor])
 
 
 def register(kind: Kind) -> Kind:
-    """Make a compressor known by its name, with its ops. Raises BadOption if anything about the class is wrong."""
+    """Add a class to the catalogue, and define its ops. Raises BadOption for an invalid class."""
     _check_facts(kind)
     name = kind.facts.name
     taken = CATALOGUE.get(name)
@@ -67,7 +66,7 @@ def register(kind: Kind) -> Kind:
 
 
 def parse_compressor(text: str) -> Compressor:
-    """Read the text form back. Raises BadOption, a ValueError."""
+    """Parse the text form. Raises BadOption, a ValueError."""
     match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
         raise BadOption(f"cannot read the compressor {text!r}; write for example int8(block=128) or topk(0.01)")
@@ -85,15 +84,14 @@ def parse_compressor(text: str) -> Compressor:
 
 
 def compressor_of(op: OpOverload, parameters: Sequence[int | float]) -> Compressor:
-    """The compressor that an op of a graph belongs to, with the parameters that the node carries."""
+    """Return the compressor of an op in a graph, with the node's parameters."""
     return cast(Callable[..., Compressor], _BY_OP[op])(*parameters)
 
 
-# The text form
+# Text form
 
 
 def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Read `128` and `block = 128`, unnamed ones first, as in a call. Raises ValueError."""
     values: dict[str, Any] = {}
     named = ""
     for place, part in enumerate(parts):
@@ -117,7 +115,6 @@ def _values(parts: Sequence[str], declared: Mapping[str, FieldInfo]) -> dict[str
 
 
 def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInfo]) -> str:
-    """The parameter that a value without a name is for; `named` is what has a name before it, if anything."""
     if value in declared:
         raise ValueError(f"{value} has no value, write {value}=...")
     if named:
@@ -131,7 +128,7 @@ def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInf
 
 
 def _kind(name: str) -> type[Compressor]:
-    """The compressor of this name: ours, or the one that an installed package announces."""
+    """Return the class of this name, loading an announced package if necessary."""
     warn_of_shadowed()
     if name not in CATALOGUE:
         announced = _announced(name)
@@ -153,7 +150,7 @@ def _kind(name: str) -> type[Compressor]:
 
 
 def _announced(name: str) -> EntryPoint:
-    """The announcement of a name that we have not."""
+    """Return the entry point of an unregistered name."""
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
     if not ours and name in IN_EXAMPLES:
@@ -174,7 +171,7 @@ def _announced(name: str) -> EntryPoint:
 
 @cache
 def warn_of_shadowed() -> None:
-    """Say once which announcements cannot be reached, because we have the name."""
+    """Warn once of entry points whose name is taken."""
     for point in entry_points(group=ENTRY_POINTS):
         taken = CATALOGUE.get(point.name)
         if taken is not None and point.value.partition(":")[0] != taken.__module__:
@@ -195,7 +192,7 @@ def _suggest(name: str, names: set[str]) -> str:
     return f"did you mean {close[0]!r}? There are {known}" if close else f"there are {known}"
 
 
-# What is refused
+# Checks of a class
 
 
 def _check_facts(kind: type[Compressor]) -> None:

@@ -5,25 +5,20 @@
     scale   = mean of the chunks' largest |v|, without chunks of zeros
     decoded = scale or -scale, by its sign, at the place of largest |v| in each chunk, 0 elsewhere
 
-Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits, the place in the lowest and the
-sign above, 1 where v is negative. A code is cut into planes of 8, 4, 2 or 1 bits, as many as its binary digits: of five
-bits four go into the first plane and one into the second. Each plane is packed as in `block_codes.py` and filled up to
-whole bytes, all of them to a multiple of four. About n (log2(N) + 1) / 8N + 4 bytes.
+Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the place in the lowest bits, the
+sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits: five bits are a plane of four and one
+of one. Planes are packed as in `block_codes.py`, and padded together to a multiple of four bytes.
 
-**A chunk of zeros** must decode to zeros: a row of an embedding that no batch has touched has momentum 0 and stays
-where it is. All codes are taken, and one more bit a chunk would cost a fifth. So where a segment has chunks of zeros,
-and only there, one of its codes means nothing: the one that `_drawn` makes of the bits of the scale. The scale's sign
-says so; a scale is not negative otherwise. A chunk whose own code it is sends nothing and waits in the residual. That
-changes the next step's scale, and with it the code. A code that meant nothing at every step would cost a place one of
-its signs for ever.
+**A chunk of zeros** must decode to zeros: an embedding row that no batch has used must not move. Every code has a
+meaning, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, which a negative scale marks,
+one code means zero: `_drawn` derives it from the scale's bits. A chunk that needs this code for itself stays in the
+residual, which changes the next scale and its zero code. A fixed code would suppress a sign of one place forever.
 
-The scale is that of least squared error for given places and signs. So less than everything is left out: 0.60 of
-Gaussian values at N = 8, 0.73 at N = 16. Where a code means nothing that holds in the mean over codes, of which one in
-2N waits.
+The scale minimises the squared error for given places and signs: 0.60 for Gaussian values at N = 8, 0.73 at N = 16.
 
-Of equal magnitudes the lower place goes. A segment whose largest values do not sum to a finite value has scale NaN and
-codes 0: it decodes to NaN everywhere, and its residual stays as it was. The sum has a fixed order: runs of 1024 chunks
-in 64 lanes, then the sums of the runs in 64 lanes.
+Of equal magnitudes the lower place is sent. A segment whose largest values have no finite sum has scale NaN and codes
+0: it decodes to NaN, and its residual keeps its values. The sum has a fixed order: runs of 1024 chunks in 64 lanes,
+then the runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -53,24 +48,24 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadOption
 
 RUN = 1024
-"""Chunks of which the largest are summed in one go; the same number as in csrc/cmax.cpp."""
+"""Chunks summed together; the same number as in csrc/cmax.cpp."""
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Sum up runs of values, then their sums, each in lanes: one value."""
+    """Sum runs of values, then the runs, each in lanes."""
     runs = sum_in_lanes(pad(values, (0, -len(values) % RUN)).view(-1, RUN))
     return sum_in_lanes(runs.view(1, -1)).flatten()
 
 
 def _drawn(scale: Tensor, bits: int) -> Tensor:
-    """Make a code of so many bits of those of a scale, whatever its sign."""
+    """Hash a scale's bits without its sign to `bits` bits."""
     return ((scale.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) * 2654435769 & 0xFFFFFFFF) >> (32 - bits)
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """A sixtieth to a hundredth of the bytes of momenta; only with error feedback."""
+    """Place and sign of each chunk's largest value: 1/60 to 1/100 of the bytes; only with error feedback."""
 
     chunk: int = 16
 
@@ -97,7 +92,7 @@ class CMax(Compressor):
 
     @property
     def bits(self) -> int:
-        """Of a code: a place and a sign."""
+        """Bits of a code: a place and a sign."""
         return self.chunk.bit_length()
 
     def payload_elements(self, segments: Sequence[int]) -> int:
@@ -121,7 +116,7 @@ class CMax(Compressor):
         return mean_over_ranks([self._decompress_one(payload, received.segments) for payload in received.of_ranks])
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The scale with its sign, the code of each row, and what the rows decode to."""
+        """Return the signed scale, the codes and the decoded rows."""
         places = place_of_largest(rows)
         largest = rows.gather(1, places).flatten()
         is_zero = largest == 0
@@ -135,7 +130,6 @@ class CMax(Compressor):
         return scale, codes, self._decode(scale, codes)
 
     def _decode(self, scale: Tensor, codes: Tensor) -> Tensor:
-        """The rows that codes stand for."""
         size = scale.abs()
         values = torch.where(codes >= self.chunk, -size, size)
         values = torch.where(codes == self._nothing(scale), 0.0, values)
@@ -144,7 +138,7 @@ class CMax(Compressor):
         return torch.where(scale.isfinite(), rows, torch.nan)
 
     def _nothing(self, scale: Tensor) -> Tensor:
-        """The code that means nothing under a scale; one that there is not if all codes mean something."""
+        """Return the code that means zero, or an unused number."""
         return torch.where(scale.signbit(), _drawn(scale, self.bits), 2 * self.chunk)
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:
@@ -157,14 +151,12 @@ class CMax(Compressor):
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Bits of a code in each plane."""
         return tuple(width for width in reversed(WIDTHS) if self.bits & width)
 
     def _plane_bytes(self, m: int) -> list[int]:
         return [-(-m * width // 8) for width in self._widths]
 
     def _bytes_of(self, n: int) -> int:
-        """Size of a segment's section; no values need none."""
         return -(-(4 + sum(self._plane_bytes(count_blocks((n,), self.chunk)))) // 4) * 4 if n else 0
 
     def _planes(self, codes: Tensor) -> list[Tensor]:
@@ -175,7 +167,6 @@ class CMax(Compressor):
         return planes
 
     def _codes(self, planes: Tensor, n: int) -> Tensor:
-        """Undo `_planes`: the codes of a segment of n values, int64."""
         m, shift = count_blocks((n,), self.chunk), 0
         codes = torch.zeros(m, dtype=torch.int64, device=planes.device)
         sizes = self._plane_bytes(m)

@@ -1,4 +1,4 @@
-"""Give an example of each compressor: what `calibrate --compressors all` measures, and pages and tests show."""
+"""An example of each compressor, for `calibrate --compressors all`, pages and tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from fxcomp.compressors import CATALOGUE, Compressor, Parameter
 
 TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
-"""Values for parameters without a default, by name."""
+"""Values for parameters without a default."""
 
 
 def examples() -> list[Compressor]:
-    """One of each of our compressors with typical parameters, and one more for each switch turned and other choice."""
+    """Return each built-in compressor with typical parameters, and with each other switch and choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)
@@ -25,12 +25,12 @@ def examples() -> list[Compressor]:
 
 
 def ours() -> list[type[Compressor]]:
-    """The catalogue without what other packages have put into it."""
+    """Return the compressors of this package."""
     return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
 
 
 def example_of(kind: type[Compressor], **values: float) -> Compressor:
-    """A compressor with its defaults, and typical values for parameters without."""
+    """Return a compressor with typical values for parameters without a default."""
     ranges = {parameter.name: parameter for parameter in kind.facts.parameters}
     required = [field for field in fields(cast(Any, kind)) if field.default is MISSING and field.name in ranges]
     for field in required:
@@ -41,14 +41,14 @@ def example_of(kind: type[Compressor], **values: float) -> Compressor:
 
 
 def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
-    """Count the bits that a rank sends for one value of a parameter of this shape, agreement included."""
+    """Return the bits that a rank sends for each value of a parameter of this shape, proposals included."""
     size = torch.Size(shape).numel()
     bound = compressor.bound_to([shape], 1)
     return 8 * (bound.payload_bytes((size,)) + bound.proposal_bytes((size,))) / size
 
 
 def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
-    """Walk the parameters that are one of a few, with the values that they do not have."""
+    """Yield switches and choices with their other values."""
     for parameter in compressor.facts.parameters:
         value = getattr(compressor, parameter.name)
         others = (not value,) if isinstance(value, bool) else parameter.choices
@@ -61,6 +61,6 @@ def _with(compressor: Compressor, other: dict[str, Any]) -> Compressor:
 
 
 def _middle(parameter: Parameter) -> float:
-    """Take, where no typical value is known, the middle of the range, in ratios where it has any."""
+    """Return the middle of the range, geometric if positive."""
     low, high = parameter.low, parameter.high
     return (low * high) ** 0.5 if low > 0 else (low + high) / 2

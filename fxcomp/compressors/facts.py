@@ -1,13 +1,13 @@
-"""Declare a compressor with its parameters: sizes, state, bias, feedback and text. No tensor is touched.
+"""Declarations of a compressor and its parameters: sizes, state, bias, feedback and text form. No tensor is touched.
 
-Its facts are data for reports, checks and docs/compressors.md. Its fields are its parameters:
+The fields of the dataclass are the parameters:
 
 field's type        values and their text
-int                 512         whole: no bool, no 512.0
-float               0.01, 1e-3   an int will do
+int                 512          no bool, no 512.0
+float               0.01, 1e-3   an int is accepted
 bool                true, True
 str                 pareto       one of the parameter's choices
-tuple[int, ...]     only in fields that `bound_to` fills in, which have no text
+tuple[int, ...]     no text; only in fields that `bound_to` fills in
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from fxcomp.errors import BadOption
 
 
 class Feedback(Enum):
-    """The need to carry what compression leaves out to the next step."""
+    """Need for error feedback."""
 
     REQUIRED = "required"
     OPTIONAL = "optional"
     FORBIDDEN = "forbidden"
-    """It diverges: the compressor is unbiased and its error can exceed what it is given."""
+    """Feedback diverges: the compressor is unbiased, and its error can exceed its input."""
 
 
 class Bias(Enum):
-    """The mean of many compressions of one vector."""
+    """Mean error over many compressions of one vector."""
 
     UNBIASED = "unbiased"
     ROUNDING = "rounding"
-    """Off by less than a rounding step, in no direction."""
+    """Less than a rounding step, in no preferred direction."""
     BIASED = "biased"
 
 
 class ProposalReduction(Enum):
-    """The reduction that makes the ranks' proposals one, before they compress."""
+    """Reduction of the ranks' proposals before they compress."""
 
     SUM = "sum"
     MAX = "max"
@@ -53,14 +53,14 @@ class ProposalReduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a compressor and the range that it may have."""
+    """A parameter and its range."""
 
     name: str
     meaning: str
     low: float = 0.0
     high: float = 0.0
     choices: tuple[str, ...] = ()
-    """The words that it may be, where it is no number."""
+    """Allowed strings; empty for a number."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.meaning}, {self.range}"
@@ -75,56 +75,53 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The declarations of a compressor. Formulas are text for people; n is a segment's size, ⌈ ⌉ rounds up."""
+    """Declarations of a compressor. Formulas are text: n is a segment's size, ⌈ ⌉ rounds up."""
 
     name: str
     summary: str
-    """One line."""
     payload: str
-    """Bytes for n values, as a formula; `payload_bytes` computes it."""
+    """Bytes for n values."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
-    """Payloads can be summed on the wire (all_reduce); otherwise they are gathered and decoded together."""
+    """An all_reduce can sum payloads; otherwise they are gathered."""
     bias: Bias
     feedback: Feedback
     passes: int = 1
-    """The number of times that encoding reads the whole gradient from main memory."""
+    """Reads of the whole gradient from main memory while encoding."""
     parameters: tuple[Parameter, ...] = ()
-    """The fields that the text form has. A plan carries nothing else of a compressor."""
+    """Fields in the text form. A plan records nothing else."""
     filled_in: tuple[str, ...] = ()
-    """The fields that `bound_to` computes from the parameters' shapes and the number of ranks, the same everywhere."""
+    """Fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
-    """Bytes kept from step to step besides the residual, as a formula; `state_elements` computes it."""
+    """Bytes kept between steps besides the residual."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
-    """Decoding is given the state that this step's encoding returned, to draw the same random numbers again."""
+    """Decoding needs the state after encoding, to draw the same random numbers."""
     state_from_payload: bool = False
-    """The payload summed over the ranks is the next step's state (PowerSGD's warm start)."""
+    """The summed payload is the next state (PowerSGD's warm start)."""
     agreement: ProposalReduction | None = None
-    """Ranks first reduce what `propose` makes, and compress knowing the result."""
+    """Ranks reduce proposals first, and compress with the result."""
     proposal: str = "none"
-    """Bytes of the proposal, as a formula."""
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """The parameter that counts the values which share something, such as a scale: shards are cut at its multiples.
-    Empty if a shard may be cut anywhere; where it depends on more, override `grain`."""
+    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples; anywhere if
+    empty.
+    """
     is_joined: bool = False
-    """The payload of several segments is each one's own, one after the other."""
+    """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
-    """Cannot compress a shard of a bucket: it uses the parameters' shapes."""
+    """The compressor uses the parameters' shapes, and cannot compress a shard."""
     use: str
-    """The jobs that it is for."""
+    """When to use the compressor."""
     avoid: str
-    """The jobs that it is not for."""
+    """When not to use it."""
     source: str
-    """The publication of the method."""
 
 
 SCHEMA = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple[int, ...]": "int[]"}
 """Names of Python types in an op's schema."""
 
 PARAMETER_TYPES = ("int", "float", "bool", "str")
-"""The types with a text form."""
 
 _MEANING = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 
@@ -132,7 +129,6 @@ _MEANING = {"int": "a whole number", "float": "a number", "bool": "true or false
 class FieldInfo(NamedTuple):
     name: str
     type: str
-    """As it is annotated."""
     default: Any
     """MISSING if there is none."""
 
@@ -141,24 +137,22 @@ class FieldInfo(NamedTuple):
         return self.default is not MISSING
 
     def __str__(self) -> str:
-        """As in a signature: `block: int = 512`."""
         return f"{self.name}: {self.type}" + (f" = {text_of(self.default)}" if self.has_default else "")
 
 
 @cache
 def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
-    """All fields of a compressor class, in order."""
+    """Return the fields of a class, in order."""
     declared: tuple[Field[Any], ...] = fields(kind)
     return {field.name: FieldInfo(field.name, _type_name(field.type), field.default) for field in declared}
 
 
 def _type_name(annotation: Any) -> str:
-    """The annotation's text: with and without `from __future__ import annotations`."""
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def checked(field: FieldInfo, value: Any) -> Any:
-    """A parameter's value, an int made a float where the field is one. Raises ValueError if it has another type."""
+    """Return the value, an int as a float if the field is one. Raises ValueError for another type."""
     match field.type, value:
         case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
@@ -171,19 +165,19 @@ def checked(field: FieldInfo, value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """As `read` takes it."""
+    """Format a value so that `read` parses it back."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def read(field: FieldInfo, text: str) -> Any:
-    """A parameter's value from its text. Raises ValueError."""
+    """Parse a value. Raises ValueError."""
     pattern, convert = _READ[field.type]
     if re.fullmatch(pattern, text) is None:
         raise ValueError(f"{field.name} must be {_MEANING[field.type]}, not {text!r}")
     return convert(text)
 
 
-# Python's own readers take 1_000 and the digits of other scripts as well.
+# Python's own parsers accept 1_000 and other scripts' digits.
 _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (r"[+-]?[0-9]+", int),
     "float": (r"[+-]?(?:[0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf|nan)", float),
@@ -195,7 +189,7 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
 class Declared(ABC):
     """A frozen dataclass whose `str` parses back with `parse_compressor`.
 
-    A field is a parameter if `facts.parameters` names it; other fields are what `bound_to` filled in.
+    Fields are parameters if `facts.parameters` names them; `bound_to` fills in the others.
     """
 
     __slots__ = ()
@@ -204,25 +198,25 @@ class Declared(ABC):
 
     @abstractmethod
     def payload_elements(self, segments: Sequence[int]) -> int:
-        """Size of the payload in elements of `payload_dtype`."""
+        """Return the payload's size, in elements of `payload_dtype`."""
 
     def proposal_elements(self, segments: Sequence[int]) -> int:
-        """Size of what ranks reduce before they compress, in elements of `facts.proposal_dtype`."""
+        """Return the proposal's size, in elements of `facts.proposal_dtype`."""
         return 0
 
     def state_elements(self, size: int) -> int:
-        """State of one segment of `size` values, in elements of `facts.state_dtype`; segments' states lie in order."""
+        """Return the size of a segment's state, in elements of `facts.state_dtype`."""
         return 0
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
-        """The compressor for a bucket of parameters of these shapes, averaged over so many ranks."""
+        """Return the compressor for these parameters, averaged over `ranks` ranks."""
         return self
 
     def of_segment(self, index: int) -> Self:
-        """The compressor for one segment of the bucket that it was bound to: ask it for that segment's state."""
+        """Return the compressor for one segment of the bound bucket."""
         return self
 
-    # A subclass overrides these where they depend on its parameters in another way.
+    # Override these if they depend on the parameters.
 
     @property
     def feedback(self) -> Feedback:
@@ -238,10 +232,10 @@ class Declared(ABC):
 
     @property
     def grain(self) -> int:
-        """The number of values that share something, such as a scale: no shard cuts between them."""
+        """Number of values that share something, such as a scale; no shard cuts between them."""
         return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
-    # What follows
+    # Derived
 
     def __post_init__(self) -> None:
         declared = fields_of(type(self))
@@ -273,23 +267,22 @@ class Declared(ABC):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The values after `segments` in the ops' schemas: all fields, in order."""
+        """All fields, as in the ops' schemas after `segments`."""
         this: Any = self
         return tuple(getattr(self, field.name) for field in fields(this))
 
     def payload_bytes(self, segments: Sequence[int]) -> int:
-        """Size of the payload in bytes, exactly."""
         return self.payload_elements(segments) * self.payload_dtype.itemsize
 
     def proposal_bytes(self, segments: Sequence[int]) -> int:
         return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
 
     def state_bytes(self, segments: Sequence[int]) -> int:
-        """Bytes kept from step to step besides the residual."""
+        """Return the bytes kept between steps besides the residual."""
         return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
 
     def all_state_elements(self, segments: Sequence[int]) -> int:
-        """The state of a bucket: its segments' states, one after the other."""
+        """Return the elements of the whole bucket's state."""
         return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
 
     def __str__(self) -> str:

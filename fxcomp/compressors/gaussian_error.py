@@ -1,16 +1,13 @@
-"""Measure what a compressor loses of Gaussian values: the same number on every machine, for ours and for plug-ins.
+"""The error of a compressor on Gaussian values: the same number on every machine, also for plug-ins.
 
     ω = |v - decoded|² / |v|²        of the references' first compression of one rank's values, without error feedback
 
-Every rank must judge a plan alike, so nothing here may depend on the machine: the values follow from counters, the
-references sum in an order of their own, and the squares are added exactly. Each value is the sum of 64 random bytes,
-which has a Gaussian's moments but for 2 % of the tails' weight (an excess kurtosis of -0.019).
+Every rank must judge a plan alike. So the values come from counters, the references sum in a fixed order, and squares
+are added exactly. Each value is a sum of 64 random bytes, with an excess kurtosis of -0.019.
 
-A compressor that knows shapes is bound to a matrix of `SHAPE`. Gaussian values have no low rank, which gradients have
-(Vogels et al. 2019): for a compressor that needs whole parameters the matrix has singular values 1 / k, between cosines
-of all frequencies, and the error is that of a step after `WARM_UP` others, which have taught it the factors. One that
-knows scales finds a variance of 1. With `ranks` it is bound to that number, on which its levels may depend; the error
-stays that of one rank's part. The mean of unbiased ones loses less.
+Gradients have low rank (Vogels et al. 2019), Gaussian values do not. So a compressor that needs whole parameters
+compresses a matrix with singular values 1 / k, after `WARM_UP` other steps. ω is one rank's error; a mean over ranks
+may have less.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 SHAPE = (128, 256)
 WARM_UP = 6  # steps: powersgd(1) is within 1 % of the best rank by then
-_WORDS = 16  # of four bytes, for one value
+_WORDS = 16  # words of four bytes, for one value
 
 
 @lru_cache(maxsize=1024)
 def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
-    """ω of a compressor with its parameters, among so many ranks."""
+    """Return ω of a compressor bound to `ranks` ranks."""
     bound = compressor.bound_to([SHAPE], ranks)
     is_low_rank = bound.facts.needs_whole_parameters
     value = _falling() if is_low_rank else _values()
@@ -50,7 +47,6 @@ def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
 
 
 def _agreed(bound: Compressor, value: Tensor, state: Tensor | None) -> Tensor | None:
-    """Make the proposal of one rank; None for a compressor without an agreement."""
     if not bound.facts.agreement:
         return None
     return bound.propose_reference(EncoderInput(value, None, (value.numel(),), state))
@@ -63,7 +59,7 @@ def _compressed(bound: Compressor, value: Tensor, state: Tensor | None) -> Compr
 
 @cache
 def _falling() -> Tensor:
-    """A matrix whose k-th singular value is 1 / k."""
+    """Return a matrix whose k-th singular value is 1 / k."""
     rows, columns = SHAPE
     number = torch.arange(1, rows + 1, dtype=torch.float64)
 
@@ -86,6 +82,6 @@ def _values() -> Tensor:
 
 
 def _squares(values: Tensor) -> float:
-    """Rounded once, after the last addition, in whatever order they come."""
+    """Sum exactly, with one rounding at the end."""
     squares: Any = values.double().square()
     return math.fsum(squares.tolist())

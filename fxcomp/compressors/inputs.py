@@ -1,6 +1,6 @@
-"""Hand a compressor its input as one value, with the checks that a kernel relies on before it gets raw pointers.
+"""Inputs of a compressor, and the checks before kernels get raw pointers.
 
-The checks run on every step, so an error's text is made last, and sizes are computed once.
+The checks run on every step, so sizes are cached.
 """
 
 from __future__ import annotations
@@ -17,46 +17,44 @@ from fxcomp.errors import BadTensor
 
 
 class EncoderInput(NamedTuple):
-    """The input of one rank: a flat fp32 bucket, and what belongs to it. Nothing mixes two segments."""
+    """Input of one rank. No computation mixes two segments."""
 
     bucket: Tensor
     residual: Tensor | None
-    """The residual of earlier steps."""
     segments: tuple[int, ...]
-    """The sizes of the bucket's parameters, in order."""
+    """Sizes of the parameters."""
     state: Tensor | None = None
     agreed: Tensor | None = None
-    """The reduction of the ranks' proposals."""
+    """Reduction of the ranks' proposals."""
 
     @property
     def value(self) -> Tensor:
-        """v, the vector to compress: the gradient plus what earlier steps left out."""
+        """v, the vector to compress: bucket + residual."""
         return self.bucket if self.residual is None else self.bucket + self.residual
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
-        """v, segment by segment."""
+        """v, by segment."""
         return torch.split_with_sizes(self.value, self.segments)
 
 
 class DecoderInput(NamedTuple):
-    """The payloads of `ranks` ranks, one after the other; of a linear compressor their sum, with ranks=1."""
+    """Payloads of `ranks` ranks; for a linear compressor their sum, with ranks=1."""
 
     payloads: Tensor
     ranks: int
     segments: tuple[int, ...]
     agreed: Tensor | None = None
     state: Tensor | None = None
-    """The state as encoding left it, one step further; given where `facts.decode_needs_state`."""
+    """State after encoding; given if `facts.decode_needs_state`."""
 
     @property
     def of_ranks(self) -> tuple[Tensor, ...]:
-        """Each rank's payload."""
         return self.payloads.view(self.ranks, -1).unbind()
 
 
 def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> None:
-    """Raise BadTensor if these are not what `encode` takes."""
+    """Raise BadTensor for invalid arguments of `encode`."""
     call = _Call(compressor, "encode", given.segments, given.bucket.device)
     _check_bucket(call, given)
     call.check(payload, compressor.payload_dtype, _payload_elements(compressor, given.segments), "payload")
@@ -65,16 +63,16 @@ def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> 
 
 
 def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> None:
-    """Raise BadTensor if these are not what `propose` takes."""
+    """Raise BadTensor for invalid arguments of `propose`."""
     call = _Call(compressor, "propose", given.segments, given.bucket.device)
     _check_bucket(call, given)
-    if given.state is not None or compressor.facts.state_from_payload:  # it is what the ranks propose from
+    if given.state is not None or compressor.facts.state_from_payload:  # proposals need it
         _check_state(call, given.state)
     call.check(out, compressor.facts.proposal_dtype, _proposal_elements(compressor, given.segments), "proposal")
 
 
 def check_decode(compressor: Declared, received: DecoderInput, out: Tensor) -> None:
-    """Raise BadTensor if these are not what `decode` takes."""
+    """Raise BadTensor for invalid arguments of `decode`."""
     ranks, segments = received.ranks, received.segments
     call = _Call(compressor, "decode", segments, out.device)
     check_segments(compressor, segments)
@@ -88,7 +86,7 @@ def check_decode(compressor: Declared, received: DecoderInput, out: Tensor) -> N
 
 
 def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
-    """Raise BadTensor if one has less than no values: the others would lie outside the bucket."""
+    """Raise BadTensor for a negative size, which would move other segments outside the bucket."""
     if segments and min(segments) < 0:
         index = next(index for index, size in enumerate(segments) if size < 0)
         what = f"segment {index} has {segments[index]} values"
@@ -96,7 +94,7 @@ def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
 
 
 def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
-    """Raise BadTensor if some are on meta and some are not: torch gives an op's fake real tensors then."""
+    """Raise BadTensor if only some tensors are on meta: torch then passes real tensors to an op's fake."""
     for other in others:
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"
@@ -104,7 +102,7 @@ def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor
 
 
 def bad_payload(ranks: int, segments: Sequence[int]) -> BadTensor:
-    """Make the error for a payload that a kernel refused."""
+    """Return the error for an invalid payload."""
     return BadTensor(
         "a payload names places outside its segment.\n"
         f"  decoded  {_count(ranks, 'payload')}, for {_in_short(segments)}\n"
@@ -128,7 +126,7 @@ def _state_elements(compressor: Declared, segments: tuple[int, ...]) -> int:
 
 
 class _Call(NamedTuple):
-    """The call in words, for errors, and the device that its tensors must lie on."""
+    """A call as text for errors, and its device."""
 
     compressor: Declared
     verb: str

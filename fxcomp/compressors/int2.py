@@ -4,15 +4,11 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-Payload and blocks as in `block_codes.py`, four codes a byte. A block is a multiple of four values. The mean is summed
-in a fixed order.
+Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean has a fixed order. A block
+whose scale is not finite decodes to NaN, and its residual keeps its values.
 
-A block of zeros has scale 0. A block whose magnitudes do not sum to a finite value decodes to NaN, and its residual
-stays as it was; if stochastic, a block with a value that is not finite.
-
-The four levels are ±0.75 and ±2.25 times mean|v|. For any values, with scale c mean|v|, a block's squared error is
-smaller than its squared norm by at least (c - c^2/4) n mean|v|^2, so error feedback converges for any c below 4; sign
-has 1 where c = 1.5 has 0.94. Relative squared errors, 131072 samples in blocks of 512:
+With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
+feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512:
 
                 c = 1.0   1.25   1.5   1.75   2.0
     Gaussian       .14    .12    .13   .17    .21
@@ -20,8 +16,8 @@ has 1 where c = 1.5 has 0.94. Relative squared errors, 131072 samples in blocks 
     Student t3     .40    .36    .34   .33    .34
     log-normal     .61    .56    .53   .51    .50      times Gaussian
 
-The other way, stochastic, is unbiased and loses 0.8 of Gaussian values and 2.2 of Laplace in blocks of 512: where the
-error exceeds what is sent, feeding it back diverges, so it is refused for blocks of 12 and more.
+Stochastic rounding is unbiased, with errors of 0.8 for Gaussian values and 2.2 for Laplace. Feeding back an error above
+1 diverges, so feedback is forbidden for blocks of 12 and more.
 """
 
 from __future__ import annotations
@@ -37,13 +33,13 @@ from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
 DEFAULT_BLOCK = 512
-OUTER = 1.5  # the outer level, in units of the scale
+OUTER = 1.5  # outer level, in units of the scale
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Int2(BlockCompressor):
-    """A sixteenth of the bytes, at a third of sign's error."""
+    """Two bits a value: a sixteenth of the bytes, at a third of sign's error."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

@@ -5,15 +5,12 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, 4 bits a code in two's complement, two a byte. A block is an even number of
-values; a segment of odd size leaves half a byte of zeros at its end.
+Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block with a
+value that is not finite decodes to NaN, and its residual keeps its values.
 
-A block of zeros has scale 0. A block with a value that is not finite decodes to NaN, and its residual stays as it was.
-
-The relative squared error is about 0.014 for Gaussian values in blocks of 128, and 0.026 for Laplace; twice that if
-stochastic. In blocks of 512 it would be 0.018 and 0.039: the largest of more values is larger, and the step with it.
-Error feedback carries what is lost to the next step. Rounding at random is unbiased and does without; in blocks of
-more than 196 its error can exceed the value in the worst case, so that there it must do without.
+The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
+blocks of 512); twice that if stochastic. Stochastic rounding is unbiased and works without error feedback. In blocks of
+more than 196 its worst-case error exceeds the value, so feedback is forbidden.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
-DEFAULT_BLOCK = 128  # scales add 1/32 byte a value, a sixteenth of the codes
+DEFAULT_BLOCK = 128  # scales add 1/32 byte a value
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Int4(SymmetricCompressor):
-    """An eighth of the bytes, at an error that error feedback makes good."""
+    """Four bits a value: an eighth of the bytes, with error feedback."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

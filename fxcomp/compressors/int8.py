@@ -5,16 +5,13 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, 8 bits a code in two's complement: 4 * blocks + round_up(n, 4) bytes.
+Payload and blocks as in `block_codes.py`, in two's complement. A block with a value that is not finite decodes to NaN,
+and its residual keeps its values.
 
-A block of zeros has scale 0. A block with a value that is not finite decodes to NaN, and its residual stays as it was.
-
-127 levels on both sides keep the largest value exact; 128 on one side would make the other saturate. The relative
-squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic. Training follows the
-dense loss without error feedback (docs/benchmarks/convergence.md: within its band in every column), so feedback is
-optional: it saves a residual and 8 of the 12 bytes a value that encoding reads and writes. Rounding to nearest loses
-what stays below half a step, at most (B - 1) / (4 127^2) of a block's squared norm: 0.8 % for B = 512, where the table
-ends; a larger block needs feedback. Rounding at random is unbiased, which the mean over many ranks likes.
+The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
+Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional; it
+costs 8 of the 12 bytes a value that encoding moves. Rounding to nearest loses values below half a step, at most
+(B - 1) / (4 127^2) of a block's squared norm: 0.8 % for B = 512. Larger blocks need feedback.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ from fxcomp.compressors.block_codes import SymmetricCompressor, feedback_at_rand
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
-DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the first-level cache between the two reads; scales add 1/128 byte a value
+DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the L1 cache between two reads; scales add 1/128 byte a value
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Int8(SymmetricCompressor):
-    """A quarter of the bytes, at an error that training does not notice."""
+    """One byte a value: a quarter of the bytes, accurate enough to train without error feedback."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

@@ -1,6 +1,6 @@
-"""Find the C++ kernels of csrc/ and call them; without them the references run.
+"""Find and call the C++ kernels of csrc/; without them the references run.
 
-The shared library is torch-free: kernels take raw pointers, and ctypes releases Python's lock while one runs.
+Kernels take raw pointers, and ctypes releases the GIL during a call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ABI_VERSION = 16  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
-    """Find the built kernels; None if they were not built."""
+    """Return the library's path, None if it was not built."""
     spec = find_spec("fxcomp._kernels")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def available() -> bool:
-    """The kernels were built, from this version's sources, and load here."""
+    """Return True if the library is built, current, and loads."""
     return _library() is not None
 
 
@@ -37,13 +37,13 @@ def can_run_on(tensor: Tensor) -> bool:
 
 @cache
 def fingerprint() -> str:
-    """Tell a rebuilt library from the one before; empty without one."""
+    """Return a hash of the library."""
     path = kernel_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 
 
 def describe() -> str:
-    """One line for a report: which kernels run, or why none do and what to do to have some."""
+    """Return a report line: the kernels that run, or why none do."""
     path, failure = kernel_path(), build_failure()
     if available():
         of_old = f", but not of the last build: {failure}" if failure else ""
@@ -58,29 +58,26 @@ def describe() -> str:
 
 
 def build_failure() -> str:
-    """Why the last build made no kernels: setup.py leaves a notice. Empty if it made some."""
+    """Return the reason of a failed build, from a notice of setup.py; empty without one."""
     notice = _PACKAGE / "_kernels_not_built.txt"
     return notice.read_text().strip() if notice.exists() else ""
 
 
 def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
-    """Call a kernel, on as many threads as torch may use.
-
-    Tensors go as pointers, tuples as arrays of int64; the caller has checked sizes and dtypes.
-    """
+    """Call a kernel, with tensors as pointers and tuples as int64 arrays. The caller has checked sizes and dtypes."""
     library = _library()
     assert library is not None, f"{name} was called, but no kernels are built"
     return _calls(library).run(name, arguments)
 
 
 def has(name: str) -> bool:
-    """The built library has a kernel of this name."""
+    """Return True if the library has this kernel."""
     library = _library()
     return library is not None and hasattr(library, name)
 
 
 class _Calls:
-    """The kernels of a library, looked up once: that takes longer than calling one."""
+    """Cached kernels: a lookup takes longer than a call."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -96,7 +93,7 @@ class _Calls:
         if kernel is None:
             kernel = self._library[name]
             kernel.argtypes = list(map(_type_of, arguments))
-            self._kernels[name] = kernel  # another thread may take it from now on
+            self._kernels[name] = kernel  # last: another thread may use it from here on
         return kernel(*map(_to_c, arguments))
 
 
@@ -105,7 +102,7 @@ _calls = cache(_Calls)
 
 @cache
 def function(name: str, result: Any) -> Any:
-    """A kernel that takes no tensors, to be called with ctypes' own types."""
+    """Return a kernel without tensor arguments, to call with ctypes' types."""
     library = _library()
     assert library is not None, f"{name} was asked for, but no kernels are built"
     found = library[name]
@@ -121,7 +118,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Load a library; None with the reason where it cannot be used."""
+    """Return a library, or None and the reason."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,12 +1,10 @@
-"""Define a compressor's operators, which run its own `encode`, `decode` and `propose` on fresh tensors.
+"""Operators of a compressor, which run its `encode`, `decode` and `propose` on fresh tensors.
 
-They compress a value in pieces, each by itself, one payload after the other: each goes to another rank.
+A value may be compressed in pieces, one for each destination rank, with their payloads concatenated:
 
-    pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then that of (3,)
+    pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then the payload of (3,)
 
-Residual and state lie as the values do. Decoding takes the pieces' payloads in the same order, with those of all ranks
-for one piece after each other. Pieces go by one call where their payloads lie as those of segments do, or a kernel
-takes them all: its launches do not grow with ranks.
+Decoding takes, for each piece in order, the payloads of all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixe
 from fxcomp.compressors.triton import dispatch
 
 Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""The sizes of a value's segments; those of each of its pieces, where it is compressed in pieces."""
+"""Segment sizes of a value, or of each piece."""
 
 
 def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """Group segments by their numbers in each piece; one piece where there are no numbers."""
+    """Group segments by the number in each piece; None is one piece."""
     if pieces is None:
         return (tuple(segments),)
     ends = [sum(pieces[: k + 1]) for k in range(len(pieces))]
@@ -38,7 +36,7 @@ def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tu
 
 
 def as_pieces(segments: Segments) -> tuple[tuple[int, ...], ...]:
-    """Read the segments of one piece, or of several."""
+    """Return the segments of each piece."""
     nested = tuple(each for each in segments if isinstance(each, tuple))
     return nested or (tuple(size for size in segments if isinstance(size, int)),)
 
@@ -48,7 +46,7 @@ def payload_elements(compressor: Compressor, pieces: Sequence[tuple[int, ...]]) 
 
 
 def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Fill `payload`, replace the residual and the state that are given."""
+    """Fill `payload`, and replace residual and state."""
     if len(pieces) == 1 or compressor.facts.is_joined:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
@@ -85,7 +83,7 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
 
 
 class _PieceReader:
-    """Reads a flat tensor part by part; None where there is none."""
+    """Reads a flat tensor part by part."""
 
     def __init__(self, whole: Tensor | None) -> None:
         self._whole, self._at = whole, 0
@@ -99,14 +97,13 @@ class _PieceReader:
 _library: Any = Library("fxcomp", "FRAGMENT")
 
 _times: Counter[str] = Counter()
-"""Registrations of each op, counted."""
 
 ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks", "pieces")
-"""The names that operators' own arguments have: a compressor's field cannot have them."""
+"""Argument names that no field of a compressor can have."""
 
 
 def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
-    """The ops that compress, decompress and propose. A fake makes the results, and the op itself fills them."""
+    """Define the ops that compress, decompress and propose. A fake allocates the results; the op fills them."""
     make, name = cast(Callable[..., Compressor], kind), kind.facts.name
     parameters = "".join(f", {SCHEMA[field.type]} {field.name}" for field in fields_of(kind).values())
     bucket = f"(Tensor bucket, Tensor? residual, int[] segments{parameters}, *, Tensor? state=None"
@@ -185,7 +182,7 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
 
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    # A new name and no overload: torch 2.13 ends in an abort when it takes down a library with overloads of one op.
+    # A new name, no overload: torch 2.13 aborts when it destroys a library with overloads of one op.
     full = f"{name}_again_{_times[name]}" if _times[name] else name
     _times[name] += 1
     _library.define(full + schema)

@@ -1,21 +1,18 @@
-"""Write down which k of n places are meant, in few bytes: csrc/places.h is the kernels' copy.
+"""Encode k of n places compactly. csrc/places.h is the kernels' copy.
 
     n = 1000, places 3, 7, 300, 999            low bytes     3, 7, 44, 231
                                                high bits     1 1 0 1 0 0 1     (blocks 0, 0, 1, 3)
 
-Ascending places, in whichever of these forms is the shortest; k and n alone decide, so every rank knows the form:
+Places are ascending, in the shorter of these forms, which depends on k and n alone:
 
-    a bitmap                     n bits: bit p is 1 where p is meant
+    a bitmap                     n bits: bit p is 1 if p is in the set
     the low 8 or 16 bits each    and a bit string: for each place a 1, and a 0 wherever the next block of 2^8 (or 2^16)
                                  places begins: 9k + n/2^8 bits (or 17k + n/2^16)
 
-The second is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i. No set of places is longer
-than another, and any place can be looked up without reading all before it. At 1 % it takes 9.4 bits a place, where the
-entropy is 8.1 and an int32 takes 32.
+The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i: size and lookup do not
+depend on the places. At 1 % it takes 9.4 bits a place; the entropy is 8.1.
 
-A section may have slots for more places than are meant; what is not used is zero.
-
-Bits go into bytes from the lowest on; a section of whole bytes, filled with zeros, first the low parts, then the bits.
+Unused slots are zero. Bits fill bytes from the lowest on. A section has the low parts, then the bit string.
 """
 
 from __future__ import annotations
@@ -25,22 +22,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BITMAP = 0
-_FORMS = (BITMAP, 8, 16)  # low bits of a place; of equal size the first is taken
+_FORMS = (BITMAP, 8, 16)  # low bits of a place; the first wins a tie
 
 
 def form_of(n: int, slots: int) -> int:
-    """Count the low bits of a place that are written as they are; 0 for a bitmap."""
+    """Return the number of low bits that are stored directly; 0 for a bitmap."""
     return min(_FORMS, key=lambda form: _low_bytes(slots, form) + _bit_bytes(n, slots, form))
 
 
 def bytes_of(n: int, slots: int) -> int:
-    """Size of the section for so many of n places."""
+    """Return the bytes for `slots` of n places."""
     form = form_of(n, slots)
     return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 
 
 def write(places: Tensor, n: int, slots: int) -> Tensor:
-    """The section, uint8, for ascending int64 places below n, at most `slots` of them."""
+    """Return the uint8 section of ascending int64 places below n."""
     form, k = form_of(n, slots), len(places)
     ones = places if form == BITMAP else (places >> form) + torch.arange(k, device=places.device)
     bits = torch.zeros(8 * _bit_bytes(n, slots, form), dtype=torch.uint8, device=places.device)
@@ -53,12 +50,12 @@ def write(places: Tensor, n: int, slots: int) -> Tensor:
 
 
 def read(section: Tensor, n: int, slots: int) -> Tensor:
-    """Undo `write`: the places, int64, ascending, then 0 for each slot that is not used."""
+    """Undo `write`: int64 places, ascending, then 0 for unused slots."""
     form = form_of(n, slots)
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
-    # Each 1 goes to its number, each 0 after them all: unlike nonzero, a GPU need not say how many there are.
+    # Scatter each 1 to its number, each 0 to the end: unlike nonzero, this does not wait for a GPU.
     number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
     order = torch.arange(slots + 1, device=section.device)
     unused = torch.zeros_like(order) if form == BITMAP else order

@@ -3,44 +3,36 @@
     M        = v as a matrix of rows * columns (a parameter's first dimension times the others)
     propose  : P = M orthonormal(Q)              summed over the ranks
     P_hat    = orthonormal(sum of P)             the same on every rank
-    payload  : Q = MᵀP_hat                       summed over the ranks, and kept: the next step's Q
+    payload  : Q = MᵀP_hat                       summed over the ranks, and kept as the next step's Q
     decoded  = P_hat (sum of Q)ᵀ
     residual = M - P_hat Qᵀ                      with the rank's own Q
 
-Given P_hat, compression is linear: a sum of payloads decodes to the sum. The first step's Q is random; from then on it
-begins where the last step ended, so that over the steps it turns towards the largest singular vectors of the gradient.
-The residual is measured against the rank's own part, not against the mean: both forms give the same mean, but the
-difference of the ranks' gradients would pile up in the second one.
+For a given P_hat, a sum of payloads decodes to the sum. The first Q is random. Each step starts from the last Q, which
+turns towards the gradient's largest singular vectors. The residual is relative to the rank's own part: relative to the
+mean, differences between ranks would accumulate.
 
 A vector, and a matrix with rows * columns <= 2 rank (rows + columns), goes dense: its payload is v, its residual 0.
 
-Layout, segment by segment: the proposal holds `rank` columns of P, each `rows` long, for matrices only; the payload and
-the state hold `rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills `columns`
-in, 0 for dense. Without it a segment counts as the matrix nearest to a square that its size can be.
+Layout, by segment: the proposal holds `rank` columns of P, each `rows` long, for matrices only. Payload and state hold
+`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills in `columns`, 0 for
+dense. Unbound, a segment is the matrix of its size nearest to a square.
 
-No two ranks can drift apart. P_hat and the decoded matrix are computed from nothing but what was summed for all, with
-every sum in an order that is written down here; the kernels follow it on every instruction set with any number of
-threads, and are equal bit for bit to the plain torch below. So replicas agree even on machines of different kinds.
+P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So every rank and machine
+has the same bits, with or without kernels.
 
     M Q       64 sums, of the columns j, j + 64, ...; then the upper half is added to the lower, six times
     MᵀP       rows by chunks of 32, in order within a chunk, then the chunks in order
     P Qᵀ      in the order of the rank
-    lengths   in double precision, the upper half added to the lower, of a power of two of terms
+    lengths   in fp64, over a power of two of terms, the upper half added to the lower
 
-`orthonormal` is Gram-Schmidt in double precision, each vector cleaned twice. A vector of which less than 2^-20 is left
-is replaced by a random one, the same on all ranks: after a gradient of zeros, or of a lower rank than asked for, the
-factors would stay zero for ever. One more direction never costs accuracy.
+`orthonormal` is Gram-Schmidt in fp64, twice for each vector. A vector that keeps less than 2^-20 of its length is
+replaced by a random one, the same on all ranks, or factors would stay zero after a gradient of zeros.
 
-If v is not finite anywhere in a segment, P is not, P_hat becomes NaN on every rank, the whole segment decodes to NaN
-and all residuals of it stay as they were. The next step sees a state that is not finite, and starts from a random Q.
+If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual keeps its values.
+The next step starts from a random Q.
 
-What is lost depends on the spectrum, and soon is what the best matrix of this rank loses. Relative squared errors of a
-fixed 512 * 1024 matrix at rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values
-1 / k .290, .134, .134; of rank 4 or less 0. PyTorch's hook, with the same start, loses as much.
-
-Three passes over the gradient, 28 bytes a value with the residual, and one to decode. At 4096 * 4096 on one thread they
-take 33 ms at rank 1, 41 at 4, 52 at 8, 95 at 32; the arithmetic of PyTorch's hook in eager mode takes 94, 294, 270
-and 140 (measured, AVX-512, torch 2.13, 2026-11, the fastest of 15 interleaved).
+The error approaches the error of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
+rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134.
 """
 
 from __future__ import annotations
@@ -63,13 +55,13 @@ from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter, ProposalR
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadTensor
 
-_SPAN = 64  # columns of M Q that add up apart
-_CHUNK = 32  # rows of MᵀP that add up before they join the total
-_NOTHING_LEFT = 2.0**-20  # of a vector's length, below which it is rounding errors
+_SPAN = 64  # columns of M Q with separate sums
+_CHUNK = 32  # rows of MᵀP summed before the total
+_NOTHING_LEFT = 2.0**-20  # part of a vector's length that may be rounding error
 
 
 def _project(value: Tensor, factors: Tensor) -> Tensor:
-    """M Q: from `rank` vectors of columns, `rank` vectors of rows."""
+    """Return M Q, `rank` vectors."""
     rows, columns = value.shape
     value = pad(value, (0, -columns % _SPAN)).view(rows, -1, _SPAN)
     factors = pad(factors, (0, -columns % _SPAN)).view(len(factors), -1, _SPAN)
@@ -80,7 +72,7 @@ def _project(value: Tensor, factors: Tensor) -> Tensor:
 
 
 def _project_back(value: Tensor, factors: Tensor) -> Tensor:
-    """MᵀP: from `rank` vectors of rows, `rank` vectors of columns."""
+    """Return MᵀP, `rank` vectors."""
     rows, columns = value.shape
     value = pad(value, (0, 0, 0, -rows % _CHUNK)).view(-1, _CHUNK, columns)
     factors = pad(factors, (0, -rows % _CHUNK)).view(len(factors), -1, _CHUNK)
@@ -94,7 +86,7 @@ def _project_back(value: Tensor, factors: Tensor) -> Tensor:
 
 
 def _expand(left: Tensor, right: Tensor) -> Tensor:
-    """P Qᵀ, rows * columns."""
+    """Return P Qᵀ, rows * columns."""
     total = left[0, :, None] * right[0]
     for one, other in zip(left[1:], right[1:], strict=True):
         total = total + one[:, None] * other
@@ -102,7 +94,7 @@ def _expand(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_halves(terms: Tensor) -> Tensor:
-    """The sum along the last dimension, whose size is a power of two."""
+    """Sum along the last dimension, whose size is a power of two."""
     while terms.shape[-1] > 1:
         lower, upper = terms.chunk(2, dim=-1)
         terms = lower + upper
@@ -110,11 +102,11 @@ def _add_halves(terms: Tensor) -> Tensor:
 
 
 def _orthonormal(factors: Tensor) -> Tensor:
-    """An orthonormal basis of what the vectors span, filled up with random directions; NaN if one is not finite."""
+    """Return a basis of the vectors' span, completed by random directions; NaN if a value is not finite."""
     basis: list[Tensor] = []
     for index, vector in enumerate(factors.double()):
         left, length = _clean(vector, basis)
-        # Both are computed, and one is taken: a branch would make the host wait for a GPU.
+        # Compute both and select one: a branch would make the host wait for the GPU.
         other, other_length = _clean(_random(0, index, len(vector), factors.device), basis)
         is_enough = length > _NOTHING_LEFT * _dot(vector, vector).sqrt()
         basis.append(torch.where(is_enough, left / length, other / other_length))
@@ -122,7 +114,7 @@ def _orthonormal(factors: Tensor) -> Tensor:
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Take the basis away, twice, for the first time leaves rounding errors of the size of what it takes."""
+    """Subtract the projection on the basis, twice: once leaves rounding errors."""
     for other in (*basis, *basis):
         vector = vector - _dot(other, vector) * other
     return vector, _dot(vector, vector).sqrt()
@@ -134,7 +126,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
-    """Sums of four random bytes, about their mean: whole numbers, nearly Gaussian, and no logarithm to round."""
+    """Return centred sums of four random bytes: nearly Gaussian, without a logarithm to round."""
     state = torch.full((randomness.STATE_ELEMENTS,), key, dtype=torch.int64, device=device)
     state[1].fill_(step)
     stream = randomness.stream_of(state, 0)
@@ -144,14 +136,14 @@ def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def near_square(size: int) -> tuple[int, int]:
-    """Rows and columns of the matrix nearest to a square that so many values fill."""
+    """Return rows and columns of the matrix nearest to a square."""
     rows = next((rows for rows in range(isqrt(size), 0, -1) if size % rows == 0), 1)
     return rows, size // rows
 
 
 @lru_cache(maxsize=4096)
 def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
-    """Raise BadTensor for columns that no matrix of a segment's size has: some of its values would be in no row."""
+    """Raise BadTensor if a segment's size is not a multiple of its columns."""
     for index, (size, columns) in enumerate(zip(segments, compressor.columns, strict=True)):
         if columns < 0 or (columns > 0 and (size == 0 or size % columns)):
             raise BadTensor(
@@ -164,11 +156,11 @@ def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
 @register
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Compressor):
-    """A rank times the sum of the sides instead of their product, by two plain all_reduces."""
+    """Two factors of each matrix: rank * (rows + columns) values instead of rows * columns, by two all_reduces."""
 
     rank: int
     columns: tuple[int, ...] = ()
-    """Of each segment, 0 for a dense one; `bound_to` fills it in."""
+    """Columns of each segment's matrix, 0 for dense; filled in by `bound_to`."""
 
     facts: ClassVar[Facts] = Facts(
         name="powersgd",
@@ -193,7 +185,7 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        object.__setattr__(self, "columns", tuple(self.columns))  # an op of a graph has it as a list
+        object.__setattr__(self, "columns", tuple(self.columns))  # an op in a graph passes a list
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
         return replace(self, columns=tuple(self._columns_of(prod(shape), shape) for shape in shapes))
@@ -212,12 +204,12 @@ class PowerSGD(Compressor):
         return self.payload_elements((size,))
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """The same on all ranks: Q is shared."""
+        """Return the first Q, the same on all ranks."""
         [columns] = self.all_columns((size,))
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Keep the leading factors; those that a higher rank adds are random."""
+        """Keep the leading factors; a higher rank adds random ones."""
         assert isinstance(before, PowerSGD), "a state goes on under the same compressor"
         [columns] = self.all_columns((size,))
         if not columns or before.all_columns((size,)) != (columns,):
@@ -268,7 +260,7 @@ class PowerSGD(Compressor):
         return [self.rank * columns or size for size, columns in zip(segments, self.all_columns(segments), strict=True)]
 
     def _bases(self, segments: Sequence[int], agreed: Tensor) -> list[Tensor | None]:
-        """P_hat of each segment, None for a dense one."""
+        """Return P_hat of each segment, None for a dense one."""
         columns = self.all_columns(segments)
         sizes = [self.rank * (size // width) if width else 0 for size, width in zip(segments, columns, strict=True)]
         return [
@@ -288,7 +280,7 @@ class PowerSGD(Compressor):
         return tuple(self._columns_of(size, near_square(size)) for size in segments)
 
     def _columns_of(self, size: int, shape: Sequence[int]) -> int:
-        """Of the matrix that a parameter of this shape is; 0 if it goes dense."""
+        """Return the columns of a parameter's matrix; 0 for dense."""
         if len(shape) < 2 or size == 0:
             return 0
         rows, columns = shape[0], size // shape[0]

@@ -1,11 +1,11 @@
-"""Random bits from counters: the same on every machine, in any order, for as many threads as there are.
+"""Random bits from counters: the same on every machine, in any order, for any number of threads.
 
     counter i of stream (key, step)  -->  32 bits
 
-A three-multiply hash of the counter (the 32-bit finalizers of Murmur3 and "lowbias32" have two), keyed between the
-rounds. Reference, C++ and Triton compute the same bits; `uniform` uses the upper 24 of them, so it is exact in fp32.
+A three-multiply hash of the counter, keyed between the rounds (the 32-bit finalizers of Murmur3 and "lowbias32" use
+two). `uniform` uses the upper 24 bits.
 
-The state of a random compressor is two int64 a segment: the stream's key, and the step, which each encoding raises.
+The state is two int64 a segment: the stream's key, and the step, which each encoding raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOW = 0xFFFFFFFF
 
 
 def key_of(*parts: object) -> int:
-    """A key of 62 bits from whatever names a stream: a seed and a parameter's name, or a key and a rank."""
+    """Hash parts that identify a stream, such as a seed and a parameter's name, to 62 bits."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -30,30 +30,30 @@ def fresh_state(key: int) -> Tensor:
 
 
 def next_state(state: Tensor) -> Tensor:
-    """All segments' streams one step on."""
+    """Return the state one step later."""
     return state + one_step(state)
 
 
 def one_step(state: Tensor) -> Tensor:
-    """Make what a step adds to a state: nothing to keys, 1 to steps; on the device, as the host would wait."""
+    """Return a state's increment, made on the device so that the host does not wait."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 
 def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """The two 32-bit keys of a segment's stream at this step, as int64 scalars."""
+    """Return the two 32-bit keys of a stream, int64 scalars."""
     key, step = state[2 * segment], state[2 * segment + 1]
     low = mix((key ^ step) & _LOW)
     return low, mix(((key >> 32) ^ (step >> 32) ^ low) & _LOW)
 
 
 def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """The random bits at counters start, start + 1, ...: int64 in 0..2^32-1."""
+    """Return the bits at `count` counters: int64 in 0..2^32-1."""
     counter = torch.arange(start, start + count, device=keys[0].device)
     return bits_at(keys, counter)
 
 
 def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
-    """The random bits at any counters, int64 below 2^32."""
+    """Return the bits at any counters, int64 below 2^32."""
     x = (counter + keys[0]) & _LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = (x + keys[1]) & _LOW
@@ -61,19 +61,19 @@ def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits under which close numbers come to lie far apart."""
+    """Map 32 bits one to one, close numbers far apart."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _LOW
     return x ^ (x >> 15)
 
 
 def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """fp32 in [0, 1), multiples of 2^-24."""
+    """Return fp32 numbers in [0, 1), multiples of 2^-24."""
     return (bits(keys, start, count) >> 8).float() * 2.0**-24
 
 
 def uniform_of(state: Tensor, segments: Sequence[int]) -> Tensor:
-    """A number for each value of a bucket, from its segment's stream, at its place in the segment."""
+    """Return a number for each value of a bucket."""
     streams = (stream_of(state, segment) for segment in range(len(segments)))
     drawn = [uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
     return torch.cat([torch.empty(0, device=state.device), *drawn])

@@ -1,6 +1,6 @@
-"""Send the values above a threshold that follows from a distribution fitted to the magnitudes, in one full pass.
+"""Send the values above a threshold, from a distribution fitted to sampled magnitudes, in one full pass.
 
-    sample    = runs of 16 values of v, every stride-th of them, other ones each step
+    sample    = runs of 16 values of v, every stride-th run, shifted each step
     fit       = a distribution of the sample's magnitudes; its (1 - k / n) quantile, in stages (tail_fits.py)
     threshold = fit, or the sample's own quantile where the sample contradicts the fit
     decoded   = v where |v| >= threshold, 0 elsewhere
@@ -8,21 +8,16 @@
 Payload: fxcomp/compressors/survivors.py. `fit` names the distribution: `exponential`, `gamma` and then
 generalised Pareto, or `pareto`, generalised Pareto from the start.
 
-The check: t = k / n of the sample should reach the threshold. If the number that does is off by more than 5 %, and by
-more than chance explains (sqrt(t), its standard deviation; 0 where the sample is everything), the threshold is the t-th
-largest magnitude of the sample instead. Error feedback cuts off the distribution at the last threshold, which no fit
-follows; the check makes up for it from the first step on. The sample has 256 / ratio values or somewhat more, at least
-32768, and at most the larger of 131072 and n / 32: at t = 256 chance puts the count off by 6 %, at t = 128 by 9 %.
-docs/benchmarks/sidco.md has what is sent, and how often the check overrides the fit.
+Check of the fit: t = k / n of the sample should reach the threshold. If the count is off by more than 5 % and by more
+than its standard deviation (sqrt(t); 0 for a complete sample), the threshold becomes the sample's t-th largest
+magnitude. No fit follows the edge that error feedback leaves at the last threshold. Measured counts:
+docs/benchmarks/sidco.md.
 
-What is left out is as with topk: 0.92 of the squared norm at 1 % of Gaussian values, 0.84 for Laplace.
-
-State, 9 fp32 a segment: the controller. Every five steps it compares the mean of what the fits alone would have
-selected with the target; if it is off by more than 20 %, one stage more or less, and the other way round from then on
-if the last change made it worse. If twice in a row less than a quarter or more than four times of k reached the
-threshold, the sample misleads: five steps take the threshold from a thin sample instead, every stride-th value from a
-random start (as DGC, Lin et al. 2018), and two stages are the start again. A step where something is not finite leaves
-the state alone, as one of zeros does.
+State, 9 fp32 a segment: the controller. Every five steps it compares the fits' mean count with the target. If the count
+is off by more than 20 %, it changes the stages by one, and reverses direction if the last change made the count worse.
+If two windows in a row reach less than a quarter or more than four times of k, five steps use a thin sample, every
+stride-th value from a random start (as DGC, Lin et al. 2018), and the controller restarts with two stages. A segment
+that is zero or not finite leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -48,9 +43,9 @@ from fxcomp.compressors.topk import counts
 # The same numbers as in csrc/sidco.cpp.
 RUN = 16
 WINDOW = 5
-_CALLS = 1 << 20  # the counter of calls starts again here, so that fp32 holds it
+_CALLS = 1 << 20  # wraps here, so that fp32 holds the counter
 FITS = tuple(fit.name.lower() for fit in TailFit)
-_FAR = 1e30  # as the deviation before the first window: nothing is worse
+_FAR = 1e30  # larger than any measured deviation
 
 _SAMPLE_REACHED = 256
 _SMALLEST_SAMPLE = 1 << 15
@@ -60,23 +55,23 @@ _THIN_SAMPLE_REACHED = 64
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """The state of one segment, as it lies in memory."""
+    """State of one segment, in memory order."""
 
     stages: float = 2.0
     direction: float = 1.0
     calls_in_window: float = 0.0
     fitted: float = 0.0
-    """The sum over the window of what the fits alone would have selected, relative to k."""
+    """Sum over the window of the fits' counts in the sample, relative to the target."""
     reached: float = 0.0
-    """The sum over the window of what reached the thresholds, relative to k."""
+    """Sum over the window of the values that reached the threshold, relative to k."""
     deviation: float = _FAR
-    """Of the mean of `fitted` from 1 in the window before."""
+    """|mean of `fitted` - 1| in the last window."""
     bad_windows: float = 0.0
     resamples: float = 0.0
     calls: float = 0.0
 
     def after(self, fitted: float, reached: float, most_stages: int) -> Controller:
-        """The state after a call, in fp64; it is stored as fp32."""
+        """Return the state after a call, in fp64; it is stored as fp32."""
         now = replace(
             self,
             calls=(self.calls + 1) % _CALLS,
@@ -111,7 +106,7 @@ STATE_ELEMENTS = len(fields(Controller))
 
 @lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Between the sampled runs; odd, 1 where everything is the sample."""
+    """Return the odd stride between sampled runs, 1 for a complete sample."""
     return tuple(_stride(n, ratio) for n in segments)
 
 
@@ -123,23 +118,23 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Of the thin sample, which has 1 % of the values and 64 / ratio at least; odd, so out of step with matrix rows."""
+    """Return the stride of a sample of 1 % and at least 64 / ratio values; odd, to vary the columns of a matrix."""
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
 def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
-    """The magnitude that the share k / n of the thin sample reaches, as bits; `piece` is not empty."""
+    """Return the magnitude that a share k / n of the thin sample reaches, as bits."""
     sample = piece[min(random % stride, len(piece) - 1) :: stride]
     return survivors.kth_largest(sample, max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece))))
 
 
 def most_stages(ratio: float) -> int:
-    """Each keeps half of the one before, at least."""
+    """Return the maximum number of stages."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
 
 
 def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
-    """Magnitudes of the sampled runs, 0 for what is not finite."""
+    """Return the sampled magnitudes, 0 for values that are not finite."""
     if stride > 1:
         runs = piece[: len(piece) // RUN * RUN].view(-1, RUN)
         piece = runs[calls % stride :: stride].flatten()
@@ -148,13 +143,12 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """The sample holds so many values above the threshold that chance does not explain it."""
+    """Return True if the count is off by more than 5 % and by more than chance."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
 
 def _round_to_bits(threshold: float) -> int:
-    """As fp32; at least the smallest above zero, at most the largest that is finite."""
     bits = int(survivors.magnitude_bits(torch.tensor(threshold, dtype=torch.float64).float()))
     return min(max(bits, 1), INFINITY_BITS - 1)
 
@@ -162,7 +156,7 @@ def _round_to_bits(threshold: float) -> int:
 @register
 @dataclass(frozen=True, slots=True)
 class Sidco(Compressor):
-    """About k values for one pass, from fits of a distribution."""
+    """About k values in one pass, above a threshold from a fitted distribution."""
 
     ratio: float
     fit: str = "pareto"
@@ -233,10 +227,7 @@ class Sidco(Compressor):
     def _choose(
         self, piece: Tensor, k: int, controller: Controller, stride: int, thin_stride: int
     ) -> tuple[int, float | None]:
-        """Choose a segment's threshold, as bits; also the part of the target that the fit alone selects of the sample.
-
-        None where there is nothing to fit.
-        """
+        """Return a segment's threshold, as bits, and the fit's count relative to the target; None without a fit."""
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):

@@ -4,15 +4,12 @@
     bit     = v >= 0
     decoded = scale where the bit is set, -scale where it is not
 
-Payload and blocks as in `block_codes.py`, eight bits a byte: 4 * blocks + round_up(sum of ceil(n / 8) over the
-segments, 4) bytes. A block is a multiple of eight values.
+Payload and blocks as in `block_codes.py`; a block is a multiple of eight values.
 
-The mean of magnitudes is the scale of least squared error for given signs. What it leaves out is
-1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So error feedback is a must. A scale a block
-instead of one for everything costs 1/16 bit a value and lets one pass do all the work (EF-SignSGD, Karimireddy 2019).
+The scale minimises the squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So
+error feedback is required. EF-SignSGD (Karimireddy 2019) has one scale; one for each block needs only one pass.
 
-A block whose magnitudes do not sum to a finite value decodes to NaN, and its residual stays as it was. The sum has a
-fixed order.
+A block with an infinite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ DEFAULT_BLOCK = 512
 @register
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCompressor):
-    """A thirtieth of the bytes; only with error feedback."""
+    """The sign of each value: a thirtieth of the bytes; only with error feedback."""
 
     block: int = DEFAULT_BLOCK
 

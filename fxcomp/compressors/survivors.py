@@ -1,4 +1,4 @@
-"""Send what reaches a threshold, in a payload of fixed size, as sidco does.
+"""Send the values that reach a threshold, in a payload of fixed size, for sidco.
 
     survivors = the values with |v| >= threshold, at most `capacity` of them
     decoded   = v where it was sent, 0 elsewhere
@@ -7,12 +7,11 @@
     capacity  = min(n, ceil(1.3 * k))
 
 Payload, as bytes: for each segment that is not empty the count as int32, then `capacity` fp32 values by ascending
-place, then the places as in places.py, filled up to a multiple of four. Slots after the count are zero. With c slots
-and P(n, c) from topk.py, 4 + 4c + P(n, c) bytes a segment: at 1 % 6.7 bytes for each of the k values asked for.
+place, then the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and P(n, c)
+from topk.py this is 4 + 4c + P(n, c) bytes a segment.
 
-If more values survive than there are slots, the `capacity` largest magnitudes are sent, of equal ones those at lower
-places. Magnitudes are compared as unsigned bit patterns, so whatever is not finite counts as largest; zeros are never
-sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was where v is not finite.
+If more values survive than `capacity`, the largest are sent. Ties, values that are not finite and the residual are
+handled as in topk.py. Zeros are never sent.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ INFINITY_BITS = 0x7F800000
 
 @lru_cache(maxsize=4096)
 def capacities(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """The slots of each segment."""
+    """Return the slots of each segment."""
     return tuple(min(n, (13 * k + 9) // 10) for n, k in zip(segments, counts(segments, ratio), strict=True))
 
 
@@ -44,17 +43,17 @@ def payload_bytes(segments: Sequence[int], ratio: float) -> int:
 
 
 def section_bytes(n: int, slots: int) -> int:
-    """The part of one segment."""
+    """Return the bytes of one segment."""
     return 4 + 4 * slots + -(-places.bytes_of(n, slots) // 4) * 4 if slots > 0 else 0
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
-    """|value| as an int32 of the same order; NaN is the largest."""
+    """Return |value| as an int32 of the same order; NaN is the largest."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, a bit pattern; count all that reach it, sent or not."""
+    """Send the values that reach each segment's threshold, given as bits. Also return each segment's count."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -80,19 +79,19 @@ def decompress(received: DecoderInput, ratio: float) -> Tensor:
 
 
 def kth_largest(values: Tensor, k: int) -> int:
-    """The bit pattern of the k-th largest magnitude, at least 1: zeros reach no threshold."""
+    """Return the bits of the k-th largest magnitude, at least 1."""
     if k > len(values):
         return 1
     return max(1, int(magnitude_bits(values).topk(k, sorted=True).values[-1]))
 
 
 def _survivors(piece: Tensor, threshold: int, slots: int) -> tuple[Tensor, int]:
-    """Find the places to send, ascending, and count the values that reached the threshold."""
+    """Return the places to send, ascending, and the count that reaches the threshold."""
     magnitude = magnitude_bits(piece)
     kept = (magnitude >= threshold).nonzero().flatten()
     if len(kept) <= slots:
         return kept, len(kept)
-    order = (magnitude[kept].to(torch.int64) << 32) - kept  # no two are equal
+    order = (magnitude[kept].to(torch.int64) << 32) - kept  # all distinct
     return kept[order.topk(slots, sorted=False).indices.sort().values], len(kept)
 
 
@@ -112,6 +111,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0. Unused slots add 0 to place 0.
+        # Adding to zero makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
         piece.index_add_(0, kept, values)
     return out

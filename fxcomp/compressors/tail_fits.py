@@ -1,15 +1,14 @@
-"""Fit a distribution to magnitudes, and give the magnitude that a small share of them exceeds.
+"""Fit a distribution to magnitudes, and compute the magnitude that a small share of them exceeds.
 
-A fit to all magnitudes says little about the largest, so it is repeated: the first stage keeps a quarter, each later
-one fits what exceeds the threshold before. A stage aims at what the stages before kept by the sample's count, so their
-errors do not add up. With mean m, variance s^2 of the exceedances and the share p to keep:
+A fit to all magnitudes describes the largest poorly, so it is repeated in stages: the first keeps a quarter, each later
+one fits the values above the last threshold. Targets use the actual counts of earlier stages, so errors do not add up.
+With mean m, variance s^2 of the exceedances and the share p to keep:
 
     exponential         m ln(1/p)
     generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
     gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
 
-Zeros and what is not finite stay out of the fit; the share to keep counts for the rest. csrc/sidco.cpp is the
-kernels' copy: every sum has an order that any vector width can follow.
+Zeros and values that are not finite are excluded. csrc/sidco.cpp is the kernels' copy, with the same order of sums.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from torch.nn.functional import pad
 
 FIRST_SHARE = 0.25
 _LANES = 512
-_GROUP = 512  # so many mantissas multiply to less than the largest double
+_GROUP = 512  # mantissas whose product is finite
 _LOG_TWO = 0.6931471805599453
 _HALF_LOG_TWO_PI = 0.9189385332046727
 
 
 class TailFit(Enum):
-    """The distribution of magnitudes; from the second stage on gamma's is generalised Pareto."""
+    """Distribution of magnitudes. GAMMA uses generalised Pareto from the second stage on."""
 
     EXPONENTIAL = 0
     GAMMA = 1
@@ -38,7 +37,7 @@ class TailFit(Enum):
 
 
 class Moments(NamedTuple):
-    """Of values beyond a level, counted from that level."""
+    """Moments of the exceedances of a level."""
 
     above: int
     mean: float
@@ -46,7 +45,10 @@ class Moments(NamedTuple):
 
 
 def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) -> float:
-    """The magnitude that about `reaching` values of the sample reach, from so many fits; not all are 0."""
+    """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits.
+
+    The sample is not all zeros.
+    """
     magnitudes = sample.double()
     moments = moments_above(magnitudes, 0.0)
     share = reaching / moments.above
@@ -66,7 +68,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) ->
 
 
 def quantile(moments: Moments, share: float, fit: TailFit) -> float:
-    """Compute the quantile of the exceedances."""
+    """Return the value that a share exceeds."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
@@ -80,7 +82,7 @@ def quantile(moments: Moments, share: float, fit: TailFit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """Compute the quantile of magnitudes that follow a gamma distribution."""
+    """Return the magnitude that a share exceeds."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)
@@ -100,7 +102,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Of those that are not zero: exponents add up exactly, and mantissas are multiplied, 512 at a time."""
+    """Return the mean log of the nonzero magnitudes, with exact sums of exponents and products of 512 mantissas."""
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
@@ -117,7 +119,7 @@ def mean_log(magnitudes: Tensor, count: int) -> float:
 
 
 def _sum(values: Tensor) -> float:
-    """In 512 strided lanes that then fold in halves: an order that any vector width can follow."""
+    """Sum in 512 strided lanes, then in halves."""
     lanes = values.new_zeros(_LANES)
     for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
         lanes = lanes + row
@@ -128,7 +130,7 @@ def _sum(values: Tensor) -> float:
 
 
 def inverse_gamma(shape: float, share: float) -> float:
-    """x such that gamma(shape, 1) exceeds it with probability `share`: Newton's steps between bounds that close in."""
+    """Return x that a gamma(shape, 1) variable exceeds with probability `share`, by Newton's method."""
     log_gamma = _log_gamma(shape)
     low, high = 0.0, shape + 10.0
     while _upper_gamma(shape, high, log_gamma) > share:
@@ -154,7 +156,7 @@ def inverse_gamma(shape: float, share: float) -> float:
 
 
 def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
-    """The regularised upper incomplete gamma function, x > 0."""
+    """Regularised upper incomplete gamma function, x > 0."""
     front = math.exp(shape * math.log(x) - x - log_gamma)
     if x < shape + 1.0:  # a power series of the lower one
         term = 1.0 / shape
@@ -165,7 +167,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
             if term < total * 1e-16:
                 break
         return 1.0 - front * total
-    b = x + 1.0 - shape  # a continued fraction, from the front (Lentz)
+    b = x + 1.0 - shape  # a continued fraction (Lentz)
     c = 1e300
     d = 1.0 / b
     total = d
@@ -182,7 +184,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
 
 
 def _log_gamma(x: float) -> float:
-    """Stirling's series, after raising x to 10 or more; good to 1e-13."""
+    """Stirling's series, after shifting x to 10 or more; accurate to 1e-13."""
     shift = 1.0
     while x < 10.0:
         shift *= x

@@ -3,17 +3,15 @@
     k       = max(1, ceil(ratio * n)), 0 for an empty segment
     decoded = v at the k places of largest |v|, 0 elsewhere
 
-Payload, as bytes: for each segment its k fp32 values, by ascending place, then their places as in places.py, filled up
-to a multiple of four. The shortest of three forms is taken, so P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits. A value
-sent takes 5.1 bytes at 10 %, 5.2 at 1 %, 5.6 at 0.1 %, and 4 + 1/8 when all are sent.
+Payload, as bytes: for each segment its k fp32 values by ascending place, then their places as in places.py, padded to a
+multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits.
 
-Of equal magnitudes the lower place goes first. Magnitudes are compared as unsigned bit patterns, so whatever is not
-finite counts as largest and is sent. The residual is 0 where a value was sent, v elsewhere, and stays as it was where
-v is not finite.
+Of equal magnitudes the lower place is sent first. Magnitudes are compared as unsigned bit patterns, so values that are
+not finite are the largest. The residual is 0 where a value was sent, v elsewhere, and keeps its value where v is not
+finite.
 
-What is left out is at most 1 - ratio of the squared norm: at 1 % it is 0.92 for Gaussian values and 0.84 for Laplace.
-Without error feedback it can diverge for every step size. Gathering from N ranks beats a dense all_reduce in volume
-only where ratio < 1/N.
+The error is at most 1 - ratio of the squared norm: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Training
+without error feedback can diverge for every step size.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
     sizes = [_bytes_of(n, k) for n, k in zip(segments, ks, strict=True)]
     for piece, section, k in zip(split(out, segments), split(payload, sizes), ks, strict=True):
         values, places = section[: 4 * k].clone().view(torch.float32), section[4 * k :]
-        # Adding to zero, as the mean over ranks does, makes a sent -0 a 0.
+        # Adding to zero makes a sent -0 a 0, as the mean over ranks does.
         piece.index_add_(0, read(places[: bytes_of(len(piece), k)], len(piece), k), values)
     return out
 
@@ -55,22 +53,22 @@ def _bytes_of(n: int, k: int) -> int:
 
 
 def fill_up(section: Tensor) -> Tensor:
-    """Add zeros up to a multiple of four bytes, so that what comes next stays aligned."""
+    """Pad with zeros to a multiple of four bytes."""
     return pad(section, (0, -len(section) % 4))
 
 
 def _largest(piece: Tensor, k: int) -> Tensor:
-    """The places of the k largest magnitudes, ascending."""
+    """Return places, ascending."""
     magnitude = (piece.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
     place = torch.arange(len(piece), device=piece.device)
-    rank = (magnitude << 32) - place  # no two are equal
+    rank = (magnitude << 32) - place  # all distinct
     return rank.topk(k, sorted=False).indices.sort().values
 
 
 def counts(segments: Sequence[int], ratio: float) -> tuple[int, ...]:
-    """k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7 in floating point.
+    """Return k of each segment, in exact arithmetic: 7 % of 100 is 7, though 0.07 * 100 > 7.
 
-    Raises BadOption for a segment whose places do not fit into an int32: no kernel can select from it.
+    Raises BadOption if a place exceeds an int32.
     """
     return _counts(tuple(segments), ratio)
 
@@ -96,7 +94,7 @@ def as_fraction(ratio: float) -> tuple[int, int]:
 @register
 @dataclass(frozen=True, slots=True)
 class TopK(Compressor):
-    """Any part of the bytes; only with error feedback."""
+    """The k values of largest magnitude; only with error feedback."""
 
     ratio: float
 

@@ -1,7 +1,7 @@
-"""Measure what compressors lose of each gradient; where nothing was measured, assume Gaussian values.
+"""Measured errors of compressors on each gradient, or errors on Gaussian values without a measurement.
 
-- table: the columns and the numbers, the mean over looks, and the file.
-- measure: one look at one family of compressors; codecs: what quantisers and selections lose.
+- table: rows, columns, the mean over measurements, and the file.
+- measure: one measurement of one family of compressors; codecs: errors of quantisers and selections.
 """
 
 from fxcomp.error_tables.measure import measure

@@ -1,7 +1,6 @@
-"""Measure what one rank's values lose: to codecs, on runs drawn from them, and by keeping the largest, exactly.
+"""Errors of one rank's values: of codecs, on sampled runs, and of keeping the largest, exactly.
 
-Squares are those of fp32 values of any size, summed while they are read once. Sums of a row are fp32, whose range ends
-at squares of 1e38; rows beyond it, or too small for it, are summed in fp64, which takes twenty times as long.
+Squares are summed in fp32. Rows outside its range are summed in fp64, which is 20 times slower.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from fxcomp.compressors import Compressor, TopK
 _linalg: Any = torch.linalg
 
 RUN = 512
-"""Values in a run."""
 
-_SMALLEST, _LARGEST = 1e-15, 1e15  # of a norm whose square, and those of its parts, fp32 holds
+_SMALLEST, _LARGEST = 1e-15, 1e15  # bounds of norms whose squares, and partial sums, fp32 holds
 
 
 def row_squares(rows: Tensor) -> Tensor:
@@ -42,23 +40,22 @@ def squares(flat: Tensor) -> float:
 
 
 def row_crests(rows: Tensor, of_rows: Tensor) -> Tensor:
-    """Return the square of each row's largest value over |row|², which is given; 0 for a row of zeros."""
+    """Return the square of each row's largest value over |row|², given as `of_rows`; 0 for a row of zeros."""
     largest: Tensor = _linalg.vector_norm(rows, torch.inf, dim=1)
     return torch.where(of_rows > 0, largest.double().square() / of_rows, 0.0)
 
 
 _SORTED = 1 << 12
-"""A sort of so many values takes as long as starting the selections."""
+"""Number of values up to which a sort is faster than the selections."""
 
 
 def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
-    """Return |v|² of what is left when the `kept` largest magnitudes are taken; `kept` rises.
+    """Return |v|² without the k largest magnitudes, for each k in `kept`, which is ascending.
 
         1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
 
-    top-k's own kernel selects. What it leaves out of one selection adds to what the selections before it have left out,
-    so no number is the difference of two large ones. Each selection reads what the one before it has kept, so all of
-    them together read little more than a gradient once. Few values are sorted instead.
+    topk's kernel selects. Each selection reads the values that the last one kept, so all together read little more than
+    the gradient once. Errors are sums of the parts left out, not differences of large numbers.
     """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):
@@ -75,7 +72,7 @@ def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
 
 
 def _largest_of(value: Tensor, count: int) -> tuple[Tensor, float]:
-    """Select so many of the largest magnitudes; also |v|² of the others."""
+    """Return the `count` largest magnitudes, and |v|² of the others."""
     segments = (len(value),)
     topk = TopK(min(1.0, (count - 0.5) / len(value)))  # rounds up to `count`
     payload = torch.empty(topk.payload_elements(segments), dtype=topk.payload_dtype, device=value.device)
@@ -86,32 +83,30 @@ def _largest_of(value: Tensor, count: int) -> tuple[Tensor, float]:
 
 RUNS = 64
 MOST = 1e3
-"""The error of values that overflow: no budget pays it."""
+"""Error of values that overflow, above every budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The values of a gradient that codecs are tried on: runs that are drawn in proportion to their squares.
+    """Values of a gradient on which codecs are measured: runs drawn in proportion to their squares.
 
         run      = 512 neighbouring values, a whole number of each codec's blocks
         drawn    = 64 runs, each with the probability |run|² / |v|²
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
-    which is |v - decoded|² / |v|² on average, whatever the distribution: a run that matters more is drawn more often,
-    and one of zeros never. No gradient makes a run's error exceed the codec's worst case, so the standard error is at
-    most the runs' deviation over √64. It is smaller, because runs are drawn evenly from those whose largest value
-    stands out little to those where it stands out most, which is what the error of a quantiser depends on. A gradient
-    of no more than 64 runs is measured whole.
+    The expected value is |v - decoded|² / |v|², for any distribution. The standard error is at most the runs' deviation
+    over √64. Runs are drawn in the order of their largest values' shares, which determine a quantiser's error, so it is
+    smaller. A gradient of at most 64 runs is measured whole.
     """
 
     values: Tensor
-    """Flat: drawn runs, or all values."""
+    """Drawn runs, or all values; flat."""
     whole: float
     """|v|² of the gradient."""
     is_sample: bool
 
     def lost(self, left: Tensor) -> float:
-        """Estimate |v - decoded|² of the gradient, from what a codec has left out of these values."""
+        """Estimate |v - decoded|² of the gradient, from the residual of these values."""
         if not self.is_sample:
             return min(squares(left), MOST * self.whole)
         of_runs = row_squares(left.view(-1, RUN)) / row_squares(self.values.view(-1, RUN))
@@ -119,14 +114,14 @@ class Drawn:
 
 
 def draw_runs(value: Tensor, whole: float, start: float) -> Drawn:
-    """Draw runs of a finite vector, given |v|² > 0, at equal steps of their added squares from `start` in [0, 1) on."""
+    """Draw runs of a finite vector, at equal steps of their cumulative squares from `start` in [0, 1) on; |v|² > 0."""
     everything = Drawn(value, whole, is_sample=False)
     if len(value) <= RUNS * RUN:
         return everything
     rows = value[: len(value) // RUN * RUN].view(-1, RUN)
     of_rows = row_squares(rows)
     if not float(of_rows.sum()) > 0:
-        return everything  # all is in the values after the last run
+        return everything  # only the values after the last run are nonzero
     order = row_crests(rows, of_rows).argsort()
     added = of_rows[order].cumsum(0)
     steps = (torch.arange(RUNS, device=value.device, dtype=torch.float64) + start) / RUNS
@@ -135,7 +130,7 @@ def draw_runs(value: Tensor, whole: float, start: float) -> Drawn:
 
 
 def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn]) -> list[float]:
-    """Run a codec on all gradients' drawn values, a segment each, and return what it loses of each gradient."""
+    """Return the error of a codec on each gradient's drawn values, one segment each."""
     if not drawn:
         return []
     segments = tuple(len(each.values) for each in drawn)
@@ -143,6 +138,6 @@ def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn]) -> list[float]:
     left = torch.zeros_like(values)
     payload = torch.empty(codec.payload_elements(segments), dtype=codec.payload_dtype, device=values.device)
     codec.encode(values, left, payload, segments)
-    if payload.is_floating_point():  # what rounds to infinity is in no residual
+    if payload.is_floating_point():  # values that round to infinity are in no residual
         left.masked_fill_(~payload.isfinite(), inf)
     return [each.lost(part) for each, part in zip(drawn, torch.split_with_sizes(left, list(segments)), strict=True)]

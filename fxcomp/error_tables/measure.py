@@ -1,16 +1,15 @@
-"""Measure what one family of compressors loses of gradients, and of what compression has left out of them before.
+"""Measure the errors of one family of compressors on gradients plus residuals.
 
     measure(gradients, residuals, family)  -->  a row a gradient
 
-Of each gradient in turn, on the device where it lies: |g|², |v|², and what is lost by density or by codec. What is lost
-by rank is that of the ranks' sum, from sketches. Ranks then add up what they have found, in one all_reduce of 3 numbers
-and one a column, in fp64, for each gradient; the rows follow from the sums alone, so they are the same on every rank.
+Each rank computes |g|², |v|², and the errors by density or codec. Errors by rank are measured on the ranks' sum, by
+sketches. One all_reduce in fp64 sums 3 numbers and one a column for each gradient, so every rank has the same rows.
 
     error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       by density and codec
     error = |V - its best matrix|² / |V|²,  V = sum over ranks of v         by rank
 
-A gradient that is not finite on a rank, or zero, brings nothing from there. Memory: a copy of the largest gradient with
-its residual, twice that for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
+A gradient that is zero or not finite on a rank is omitted there. Memory: a copy of the largest gradient with its
+residual, twice for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from fxcomp.error_tables.codecs import Drawn, draw_runs, lost_by_codec, lost_by_
 from fxcomp.error_tables.table import CODECS, LARGEST, LOW_RANK, ErrorRow, sends_whole
 
 AllReduce = Callable[[Tensor], object]
-"""Add up a tensor over all ranks, in place."""
+"""Sums a tensor over all ranks, in place."""
 
 _linalg: Any = torch.linalg
 
 _SKETCH = max(each.rank for each in LOW_RANK) + 8
-"""Columns of a sketch: some more than the largest rank."""
+"""Columns of a sketch, more than the largest rank."""
 
 _PROBES = 8
-"""Vectors that estimate what the sketch misses: to a half if that has rank 1, to an eighth if it has rank 16."""
+"""Vectors that estimate the sketch's error, to within a half if it has rank 1, an eighth if it has rank 16."""
 
 
 def losses_by_rank(
@@ -47,22 +46,20 @@ def losses_by_rank(
         Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A    Ω random, of 24 columns
         lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
 
-    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks, as powersgd's factors are
-    of the sum: a small batch's gradient has few large singular values, and the mean of several has more. Each product
-    is a sum of the ranks' products, so four all_reduces of sketches do it for all matrices at once, and none of whole
-    matrices. |A|² is the squares of B and of what Q misses, which 8 more random vectors tell:
+    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks. Four all_reduces of
+    products serve all matrices. |A|² is |B|² plus the part outside Q, which 8 more random vectors estimate:
 
         |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
 
-    A sketch finds no more than there is: of falling spectra it misses little, of white noise a quarter of what the best
-    basis would keep. A matrix with a side of no more than the sketch's columns is not sketched.
+    A sketch underestimates the kept part: by little for falling spectra, by a quarter for white noise. A matrix with a
+    side of at most the sketch's columns is used whole.
 
-    `matrices` gives this rank's parts, in order, at each call; a matrix without a part here gives zeros.
+    `matrices` yields this rank's parts, in order, at each call; zeros for a matrix without a part here.
     """
     is_small = [min(shape) <= _SKETCH for shape in shapes]
 
     def products(factors: Sequence[Tensor | None], *, transposed: bool) -> list[Tensor]:
-        """Multiply each matrix by its factor, and add up over the ranks."""
+        """Multiply each matrix by its factor, and sum over the ranks."""
         found: list[Tensor] = []
         for matrix, factor in zip(matrices(), factors, strict=True):
             matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
@@ -80,7 +77,7 @@ def losses_by_rank(
     ]
 
     def bases(factors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Orthonormal bases, in fp64 inside: squares of small gradients would be zero in fp32."""
+        """Return orthonormal bases, computed in fp64: squares of small gradients would be zero in fp32."""
         pairs = zip(is_small, factors, strict=True)
         return [None if small else _linalg.qr(each.double()).Q.float() for small, each in pairs]
 
@@ -126,12 +123,13 @@ def measure(
     rank: int,
     look: int,
 ) -> dict[str, ErrorRow]:
-    """Measure what one of FAMILIES loses of gradients, with what compression has left out of them where there is such.
+    """Measure the errors of one of FAMILIES on gradients, plus residuals where given.
 
-    Every rank brings the same names and shapes. Random choices differ by `rank` and number of the look, so that means
-    settle. A gradient that is finite on no rank has no row, and one with an error that is not finite no errors.
+    Every rank calls it with the same names and shapes. Random choices depend on `rank` and on the measurement's number
+    `look`, so that means converge. A gradient that is finite on no rank has no row. A row with an error that is not
+    finite has no errors.
     """
-    # A row a gradient: ranks that measured it, |g|², |v|², and what is lost by column; by rank, relative to |v|².
+    # A row a gradient: ranks that measured it, |g|², |v|², and the error of each column; by rank, relative to |v|².
     found = torch.zeros(len(gradients), 3 + len(family), dtype=torch.float64)
     drawn: list[Drawn] = []
     numbers: list[int] = []
@@ -171,7 +169,7 @@ def measure(
 
 
 def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Make what is compressed, flat."""
+    """Return v, flat."""
     flat = gradient.detach().float().flatten()
     return flat if residual is None else flat + residual.float().flatten()
 
@@ -179,7 +177,7 @@ def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
 def _sketch(
     found: Tensor, gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor], look: int, all_reduce: AllReduce
 ) -> None:
-    """Fill in the columns of ranks: those of the ranks' sum, which each rank works out for itself."""
+    """Fill in the columns of ranks, the same on every rank."""
     places = [k for k, each in enumerate(gradients.values()) if not sends_whole(LOW_RANK[0], tuple(each.shape))]
     names, is_measured = list(gradients), [bool(row[0]) for row in found]
     shapes = [(gradients[names[k]].shape[0], gradients[names[k]][0].numel()) for k in places]

@@ -1,18 +1,17 @@
-"""Hold what compressors lose of each gradient, as measured in a running job: plain numbers, the same on every rank.
+"""Table of measured errors of compressors: plain numbers, the same on every rank.
 
-    error   = |v - decoded|² / |v|²         v is a rank's gradient plus what compression has left out before
-    squares = |g|²                          of the gradient alone, so that a plan's residuals do not weigh in
+    error   = |v - decoded|² / |v|²         v is a rank's gradient plus its residual
+    squares = |g|²                          of the gradient alone, so independent of the plan
 
     a plan's error = sum of squares * error / sum of squares
 
-    family      a column for                   serves
+    family      a column for                   used for
     LARGEST     shares of values kept          topk; sidco, which sends about as many
     LOW_RANK    ranks of the best matrix       powersgd
     CODECS      compressors that round         the same compressor
 
-A look measures one family (`measure.py`). `averaged` is the mean of a family's looks, `joined` makes a table of all
-families. Of a gradient without a row, or with no `samples`, errors of Gaussian values stand for its own, as they do for
-a compressor that no column serves. So the empty table, `ASSUMED`, is the one without data.
+Each measurement covers one family (`measure.py`). `averaged` is the mean of a family's measurements, `joined` makes a
+table of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ LOW_RANK = tuple(map(PowerSGD, (1, 2, 4, 8, 16)))
 CODECS = tuple(map(parse_compressor, ("bf16", "fp16", "int8", "int4", "int2", "sign")))
 FAMILIES: tuple[Sequence[Compressor], ...] = (LARGEST, LOW_RANK, CODECS)
 COLUMNS: tuple[Compressor, ...] = (*LARGEST, *LOW_RANK, *CODECS)
-"""The compressors that a row has errors of, in its order."""
+"""Compressors of a row's errors, in order."""
 
 _COLUMN_OF = {compressor: number for number, compressor in enumerate(COLUMNS)}
 _RANKS_FROM, _CODECS_FROM = len(LARGEST), len(LARGEST) + len(LOW_RANK)
 
 WEIGHT = 0.25
-"""Of the newest look. The mean is that of about 7 looks (2 / WEIGHT - 1): the deviation of one falls to 0.38 of it, and
-a spectrum that changes at once is followed to 90 % after 8 (0.75^8 = 0.1). The first looks weigh alike."""
+"""Weight of the newest measurement. It averages about 7 (2 / WEIGHT - 1), which reduces the deviation to 0.38, and
+follows a sudden change to 90 % after 8 (0.75^8 = 0.1). The first measurements have equal weights.
+"""
 
 VERSION = 2
 
@@ -54,14 +54,14 @@ _MOST = 1e150  # sums of such numbers, and shares of their inverse, are finite; 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """One gradient."""
+    """Measurements of one gradient."""
 
     shape: tuple[int, ...]
     squares: float
     errors: tuple[float, ...]
     """By column, or by a family's columns; empty without samples."""
     samples: int
-    """The number of looks in time that the errors are the mean of."""
+    """Number of measurements averaged."""
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class ErrorRow:
 
 
 Rows = Mapping[str, ErrorRow]
-"""By gradient."""
+"""Rows by gradient."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class ErrorTable:
     rows: Rows = field(default_factory=dict[str, ErrorRow])
 
     def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
-        """Return what a compressor loses of each gradient: measured, or else of Gaussian values.
+        """Return a compressor's error on each gradient: measured, or assumed for Gaussian values.
 
-        Of sorted values and of singular values each one more is worth less than the one before it. So what is lost is
-        convex in the number that is kept, and a straight line between two columns never understates it.
+        Each further sorted value or singular value matters less. So the error is convex in the number kept, and linear
+        interpolation between columns never understates it.
         """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
         column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
@@ -96,17 +96,17 @@ class ErrorTable:
         return found
 
     def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> float:
-        """Return what a compressor loses of one gradient."""
+        """Return a compressor's error on one gradient."""
         return self.errors_of([gradient], compressor, ranks)[0]
 
     def squares_of(self, gradient: str, elements: int) -> float:
-        """Return |g|² of a gradient; the number of elements times the mean square where the table has no row."""
+        """Return |g|² of a gradient; `elements` times the mean square without a row."""
         row = self.rows.get(gradient)
         return row.squares if row is not None else elements * self.mean_square
 
     @property
     def mean_square(self) -> float:
-        """The mean of g² over all elements in the table; 1 if there are none, or all are zero."""
+        """Mean of g² over all elements in the table; 1 if empty or zero."""
         elements = sum(row.size for row in self.rows.values())
         squares = sum(row.squares for row in self.rows.values())
         return squares / elements if squares > 0 else 1.0
@@ -117,17 +117,17 @@ class ErrorTable:
 
     @property
     def looks(self) -> int:
-        """The largest number of looks that any row averages."""
+        """Largest number of measurements in a row."""
         return max((row.samples for row in self.rows.values()), default=0)
 
     def save(self, path: str | Path) -> None:
-        """Write it for the option `--errors` of `fxcomp explain`."""
+        """Write the table for the option `--errors` of `fxcomp explain`."""
         data = {"version": VERSION, "rows": {name: asdict(row) for name, row in self.rows.items()}}
         Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:
-        """Read a saved table; `_legal` puts right numbers that cannot be. Raises BadOption naming the file."""
+        """Read a saved table, with invalid numbers repaired. Raises BadOption naming the file."""
         try:
             data = json.loads(Path(path).read_text())
             if data["version"] != VERSION:
@@ -144,24 +144,24 @@ class ErrorTable:
 
 
 ASSUMED = ErrorTable()
-"""Nothing is measured."""
+"""The empty table."""
 
 
 @lru_cache(maxsize=4096)
 def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
-    """Return whether a vector, or a matrix too small for two factors to pay, travels as it is."""
+    """Return True for a vector, or a matrix too small for two factors, which are sent dense."""
     return compressor.bound_to([shape], 1).columns == (0,)
 
 
 def _column_of(compressor: Compressor) -> int | None:
-    """Number the column that is measured for this compressor; None if there is none."""
+    """Return the column of a compressor; None if there is none."""
     if isinstance(compressor, Sidco):
         compressor = TopK(compressor.ratio)
     return _COLUMN_OF.get(PowerSGD(compressor.rank) if isinstance(compressor, PowerSGD) else compressor)
 
 
 def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
-    """Read an error off on the line between two columns. After the last rank nothing more is gained."""
+    """Interpolate between two columns; constant beyond the last rank."""
     if isinstance(compressor, PowerSGD):
         kept, at = [0, *(each.rank for each in LOW_RANK)], compressor.rank
         errors = [1.0, *row.errors[_RANKS_FROM:_CODECS_FROM]]
@@ -174,12 +174,12 @@ def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
 
 
 def averaged(before: Rows, look: Rows) -> Rows:
-    """Let a look at a family join the mean of those before it.
+    """Average a measurement of a family with those before.
 
         new = old + a (look - old)        a = max(1 / looks, WEIGHT)
 
-    of each error, and of each gradient's share of the squares of all. Shares, not squares: one step with a gradient a
-    thousand times as long would otherwise outweigh all others for dozens of looks.
+    for each error, and for each gradient's share of the total squares. Shares keep one step with large gradients from
+    dominating dozens of measurements.
     """
     looks = max((row.samples for row in before.values()), default=0)
     total = sum(row.squares for row in look.values()) or 1.0
@@ -202,7 +202,7 @@ def _mean(old: float, new: float, looks: int) -> float:
 def joined(families: Sequence[Rows]) -> ErrorTable:
     """Join the rows of FAMILIES, in their order, into one table.
 
-    A gradient counts as measured if every family was: a row is measured as a whole. Its squares are the mean.
+    A gradient counts as measured if every family was. Its squares are the mean.
     """
     rows: dict[str, ErrorRow] = {}
     for name, row in families[0].items():
@@ -224,7 +224,7 @@ def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
 
 
 def _legal(rows: Rows) -> Rows:
-    """Take numbers that cannot be for not measured; raise an error that is smaller where less is kept."""
+    """Treat invalid numbers as not measured; make errors monotonic in the number kept."""
     sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
     return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 

@@ -1,8 +1,8 @@
-"""Decide on a plan, all ranks together: rank 0 chooses by the costs of the job's own steps, and all follow.
+"""Choose a plan: rank 0 decides by measured costs of the job's steps, and all ranks follow.
 
-first          at once where costs are known: given, or measured by an earlier job; else dense, to be timed
-after_steps    by the first steps, which trained and were timed
-again          by links as they are now
+first          at once if costs are given or known from an earlier job; otherwise dense, to be timed
+after_steps    by the first training steps, which were timed
+again          by the current links
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 
 SMALLEST_ERROR = 0.05
-"""A prediction is never trusted further than this: the median error over models, links and plans (docs/costs.md)."""
+"""Lower bound on the prediction error: its median over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
 
@@ -55,15 +55,15 @@ LIKE, NOISE_US = 2.0, 1e3
 
 
 def is_alike(us: float, other_us: float) -> bool:
-    """Return whether costs still hold: one is at most LIKE times the other, or the difference is noise."""
+    """Return whether costs still hold: within a factor LIKE, or different by noise."""
     return abs(us - other_us) <= NOISE_US or 1 / LIKE <= us / other_us <= LIKE
 
 
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
-    """Add to a table what timed steps of a dense program took on the slowest rank, for which the others wait.
+    """Add the measured costs of dense steps on the slowest rank to a table.
 
-    Every rank calls it, with steps that ran HELD and OVERLAPPED among its own, and with the time around a step. Ranks
-    are taken to share compute out to operators alike.
+    Every rank calls it with its HELD and OVERLAPPED steps and the time around a step. Operators are assumed to have the
+    same share of compute on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -74,7 +74,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
     held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
     priced = annotate_costs(clone(program.graph), costs, site.cluster).graph.nodes
-    node_us = {node.name: info(node).cost_us or 0.0 for node in priced}  # where no step ran operator by operator
+    node_us = {node.name: info(node).cost_us or 0.0 for node in priced}  # used if no step ran one by one
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
     compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
     around_us = max(each[0] for each in everyone)
@@ -90,31 +90,30 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
         graph = annotate_costs(clone(program.graph), own, site.cluster)
         return asdict(contention_of(own, graph, held, overlapped))
 
-    # By rank 0's tasks, like the plan; meanwhile the others leave it the processors.
+    # The other ranks leave the processors to rank 0 meanwhile.
     fit = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
     return replace(own, contention=fit.factor, error=min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR))
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Decides for one captured graph. Every rank calls its methods at the same places."""
+    """Planner of one captured graph. Every rank makes the same calls."""
 
     site: Site
     options: StepOptions
     compiler: Compiler
     graph: GraphModule
     bursts: float = 1.0
-    """The part of all elements that may come in bursts."""
+    """Fraction of elements that may come in bursts."""
     kinds: Collection[UpdateKind] = ()
-    """Those of all updates, if they are known."""
+    """Kinds of all updates, if known."""
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
-    """Remembers what this step costs, for the next job."""
 
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
-        """Decide by given costs, by what is measured now, or provisionally for the dense plan.
+        """Choose by given or measured costs, or the dense plan provisionally.
 
-        A whole step, which runs its optimizer, begins with the plan of what an earlier job has measured, or dense, if
-        plans may race. Raises BadPlan where a given plan does not fit, and BadOption where what is pinned does not.
+        If plans may race in a whole step (`is_whole`: with its optimizer), start with an earlier job's costs, or dense.
+        Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
         if self.site.cluster.world_size == 1 or compress.plan is not None:
@@ -135,9 +134,9 @@ class Planner:
         return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
-        """Decide by steps of the dense plan that were timed, and by the time around one; every rank calls it.
+        """Choose by timed dense steps and the time around one. Every rank calls it.
 
-        Where none could be timed on some rank, there are none on all: costs of the machine and the links decide.
+        If a rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
         """
         costs = self._gathered()
         if steps:
@@ -152,14 +151,13 @@ class Planner:
             return self._best(workload, costs, topic)
 
     def dense(self) -> Decision:
-        """Follow the dense plan of assumed costs, the same on all ranks, until steps have been timed."""
+        """Return the dense plan under assumed costs, equal on all ranks, until steps are timed."""
         costs = CostTable()
         workload = self.compiler.analyze(self.graph, costs)
         plan = uniform("dense", workload, costs, self.site.cluster)
         return Decision(plan, costs, workload, is_provisional=True)
 
     def _gathered(self) -> CostTable:
-        """Measure what the machine and the links cost; every rank calls it."""
         with phase("measuring the machine and the links"):
             return gathered_costs(self.site, self.options.compress.offered)
 
@@ -167,19 +165,17 @@ class Planner:
         return facts_of_step(self.graph, self.compiler, self.site)
 
     def check_pins(self) -> None:
-        """Raise BadOption where what is pinned does not fit the cluster."""
         self.options.compress.pinned.check_fits(self.site.cluster)
 
     def choose(self, workload: Workload, costs: CostTable, terms: Terms) -> tuple[Choice, Sequence[str]]:
-        """Choose a plan here; with what a report must say of how it was searched for."""
+        """Choose a plan on this rank, and return it with notes on the search."""
         return choose(workload, costs, self.site.cluster, terms), search_notes()
 
     def name(self, plan: GivenPlan, workload: Workload, costs: CostTable) -> Plan:
-        """Make the plan that the user named. Raises BadPlan."""
         return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
 
     def with_momenta(self, decision: Decision) -> Decision:
-        """Add what exchanging momenta costs, where a given plan does that. Raises Unsupported."""
+        """Add the costs of exchanging momenta if a given plan does so. Raises Unsupported."""
         moved, costs = decision.plan.moved, decision.costs
         if not moved or decision.choice is not None:
             return decision
@@ -188,7 +184,7 @@ class Planner:
         return replace(decision, workload=workload)
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
-        """Return whether summing all gradients takes about what a table says; every rank calls it."""
+        """Return whether an all_reduce of all gradients takes about its time in the table. Every rank calls it."""
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
@@ -196,9 +192,9 @@ class Planner:
         return is_alike(told_us, took_us)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Measure the links again, and decide by them and by errors of this job's gradients.
+        """Measure the links again, and choose by them and by the errors of this job's gradients.
 
-        Ranks meet for a topic of its own. What nothing has priced yet, as under a saved plan, is measured, too.
+        `topic` must be new. Without earlier measurements, as under a saved plan, everything is measured.
         """
         ranks = self.site.ranks
         costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
@@ -206,16 +202,15 @@ class Planner:
         return self._best(workload, costs, topic, errors)
 
     def measure_next_time(self) -> None:
-        """Keep the next job from taking over what this one has found to be wrong."""
+        """Delete the cached costs, which proved wrong."""
         self.earlier.forget()
 
     @property
     def terms(self) -> Terms:
-        """Return the terms of this job's plans, by errors of Gaussian values."""
         return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Choose on rank 0 and follow on all; of several groups beside each other, the first one chooses for all."""
+        """Choose on rank 0 for all ranks, and on the first of several sibling groups for all groups."""
         cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
@@ -233,7 +228,7 @@ class Planner:
         return Decision(choice.plan, agreed, work, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
-        """Follow the plan that all ranks were given. A saved one may lie on rank 0's machine alone."""
+        """Follow a given plan. A saved plan may exist only on rank 0's machine."""
         ranks, cluster = self.site.ranks, self.site.cluster
         if plan is None or cluster.world_size == 1:
             notes = ("one rank: nothing to communicate", *foreign_note(costs.hardware, self.site.device))
@@ -242,7 +237,7 @@ class Planner:
         followed = Plan.from_json(data)
 
         def mine() -> Plan:
-            # A text is the same on all ranks by now. What it stands for follows from costs, which are each rank's own.
+            # The text is the same on all ranks, but its plan depends on costs, which differ.
             if isinstance(plan, Plan):
                 return plan
             return Plan.load(plan) if is_path(plan) and Path(plan).exists() else followed
@@ -261,7 +256,7 @@ def plan_as_given(
     cluster: Cluster,
     at: ExchangePoint = ExchangePoint.GRADIENT,
 ) -> Plan:
-    """Make the plan that the user named, whose gradients end whole. Raises BadPlan."""
+    """Build the user's plan, whose gradients end whole. Raises BadPlan."""
     made = _made_as_given(plan, workload, costs, cluster)
     return made if at is ExchangePoint.GRADIENT else made.at_momenta()
 
@@ -278,7 +273,7 @@ def _made_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluste
 
 
 def costs_as_given(costs: GivenCosts | None, ranks: Ranks) -> CostTable | None:
-    """Read the costs that the user gave, if any. A saved table may lie on rank 0's machine alone."""
+    """Read the user's costs, if any. A saved table may exist only on rank 0's machine."""
     if isinstance(costs, str | Path):
         path = costs
         costs = CostTable.from_json(ranks.from_rank_0("the costs", lambda: CostTable.read(path).to_json()))
@@ -286,7 +281,7 @@ def costs_as_given(costs: GivenCosts | None, ranks: Ranks) -> CostTable | None:
 
 
 def foreign_note(measured_on: str, device: torch.device) -> tuple[str, ...]:
-    """Say that a table was measured on other hardware than this; another number of threads makes none."""
+    """Return a note if costs were measured on other hardware, ignoring the number of threads."""
     here = hardware(device)
     if _machine_of(measured_on) in (_machine_of(here), CostTable().hardware):
         return ()
@@ -294,5 +289,4 @@ def foreign_note(measured_on: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _machine_of(hardware: str) -> str:
-    """The hardware without its threads: under torchrun a process has one, asked about by itself it has more."""
     return re.sub(r", \d+ threads?$", "", hardware)

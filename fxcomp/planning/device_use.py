@@ -1,4 +1,4 @@
-"""Estimate how a step uses a GPU that is not here, beside eager DistributedDataParallel."""
+"""Estimate how a step uses an absent GPU, compared with eager DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from fxcomp.plan.plan import Plan
 from fxcomp.report.device import DeviceUse, StepOnDevice
 
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
-"""Roles of nodes whose time is the network's."""
 
 WORTH_SAYING = 0.05
-"""Share of the kernels' time that advice must save."""
+"""Fraction of the kernels' time that advice must save."""
 
 
 @compat.outside_function_modes()
@@ -37,7 +36,7 @@ def device_use(
     *,
     is_fused: bool,
 ) -> DeviceUse:
-    """Estimate one step under plans by name, eager DDP with or without a fused optimizer, and better settings."""
+    """Estimate a step under each plan and eager DDP, and better settings. `is_fused` is for DDP's optimizer."""
     graphs = {name: compiler.rewrite(captured.graph, plan, costs) for name, plan in plans.items()}
     listed = {name: kernels(gm) for name, gm in graphs.items()}
     steps = [_compiled(name, gm, listed[name]) for name, gm in graphs.items()]
@@ -68,7 +67,6 @@ def _device_us(gm: GraphModule) -> float:
 
 
 def _products(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
-    """Share out the products' operations by number type."""
     found = Counter[str]()
     for kernel in listed:
         found[kernel.math_type.split()[0]] += int(kernel.flops)
@@ -86,7 +84,7 @@ def _attention(listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _advice(listed: Sequence[Kernel], preset: Preset) -> list[str]:
-    """List settings under which the same products are shorter, by the device's peaks."""
+    """Return settings under which the products are faster, by the device's peak rates."""
     roofline = preset.roofline
 
     def us(instead: Mapping[str, str]) -> float:

@@ -1,10 +1,10 @@
-"""Keep what a job's own step cost, for the next job that takes the same step on the same machines.
+"""Cache a job's measured step costs for the next job with the same step on the same machines.
 
     facts of the step ─► rank 0's file ─► costs, for all ranks ─► the first steps take as long as predicted
                              ▲                                     │ they do not
-                             └── measured now         forgotten ◄──┘
+                             └── measured again      deleted    ◄──┘
 
-A step is the same if its operators, their shapes and their order are, on the same processors, ranks and versions.
+Operators and shapes in order, processors, ranks and versions identify a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxcomp.ranks import Ranks
 from fxcomp.site import Site
 
 MOST_FILES = 32
-"""Steps that are remembered; the oldest go first."""
+"""Number of cached steps; the oldest are deleted first."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,9 @@ class EarlierJobs:
     """Earlier jobs' measurements of one step, on rank 0's machine."""
 
     path: Path | None = None
-    """The step's file, once the step is known."""
 
     def find(self, facts: Sequence[str], ranks: Ranks) -> CostTable | None:
-        """Return the table by which an earlier job decided about the same step; None if there was none.
-
-        Every rank calls it; the file is rank 0's.
-        """
+        """Return an earlier job's costs of the step from rank 0's file, or None. Every rank calls it."""
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         path = self.path = compat.cache_directory() / "jobs" / f"{key}.json"
 
@@ -59,7 +55,7 @@ class EarlierJobs:
         return replace(known, compute={key: replace(found, source=source) for key, found in known.compute.items()})
 
     def keep(self, costs: Mapping[str, Any]) -> None:
-        """Write a cost table, given as JSON; without it, the next job measures again."""
+        """Write a cost table, given as JSON, if possible."""
         assert self.path is not None, "the step was looked for first"
         try:
             compat.write_atomically(self.path, json.dumps({**costs, "date": date.today().isoformat()}))
@@ -70,7 +66,7 @@ class EarlierJobs:
             return
 
     def forget(self) -> None:
-        """Let the next job measure again: the step takes another time than it did."""
+        """Delete the costs, so that the next job measures again."""
         if self.path is not None:
             try:
                 self.path.unlink(missing_ok=True)
@@ -79,10 +75,10 @@ class EarlierJobs:
 
 
 def facts_of_step(graph: GraphModule, compiler: Compiler, site: Site) -> list[str]:
-    """List what a step's time follows from; every rank calls it."""
+    """Return the facts that determine a step's time. Every rank calls it."""
     machines = site.ranks.gather("the machines", f"{hardware(site.device)}; {versions()}")
     processors = site.processors() if site.device.type == "cpu" else ""
     compiled = f"{compiler.feedback}; {compiler.skip_nonfinite}; {compiler.micro_batches}; {processors}"
-    cluster = json.dumps(site.cluster.to_json(), sort_keys=True)  # given links are no measured ones
+    cluster = json.dumps(site.cluster.to_json(), sort_keys=True)  # distinguishes given links from measured ones
     keys = (work_key(node) for node in graph.graph.nodes if node.op == "call_function")
     return [cluster, compiled, *machines, *keys]

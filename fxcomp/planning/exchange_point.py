@@ -1,6 +1,6 @@
-"""Choose where the mean stands in `aggressive`: at gradients, or at momenta where the whole job is over sooner by it.
+"""Choose between exchanging gradients and momenta in mode `aggressive`, by the predicted time of the whole job.
 
-choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► two jobs, warm-up included
+choice at gradients ─► may momenta be exchanged? ─► the fastest plan at momenta ─► both jobs' times, with warm-up
                                 no: the reason is noted                   └─► after the warm-up it races with bf16
 """
 
@@ -30,25 +30,22 @@ from fxcomp.search.shared_draws import in_draws
 from fxcomp.search.workload import Workload
 
 LEAST_STEPS = 3000
-"""Of a job: shorter ones ended above dense's loss, by 2 to 9 % a char-LM of 500 (docs/where_the_mean_stands.md)."""
+"""Minimum steps of a job: a char-LM of 500 steps ended 2 to 9 % above dense's loss (docs/where_the_mean_stands.md)."""
 
 Analyze = Callable[[Collection[str]], Workload]
-"""Reads the workload where the momenta of some parameters are exchanged; raises Unsupported."""
+"""Reads the workload if the momenta of some parameters are exchanged; raises Unsupported."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointChooser:
-    """Chooses the exchange point of one job."""
-
     options: StepOptions
     kinds: Collection[UpdateKind]
-    """Those of all updates."""
     costs: CostTable
     cluster: Cluster
     terms: Terms
 
     def choose(self, choice: Choice, workload: Workload, analyze: Analyze) -> tuple[Choice, Workload, tuple[str, ...]]:
-        """Return the choice, with momenta where these are faster, its workload, and what a report must say."""
+        """Return the choice, at momenta if faster, with its workload and notes for the report."""
         if not self.options.compress.may_move or self.cluster.world_size == 1:
             return choice, workload, ()
         try:
@@ -68,7 +65,7 @@ class PointChooser:
         return replace(taken, runners=runners_at_momenta(plan, prices, dense_us)), prices.workload, ()
 
     def _movable(self, workload: Workload) -> list[str]:
-        """List the parameters whose momenta may be exchanged by these options. Raises BadOption."""
+        """Return the parameters whose momenta may be exchanged. Raises BadOption."""
         steps = self.options.compress.steps
         if not self.kinds:
             raise BadOption("this frontend does not see the optimizer, which fxcomp.compile_step does")
@@ -90,7 +87,7 @@ class PointChooser:
         return moved
 
     def _check(self, plan: Plan, workload: Workload) -> None:
-        """Refuse what compile_step would refuse. Raises BadOption and BadPlan."""
+        """Raise the BadOption and BadPlan that compile_step would raise."""
         if set(self.kinds) != {UpdateKind.SECOND_MOMENT}:
             raise BadOption("only under Adam's kind of update has a job kept dense's loss by momenta")
         if not plan.moves_exchange:
@@ -99,7 +96,7 @@ class PointChooser:
         check_plan(self.options.compress.feedback, plan, workload.shapes, self.cluster, self.kinds)
 
     def _compare(self, gradients: Plan, momenta: Plan, prices: StepPrices) -> Exchanged:
-        """Predict the job by both. Raises BadOption where the warm-up cannot be made."""
+        """Predict the job's time with both plans. Raises BadOption if there can be no warm-up."""
         compress = self.options.compress
         assert compress.steps is not None, "where the point is chosen, the job has a length"
         price = cache(prices.step_us)
@@ -118,12 +115,10 @@ def _note(why: str) -> str:
 
 
 def movable(workload: Workload, pins: Pins) -> list[str]:
-    """List the matrices that nobody has pinned."""
     return [each.name for each in workload.gradients if not each.is_vector and pins.rule_for(each.name) is None]
 
 
 def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms) -> Plan:
-    """Find the fastest plan that exchanges momenta where it compresses."""
     there = StepPrices(prices.workload.moved(moved), prices.costs, prices.cluster)
     at_momenta = replace(terms, at=ExchangePoint.MOMENTUM, budget=None, bursts=1.0)
     found = fastest_of(searches_of(there, at_momenta), dense_only=False)
@@ -131,7 +126,7 @@ def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms)
 
 
 def runners_at_momenta(plan: Plan, prices: StepPrices, dense_us: Sequence[float]) -> tuple[Runner, ...]:
-    """List the plan and its control, bf16 in the same buckets: plans of one exchange point can take turns."""
+    """Return the plan and its control, bf16 in the same buckets. Plans of one exchange point can race."""
     ways = one_shot_ways(compressors.BF16(), prices.cluster, offload=prices.costs.offloads)
     controls = [
         plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])

@@ -1,4 +1,4 @@
-"""Time collectives on running process groups, and what they and compute take from each other."""
+"""Time collectives on running process groups, and their interference with compute."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from fxcomp.runtime.transport import Groups, Transport
 from fxcomp.site import NOBODY, Beside
 
 SMALL_BYTES = 4096
-"""A collective of so few bytes costs the processor what starting one costs."""
+"""Largest collective whose processor time counts as the fixed cost, in bytes."""
 
 LARGEST_FROM_DEVICE = 64 << 20
-"""The largest collective that is timed between accelerators, whose buckets and links are larger (a gather that fills
-less, `MOST_RECEIVED`): with 16 MiB, a dense step of 513 MB was told to take 126 ms and took 305 (H100, NCCL's sockets,
-measured, 2026-11)."""
+"""Largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of 513 MB was
+predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
+"""
 
 LIVE_S = 1.5
 """Time for all collectives of a running job, in s. All ranks wait meanwhile."""
 
 SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
-"""The sizes of collectives that are timed while compute runs."""
+"""Sizes of collectives timed while compute runs, in bytes."""
 
 OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 3, 8
-"""The time that the larger of them may take alone, how often each is timed, alone and overlapping, and how many in a
-burst."""
+"""Longest idle time of the larger size in s, timings of each size, and most collectives per burst."""
 
 SLOWEST_OVERLAP = 0.05
-"""A lower speed is noise: a fair scheduler gives more (assumed)."""
+"""Lower bound on the speed; a fair scheduler gives more (assumed)."""
 
 
 def live_links(
@@ -56,10 +55,10 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-    """Time collectives on the running process groups, in about 3 s at most: fields of a cost table.
+    """Time collectives on the running process groups, in at most about 3 s, and return fields of a cost table.
 
-    Where compute's own processors carry the network's software, also measure their processor time while the main thread
-    only waits, and how much longer collectives take while it computes. Every rank takes part.
+    If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
+    compute. Every rank takes part.
     """
     timed = TimedCollectives(transport, device, beside)
     largest = LARGEST_FROM_DEVICE if compat.is_accelerator(device) else LARGEST_BYTES
@@ -75,17 +74,16 @@ def live_links(
 
 
 def meet(transport: Transport, device: torch.device) -> None:
-    """Wait for all ranks of a group."""
     transport.all_reduce(torch.zeros(1, device=device), "world", "main").wait()
     compat.synchronize(device)
 
 
 class TimedCollectives:
-    """Run collectives on the groups of a job, each from a common start; the time is the slowest rank's.
+    """Runs collectives on a job's groups from a common start. Times are the slowest rank's.
 
-    They are run as a step runs them; a message, which no step sends, goes straight over the process group. A broadcast,
-    a reduce and a gather have the group's first rank as their root, and a message goes from the first to the second.
-    Groups `beside` this one run the same at the same time, so that each is timed with its share of their links.
+    Collectives run as in a step, with the first rank as root. A point-to-point message, which no step sends, goes over
+    the process group from the first rank to the second. Sibling groups (`beside`) run the same collective at the same
+    time.
     """
 
     def __init__(self, transport: Groups, device: torch.device, beside: Beside = NOBODY) -> None:
@@ -93,10 +91,10 @@ class TimedCollectives:
         self._buffers: dict[int, Tensor] = {}
         self._launches_us: list[float] = []
         self._processor_us: dict[CollectiveKind, list[tuple[int, float]]] = {}
-        """(bytes, µs) of processor time, after the launch, of collectives over all ranks."""
+        """(bytes, µs) of processor time after the launch, of collectives over all ranks."""
 
     def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
-        """Time one collective over `size` bytes, in seconds: the same number on every rank."""
+        """Time one collective over `size` bytes, in seconds. The result is the same on every rank."""
         launch = self.prepared(kind, level, size)
         self.meet()
         start, cpu = time.perf_counter(), time.process_time()
@@ -111,10 +109,9 @@ class TimedCollectives:
         return self.slowest(passed)
 
     def trouble(self, kind: CollectiveKind) -> str | None:
-        """Return why the backend does not run such a collective; None if it does. Every rank tries.
+        """Return the backend's error if it lacks a collective, else None. Every rank calls it.
 
-        Some backends lack some. One that no step can do without is never missing: its error is the network's, and
-        is raised.
+        Errors of a collective that steps need are raised.
         """
         try:
             self.prepared(kind, Level.WORLD, 4)().wait()
@@ -125,11 +122,10 @@ class TimedCollectives:
         return None
 
     def launch_us(self, assumed: float) -> float:
-        """Return the median time of starting a collective, on the thread that does it."""
         return statistics.median(self._launches_us) if self._launches_us else assumed
 
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
-        """Return the smallest collectives' processor time for each, and the largest's for each MB beyond."""
+        """Return the processor time of the smallest collectives, and of the largest per additional MB."""
         times: dict[CollectiveKind, TransportCost] = {}
         ranks = len(self._transport.group("world", "main")[1])
         for kind, samples in self._processor_us.items():
@@ -142,24 +138,22 @@ class TimedCollectives:
         return times
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest number of all ranks, the same on every rank."""
         passed = torch.tensor([seconds], dtype=torch.float32, device=self._device)
         self._transport.all_reduce(passed, "world", "main", how="max").wait()
         self._beside.largest(passed)
         return float(passed.item())
 
     def meet(self) -> None:
-        """Wait for all ranks, those of groups beside this one last."""
         meet(self._transport, self._device)
         self._beside.largest(torch.zeros(1, device=self._device))
         compat.synchronize(self._device)
 
     def prepared(self, kind: CollectiveKind, level: Level, size: int, slot: int = 0) -> Callable[[], Work]:
-        """Make a collective's buffers, and return what launches it. Several under way need a `slot` each."""
+        """Allocate a collective's buffers and return its launch function. Concurrent ones need distinct `slot`s."""
         transport, place, elements = self._transport, (level.value, "main"), max(1, size // 4)
         group, members = transport.group(*place)
         ranks, root, me = len(members), members[0], dist.get_rank()
-        whole = -(-elements // ranks) * ranks if kind.deals else elements  # as much for everyone
+        whole = -(-elements // ranks) * ranks if kind.deals else elements  # equal parts
         value, rooted = self._buffer(3 * slot, whole), from_first(elements, ranks)
 
         if kind is CollectiveKind.POINT_TO_POINT:
@@ -175,7 +169,7 @@ class TimedCollectives:
         return functools.partial(transport.start, transfer)
 
     def _buffer(self, number: int, elements: int) -> Tensor:
-        """Return a buffer that is kept: making 64 MiB again takes longer than sending it through memory."""
+        """Return a cached buffer: allocating 64 MiB takes longer than sending it through memory."""
         if number not in self._buffers or self._buffers[number].numel() < elements:
             self._buffers[number] = torch.zeros(elements, device=self._device)
         return self._buffers[number][:elements]
@@ -187,7 +181,7 @@ def _started(work: Any) -> Work:
 
 
 class _OverlapSlowdown:
-    """Measure how much longer collectives take while the main thread computes."""
+    """Measures the slowdown of collectives during compute."""
 
     def __init__(self, timed: TimedCollectives, device: torch.device) -> None:
         self._timed, self._device = timed, device
@@ -195,9 +189,8 @@ class _OverlapSlowdown:
         self._product = torch.zeros_like(self._square)
 
     def of(self, kind: CollectiveKind) -> dict[str, float]:
-        """Return `speed` and `more_us` of a TransportCost."""
         sizes = self._sizes(kind)
-        if len(sizes) == 1:  # a slow link, where a small one takes long: what delays it once is little
+        if len(sizes) == 1:  # a slow link, where a one-time delay is negligible
             idle_us, overlapping_us = self._burst_us(kind, sizes[0])
             return {"speed": idle_us / overlapping_us}
         small, large = (self._burst_us(kind, size) for size in sizes)
@@ -206,18 +199,17 @@ class _OverlapSlowdown:
         return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
 
     def _sizes(self, kind: CollectiveKind) -> tuple[int, ...]:
-        """Choose a small size, and the largest that takes less than `OVERLAP_S`, if another; the same on all ranks."""
+        """Return a small size, and the largest below `OVERLAP_S` if different. The same on all ranks."""
         size = SMALL_OVERLAP_BYTES
         while size < LARGEST_OVERLAP_BYTES and 4 * self._timed(kind, Level.WORLD, size) < OVERLAP_S:
             size *= 4
         return tuple(dict.fromkeys((SMALL_OVERLAP_BYTES, size)))
 
     def _burst_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
-        """Time per collective in a burst: idle, and overlapping compute.
+        """Return the time per collective in a burst: idle, and overlapping compute.
 
-        A burst is waited for at once, and after work of about as long. What is not done when the work ends runs on at
-        full speed, so both times together tell the speed while it overlapped. A burst, because what delays the first
-        one's start is not what delays them all.
+        A burst is waited for at once, and after about as much compute. Collectives unfinished by then continue at full
+        speed, so both times give the speed during overlap. Bursts average out the first launch's delay.
         """
         count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
         idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])
@@ -227,7 +219,7 @@ class _OverlapSlowdown:
         return 1e6 * idle_s / count, 1e6 * idle_s / count / speed
 
     def _burst_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
-        """Time a burst that is waited for after so much work, on the slowest rank."""
+        """Time a burst on the slowest rank, waited for after `worked_s` of compute."""
         launches = [self._timed.prepared(kind, Level.WORLD, size, slot) for slot in range(count)]
         self._timed.meet()
         start = time.perf_counter()

@@ -1,7 +1,4 @@
-"""Measure one machine's memory and compressors, kept in the user's cache, and gather all costs of a job.
-
-To this machine's come the processors that its ranks share, and the live links.
-"""
+"""Measure a machine's memory and compressors, cached for the user, and combine all costs of a job."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from fxcomp.site import Site
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Return memory's and compressors' costs, from the user's cache or measured now (0.2 s each)."""
+    """Return costs of memory and compressors, from the user's cache or measured now (0.2 s each)."""
 
     def complete(known: CostTable | None) -> CostTable:
         table = known or costs_of_memory(device)
@@ -44,7 +41,7 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
 
 
 def costs_of_memory(device: torch.device) -> CostTable:
-    """Measure memory and its roofline: a table of this machine without compressors."""
+    """Measure memory and its roofline, and return a table without compressors."""
     pack, roofline = measure_memory(device)
     return CostTable(
         hardware=hardware(device),
@@ -61,9 +58,9 @@ def costs_of_memory(device: torch.device) -> CostTable:
 def compressor_costs(
     compressors: Sequence[Compressor], device: torch.device, threads: Sequence[int] = ()
 ) -> dict[str, CompressorCost]:
-    """Measure compressors on the device and in the host's pool, which are the same thing if there is no GPU.
+    """Measure compressors on the device and in the host's pool, which are the same without a GPU.
 
-    `threads` are the thread budgets to use on the CPU (default: the one in force).
+    `threads` are the CPU thread budgets (default: the current one).
     """
     found = measure_compressors(compressors, on=device) if device.type != "cpu" else {}
     for budget in dict.fromkeys(threads or [torch.get_num_threads()]):
@@ -86,12 +83,11 @@ def _threads(count: int) -> Generator[None]:
 
 
 def device_here() -> torch.device:
-    """Return this rank's GPU if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def hardware(device: torch.device) -> str:
-    """Name what measured numbers belong to: processor or GPU, and the threads that torch may use."""
+    """Return the name of the GPU, or of the processor with torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -99,31 +95,27 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """Name the versions that change the numbers: torch, Python, and the kernels that are built."""
+    """Return the versions that affect measurements: torch, Python, and the built kernels."""
     kernels = f"kernels {fingerprint()}" if kernels_available() else "no kernels"
     return f"torch {torch.__version__}, python {platform.python_version()}, {kernels}"
 
 
 def gathered_costs(site: Site, offered: Sequence[Compressor]) -> CostTable:
-    """Measure the costs that were not given: of the compressors on offer, and of the links.
-
-    A given cluster's links are not measured.
-    """
+    """Measure the offered compressors and the links. A given cluster's links are not measured."""
     return with_ranks(machine_costs(offered, site.device), site)
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:
-    """Add to a machine's costs the processors that its ranks share, and the live links. Every rank takes part, and
-    those of other groups that share them."""
+    """Add the processors shared by the machine's ranks, and measured links. All ranks and sibling groups take part."""
     processors = site.processors() if site.device.type == "cpu" else costs.processors
     links = _links(costs, processors, site) if site.ranks.fits_links else {}
     return replace(costs, processors=processors, **links)
 
 
 def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
-    """Measure the links again in a job; all else in the table stays. Every rank takes part.
+    """Measure the links again. Every rank takes part.
 
-    The start of a collective stays too: it was measured in the step, where it takes longer than alone.
+    `launch_us` was measured in the step, where it is higher, and is kept.
     """
     return replace(costs, **{**_links(costs, costs.processors, site), "launch_us": costs.launch_us})
 

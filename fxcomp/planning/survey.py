@@ -1,7 +1,6 @@
 """Measure a machine and its links for `fxcomp calibrate`, in more detail than a compiling job can.
 
-Under a launcher every rank takes part, all measure at once, and rank 0's table is the answer. Alone, compressors and
-memory are measured, and links are left out.
+Under a launcher all ranks measure at once, and rank 0's table is returned. A single process measures no links.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site
 
 LINKS_S = 8.0
-"""For all collectives together. With the rest a survey takes less than half a minute."""
+"""Time for all collectives, in s. A whole survey takes less than 30 s."""
 
 LARGEST_BYTES = 64 << 20
-"""The largest bucket that is worth its memory."""
+"""Largest bucket to measure, limited by memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A table, the cluster that it was measured on, and notes."""
-
     table: CostTable
     cluster: Cluster
     rank: int
@@ -48,9 +45,9 @@ def survey(
     links_s: float = LINKS_S,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Survey:
-    """Measure the machine, and the links if there is a process group; every rank calls it with the same arguments.
+    """Measure the machine, and the links if there is a process group. Every rank calls it with the same arguments.
 
-    `threads` are the thread budgets to time compressors with on the CPU (default: the one in force).
+    `threads` are the CPU thread budgets for compressors (default: the current one).
     """
     with Ranks.meeting(None, "survey") as ranks:
         found = _surveyed(ranks, compressors, threads, links_s, tell)

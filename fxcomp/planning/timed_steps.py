@@ -1,10 +1,10 @@
-"""Time steps of the job's own emitted program line by line, while they train, and read what each part of them took.
+"""Time training steps of the emitted program line by line, and compute the cost of each part.
 
-    OVERLAPPED    as any other step: compute and the network slow each other
-    HELD          collectives start where compute first waits for one: it runs without a network, and the network alone
-    ONE_BY_ONE    held, and regions run operator by operator, which says how a region's time is shared out
+    OVERLAPPED    compute and the network slow each other
+    HELD          collectives start at compute's first wait, so that compute and the network run separately
+    ONE_BY_ONE    held, and regions run operator by operator, to split their time
 
-All of them send and train the same bits.
+All send and train the same bits.
 """
 
 from __future__ import annotations
@@ -40,22 +40,20 @@ from fxcomp.search.plan_tasks import handing_out
 from fxcomp.search.read_workload import graph_tasks
 
 METHODS = ("pack", "launch", "wait")
-"""The lines that are timed beside regions; what the rest takes counts as the host's."""
+"""Lines that are timed besides regions. The remaining time counts as the host's."""
 
 FEEDS = 5
-"""The number of timings of feeding a step."""
+"""Number of timings of feeding a step."""
 
 
 class Way(Enum):
-    """The ways to run a timed step."""
-
     OVERLAPPED = "overlapped"
     HELD = "held"
     ONE_BY_ONE = "one by one"
 
 
 class HeldCollectives:
-    """A runtime whose collectives start where one of them is first waited for, in the order of their lines."""
+    """A runtime that starts all pending collectives at the first wait, in line order."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -66,13 +64,11 @@ class HeldCollectives:
         return getattr(self._runtime, name)
 
     def launch(self, *arguments: Any, **options: Any) -> int:
-        """Put a collective off; returns its number."""
         self._held.append((len(self._results), lambda: self._runtime.launch(*arguments, **options)))
         self._results.append(None)
         return self._held[-1][0]
 
     def wait(self, number: int) -> Any:
-        """Start what was put off, and wait for all of it."""
         started = [(held, launch()) for held, launch in self._held]
         self._held.clear()
         for held, flight in started:
@@ -81,24 +77,21 @@ class HeldCollectives:
 
 
 class TimedStep:
-    """One step of a program that is run in one of these ways."""
-
     def __init__(self, program: Program, runtime: Runtime, way: Way, methods: Sequence[str] = METHODS) -> None:
         self.program, self.way = program, way
         self._runtime, self._clock = runtime, runtime.clock
         lines: Any = runtime if way is Way.OVERLAPPED else HeldCollectives(runtime)
         self._watch = Stopwatch(lines, methods, self._clock)
         self.node_us: dict[str, float] = {}
-        """The time of each operator by itself; empty where regions ran as a whole."""
+        """Time of each operator, in us; empty if regions ran whole."""
         around = self._watch.region if way is not Way.ONE_BY_ONE else OneByOne(program, self.node_us).region
         self._step = rebound(program.module, around)
         self._begin: Any = None
         self._end: Any = None
         self.handed_us = 0.0
-        """The host's time for running the program."""
+        """Host time of running the program, in us."""
 
     def run(self, arguments: Sequence[Sequence[Any]]) -> Any:
-        """Run the program; returns what it returns."""
         begun = time.perf_counter()
         self._begin = self._clock.look()
         self._watch.start()
@@ -111,25 +104,23 @@ class TimedStep:
 
     @property
     def us(self) -> float | None:
-        """The time of the whole program, in µs; None while a device has not finished it, or where it was left out."""
+        """Time of the program, in µs; None if unfinished on a device, or skipped."""
         return None if self._end is None else self._clock.us(self._begin, self._end)
 
     def reading(self) -> Reading | None:
-        """The times of its lines; None while a device has not finished it."""
+        """Return its lines' times; None if unfinished on a device."""
         return None if self.us is None else self._watch.reading()
 
 
 class OneByOne:
-    """Runs regions operator by operator, and keeps what each operator took."""
+    """Runs regions operator by operator, and records each operator's time."""
 
     def __init__(self, program: Program, us: dict[str, float]) -> None:
-        """`us` takes the times, by the node's name."""
         self._graph, self._device, self._us = program.graph, program.captured.device, us
         self._clock = Clock(self._device)
         self._regions = {region.name: region for region in regions(self._graph)}
 
     def region(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a stand-in for a region's function."""
         if name not in self._regions:
             return run
         region = self._regions[name]
@@ -166,7 +157,6 @@ def _constants(region: Region) -> dict[Node, None]:
 
 
 def _dead_after(region: Region) -> dict[Node, list[Node]]:
-    """List the values whose last use is each node."""
     needed = set(region.outputs)
     dead: dict[Node, list[Node]] = {}
     for node in reversed(region.nodes):
@@ -178,33 +168,31 @@ def _dead_after(region: Region) -> dict[Node, list[Node]]:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """A step as it ran in one way, the median of a few, in µs: as a whole, and each region."""
+    """Median times of steps that ran in one way, in µs."""
 
     step_us: float
     spread: float
     region_us: Mapping[str, float]
     pack_us: float
-    """Filling all buckets."""
     launch_us: float | None
-    """Time of compute for starting a collective, the median; None if there are none."""
+    """Median time to launch a collective; None without collectives."""
     pack_gb_per_s: float | None
-    """The rate of filling buckets; None if there are none."""
+    """Rate of filling buckets; None without buckets."""
     between_us: float = 0.0
-    """The host's time between regions, buckets and collectives; on a device that works later, for the whole step."""
+    """Host time outside of regions, packs and collectives; on an asynchronous device, for the whole step."""
 
     @property
     def compute_us(self) -> float:
-        """The main thread's compute, packing included."""
         return sum(self.region_us.values()) + self.pack_us
 
     def times(self, factor: float, step_us: float) -> StepMeasurement:
-        """Return the same on a rank whose compute takes `factor` times as long, in a step of `step_us`."""
+        """Scale compute by `factor`, in a step of `step_us`."""
         scaled = {name: us * factor for name, us in self.region_us.items()}
         return replace(self, step_us=step_us, region_us=scaled, pack_us=self.pack_us * factor)
 
 
 def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
-    """Read steps of one program that ran in the same way and are over."""
+    """Return the measurement of finished steps of one program that ran in the same way."""
     program = steps[0].program
     nodes = {call: node for node, call, _ in timed_lines(cut(program.graph))}
     found: dict[Call, list[float]] = {}
@@ -233,7 +221,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
 
 
 def _is_broadcast(launch: Node) -> bool:
-    """Buffers travel by it, whose start is in the region that made them."""
+    """Return whether a launch broadcasts buffers. It starts in the region that made them."""
     return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 
@@ -241,15 +229,15 @@ def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
     return sum(map(statistics.median, times))
 
 
-# What steps tell of costs
+# Costs
 
 
 def apportion(
     program: Program, step: StepMeasurement, node_us: Mapping[str, float], source: str
 ) -> dict[str, Measured]:
-    """Share each region's time out to its nodes, by what each took alone; equally where that is not known.
+    """Split each region's time among its nodes by their times alone, or equally if unknown.
 
-    A key that occurs more than once gets the mean, so that the sum over the step stays what was measured.
+    A key that occurs several times gets the mean, which preserves the sum.
     """
     found: dict[str, list[float]] = {}
     for region in (region for region in regions(program.graph) if region.name in step.region_us):
@@ -262,12 +250,12 @@ def apportion(
 
 
 def feed_costs(device: torch.device, us: float) -> dict[str, float]:
-    """Charge the host's time before compute, or overlapping it on a device that works later: fields of a cost table."""
+    """Return the cost-table fields for host time: before compute, or overlapping it on an asynchronous device."""
     return {"feed_us": 0.0, "host_us": us} if compat.works_later(device) else {"feed_us": us}
 
 
 def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
-    """Return what comes before each run of the program, in us; `feed` does it, and a first time fills caches."""
+    """Return the median time of `feed` before a run of the program, in us. A first call fills caches."""
     feed()
     times: list[float] = []
     for _ in range(repeats):
@@ -280,10 +268,10 @@ def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
 def contention_of(
     costs: CostTable, graph: GraphModule, held: StepMeasurement, overlapped: StepMeasurement
 ) -> FittedContention:
-    """Fit the contention that dense steps showed, with the error of a step predicted by it.
+    """Fit contention to dense steps, with the error of its prediction.
 
-    `graph` is annotated with its regions' times, without contention. The host's time (`costs.host_us`) is simulated,
-    too, so that a step limited by the host is not explained by the network.
+    `graph` is annotated with region times without contention. The host's time (`costs.host_us`) is simulated too, so
+    that host-bound steps are not attributed to the network.
     """
     tasks = (*handing_out(costs.host_us), *graph_tasks(graph))
     slowed_us = max(0.0, overlapped.compute_us - held.compute_us)

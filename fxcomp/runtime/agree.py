@@ -1,15 +1,13 @@
-"""Exchange answers between all ranks through the store, with a timeout: nothing here can hang.
+"""Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
 
-A collective that one rank never reaches blocks the others; a key that never appears only runs into its timeout. Ranks
-answer each topic in turn, under a key for each topic and rank, and read the others' answers:
+Ranks answer each topic in turn. Unlike a collective, a missing key times out:
 
-    name/0/0  name/0/1  name/0/2     topic 0, the answers of ranks 0, 1 and 2
-    name/1/0                         topic 1, of which only rank 0's answer is read
-    name/failed/0                    the first failure
+    name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
+    name/1/0                         topic 1: only rank 0's answer is read
+    name/failed/0                    first failure
 
-A rank that fails, in a topic or between two, writes the failure, unless another rank has. Ranks that wait for an answer
-look there, so the failing rank need not know where they are. A rank whose process has ended, or that waits for this one
-somewhere else, answers nothing: the rank that notices writes the failure, and all read it at once.
+The first failing rank writes the failure, and waiting ranks poll its key. If a rank's process has ended, or waits
+elsewhere, the rank that notices writes the failure.
 """
 
 from __future__ import annotations
@@ -32,23 +30,23 @@ from fxcomp.runtime.presence import Presence, address_of, place_of
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Between two reads of the store: short at first, and longer the more ranks ask one store."""
+"""Pauses between store polls: the first, the longest, and the longest per rank of a large job."""
 
 PATIENCE_S = 0.5
-"""After so long, and again each time, processes that have not answered are asked after."""
+"""Interval of checks on silent processes."""
 
 LINGER_S = 2.0
-"""A failed rank that may host the store waits for so long until the others have heard."""
+"""Maximum wait of a failed rank, which may host the store, for the others to read its failure."""
 
 WATCHED = 32
-"""The number of missing ranks that each waiting rank looks for. Other ranks look for the others, and tell all."""
+"""Missing ranks that each waiting rank checks. Other ranks check the rest."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def check_store(store: Any) -> None:
-    """Refuse what an earlier start of the job has left: ranks would take its answers for those of today."""
+    """Raise RanksApart if the store holds answers of an earlier start of the job."""
     if compat.is_of_another_process(store):
         raise RanksApart(
             f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
@@ -64,9 +62,9 @@ def check_store(store: Any) -> None:
 
 
 class Conversation:
-    """One conversation of all ranks; `name` must be the same on all of them and new.
+    """Topics that all ranks answer in turn; `name` must be new and the same on every rank.
 
-    `root` names the first conversation of the same ranks, by which they report their steps.
+    Ranks report their steps under `root`, the name of their first conversation.
     """
 
     def __init__(
@@ -81,35 +79,32 @@ class Conversation:
         self.store, self.name, self.members, self.timeout = store, name, members, timeout
         self.rank, self.world_size = members.place, len(members)
         self.presence = presence
-        """None where processes cannot be asked after."""
         self.root = root or name
         self._topics = 0
-        """The number of topics so far."""
         self._failures = 0
-        """The number of topics at which all ranks have raised."""
+        """Topics at which all ranks raised."""
         self._known: BaseException | None = None
 
     def named(self, name: str, members: Members | None = None) -> Conversation:
-        """Start another conversation of the same ranks, or of some of them."""
         return Conversation(self.store, name, members or self.members, self.timeout, self.presence, self.root)
 
     # Topics
 
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """Do work that may fail here, and return every rank's result in rank order.
+        """Run `work` and return every rank's result, JSON data, in rank order.
 
-        `work` returns plain data. A rank whose work raises tells the others before it raises; they raise PeerFailed.
+        If `work` raises, this rank reports the failure first, and the others raise PeerFailed.
         """
         self._answer(topic, work)
         return self.hear(topic, range(self.world_size))
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        """Compute on rank 0 and return the result on every rank; it is plain data."""
+        """Compute JSON data on rank 0 and return it on every rank."""
         self._answer(topic, work if self.rank == 0 else lambda: None)
         return self.hear(topic, [0])[0]
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Raise ReplicasDiffer on every rank, with the first difference, unless all ranks bring the same facts."""
+        """Raise ReplicasDiffer on every rank, with the first difference, unless all facts are equal."""
         everyone = self.attempt(topic, lambda: facts)
         for rank, theirs in enumerate(everyone):
             for key in sorted({*everyone[0], *theirs}):
@@ -119,15 +114,14 @@ class Conversation:
                     raise self._known
 
     def say(self, topic: str, value: Any) -> None:
-        """Answer a topic, and wait for no rank."""
         self._topics += 1
         with self._store_lives(topic):
             self.store.set(self._key(self._topics - 1, self.rank), json.dumps([topic, value]))
 
     def hear(self, topic: str, ranks: Iterable[int]) -> list[Any]:
-        """Read the answers of ranks to the topic that this rank has answered last.
+        """Read other ranks' answers to this rank's latest topic.
 
-        Raises PeerFailed if one does not come in time, or cannot come, and if the store has gone.
+        Raises PeerFailed if a rank is late or gone, or the store is gone.
         """
         keys = {rank: self._key(self._topics - 1, rank) for rank in ranks}
         with self._store_lives(topic):
@@ -144,39 +138,39 @@ class Conversation:
     # Failing
 
     def knows(self, error: BaseException) -> bool:
-        """Return whether all ranks raise at the topic where this rank raised this error."""
+        """Return whether all ranks raise at this error's topic."""
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:
-        """Describe an error for the other ranks; one heard from another rank keeps that rank's words."""
+        """Describe an error for the other ranks; a PeerFailed keeps its text."""
         if isinstance(error, PeerFailed):
             return str(error)
         return f"rank {self._number(self.rank)} failed in {what}: {type(error).__name__}: {error}"
 
     def give_up(self, what: str, error: BaseException, *, lingers: bool = False) -> None:
-        """End the conversation with an error, which the others raise at the next answer that they wait for.
+        """End the conversation with an error, which the other ranks raise at their next wait.
 
-        `lingers` lets the others hear it before this process ends.
+        `lingers` waits until they have read it.
         """
         mine = self.described(what, error)
         while self.knows(self._fail(mine, lingers=lingers)):
-            pass  # all ranks raise another error at one topic, and then wait for this rank at the next one
+            pass  # all ranks raised together before, and now wait for this rank
 
     @property
     def was_missed(self) -> bool:
-        """True if the other ranks have waited here for this one in vain, and given up."""
+        """True if the other ranks timed out waiting for this rank."""
         with self._store_lives("beginning"):
             return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
-        """Clear this rank's answers before its last one from the store: all ranks have read them."""
+        """Delete this rank's answers but the last from the store, after all ranks have read them."""
         for number in range(self._topics - 1):
-            with suppress(Exception):  # not every store can
+            with suppress(Exception):  # not every store supports it
                 self.store.delete_key(self._key(number, self.rank))
 
     @property
     def _failed(self) -> str:
-        """The key of the first failure since all ranks have raised at the same topic."""
+        """Key of the first failure since all ranks last raised together."""
         return f"{self.name}/failed/{self._failures}"
 
     def _answer(self, topic: str, work: Callable[[], Any]) -> None:
@@ -185,7 +179,7 @@ class Conversation:
         try:
             mine = work()
         except BaseException as error:
-            is_own = not isinstance(error, PeerFailed)  # not a collective that broke off: another rank may know why
+            is_own = not isinstance(error, PeerFailed)  # another rank may know the cause of a broken collective
             first = self._fail(self.described(topic, error), is_known=is_own, lingers=True)
             self._topics += 1
             if not is_own:
@@ -198,9 +192,9 @@ class Conversation:
     def _fail(
         self, why: str, *, is_known: bool = False, missing: Sequence[int] = (), lingers: bool = False
     ) -> PeerFailed:
-        """Tell the others of a failure, and return the first one of any rank.
+        """Report a failure, and return the first one of any rank.
 
-        `is_known` says that all ranks raise at this topic; `missing` lists the ranks that were waited for in vain.
+        `is_known`: all ranks raise at this topic. `missing`: ranks that timed out.
         """
         failure, key = json.dumps({"error": why, "is_known": is_known, "missing": list(missing)}), self._failed
         first = self._heard(compat.set_once(self.store, key, failure))
@@ -209,7 +203,7 @@ class Conversation:
         return first
 
     def _linger(self, failed: str) -> None:
-        """Let the others hear of a failure before this process ends, and perhaps the store with it."""
+        """Wait for the other ranks to read a failure, since the store may end with this process."""
         heard = [f"{failed}/{rank}" for rank in range(self.world_size)]
         until = time.monotonic() + LINGER_S
         with suppress(Exception):
@@ -218,7 +212,7 @@ class Conversation:
 
     def _heard(self, text: str | bytes) -> PeerFailed:
         failure = json.loads(text)
-        with suppress(Exception):  # as a courtesy
+        with suppress(Exception):  # best effort
             self.store.set(f"{self._failed}/{self.rank}", "")
         error = PeerFailed(failure["error"])
         if failure["is_known"]:
@@ -232,15 +226,14 @@ class Conversation:
         return f"{self.name}/{number}/{rank}"
 
     def _number(self, rank: int) -> int:
-        """A rank's name in errors."""
         return self.members.numbers[rank]
 
     def _wait(self, keys: Mapping[int, str], topic: str) -> None:
         wanted = list(keys.values())
         start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
         longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
-        while not self.store.check(wanted):  # not wait: it would keep other threads from the store
-            # A rank that fails may have answered this topic, and all ranks then hear of it at the next one.
+        while not self.store.check(wanted):  # wait() would block other threads' access to the store
+            # A failing rank may have answered this topic, and all ranks read its failure at the next.
             if self.store.check([self._failed]) and not self.store.check(wanted):
                 raise self._heard(self.store.get(self._failed))
             waited = time.monotonic() - start
@@ -259,20 +252,18 @@ class Conversation:
             pause = min(2 * pause, longest)
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
-        """List the ranks that have not answered, from the one after this rank on."""
         missing = [rank for rank, key in keys.items() if not self.store.check([key])]
         return sorted(missing, key=lambda rank: (rank - self.rank) % self.world_size) or [next(iter(keys))]
 
     def _look_for(self, keys: Mapping[int, str], topic: str, presence: Presence) -> None:
-        """Raise PeerFailed if a rank that has not answered never will."""
         missing = self._missing(keys)
         for rank in missing[:WATCHED]:
             why = self._absence(rank, topic, presence)
-            if why is not None and not self.store.check([keys[rank]]):  # it may have answered, and ended since
+            if why is not None and not self.store.check([keys[rank]]):  # it may have answered and then ended
                 raise self._fail(why, missing=[rank])
 
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
-        """Say why a rank will not come: its process has ended, or waits for this one inside a later step."""
+        """Return why a rank will never answer, or None if it may."""
         number, here = self._number(rank), f"rank {self._number(self.rank)}"
         address = address_of(number)
         try:
@@ -295,7 +286,6 @@ class Conversation:
 
     @contextmanager
     def _store_lives(self, topic: str) -> Generator[None]:
-        """Raise PeerFailed where the store does not answer."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -309,7 +299,6 @@ class Conversation:
 
 
 def _models_differ(key: str, first: tuple[int, dict[str, Any]], other: tuple[int, dict[str, Any]]) -> ReplicasDiffer:
-    """Say what two ranks, each with its number, bring of one name."""
     (zero, known), (rank, theirs) = first, other
     return ReplicasDiffer(
         f"rank {rank} and rank {zero} bring different steps: {key} is {theirs.get(key, 'missing')!r} on rank {rank} and"

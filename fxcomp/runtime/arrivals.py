@@ -1,12 +1,11 @@
-"""Record where each gradient of a parameter comes from, before autograd adds it to `.grad`.
+"""Record the origin of each gradient before autograd adds it to `.grad`.
 
-torch.compile falls back to eager code without an error, and then a gradient reaches `.grad` that no rank has averaged.
+If torch.compile silently falls back to eager code, unaveraged gradients reach `.grad`.
 
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
-    autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, where neither was noted
+    autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-Each parameter has one Arrivals, shared by all models that hold it, which is the hook given to `Tensor.register_hook`.
-A copy of a parameter has no hooks, so it has no Arrivals.
+A parameter's Arrivals is registered with `Tensor.register_hook` and shared by its models. Copies have no hooks.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from fxcomp import compat
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of each element size."""
 
 
 class Arrivals:
-    """The gradients of one parameter in the call of backward() that is under way."""
+    """Origin of one parameter's gradients in the current call of backward()."""
 
     __slots__ = ("_averaged_in", "_guards", "_is_sampled", "_local_in", "_parameter", "digest")
 
@@ -35,30 +33,29 @@ class Arrivals:
         self._local_in: int | None = None
         self._is_sampled = False
         self.digest: Tensor | None = None
-        """Digest of the sampled gradient that arrived last, int64[]."""
+        """Digest of the latest sampled gradient, int64[]."""
         compat.register_hook(parameter, self)
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Arrivals:
-        """Return the parameter's Arrivals, registered now if there is none."""
         hooks: Mapping[int, object] = parameter._backward_hooks or {}
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 
     def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
-        """Call `refuse` before a gradient that no compiled backward pass made is stored; None ends an owner's guard."""
+        """Call `refuse` before an uncompiled backward pass stores a gradient; None removes an owner's guard."""
         if refuse is None:
             self._guards.pop(id(owner), None)
         else:
             self._guards[id(owner)] = refuse
 
     def note_averaged(self, call: int | None, is_sampled: bool) -> None:
-        """Note that a compiled backward pass returned an averaged gradient in this call of backward()."""
+        """Note that a compiled backward pass returned an averaged gradient."""
         self._averaged_in = call
         if is_sampled:
             self._is_sampled, self.digest = True, None
 
     def note_local(self, call: int | None) -> None:
-        """Note that a compiled backward pass returns a gradient that stays on this rank until a later pass."""
+        """Note that a compiled backward pass returns a gradient that stays on this rank for now."""
         self._local_in = call
 
     def __call__(self, gradient: Tensor) -> None:
@@ -70,20 +67,19 @@ class Arrivals:
             self._is_sampled, self.digest = False, digest_of(gradient)
 
     def is_stored(self) -> bool:
-        """Return whether autograd adds this gradient to `.grad`; torch.autograd.grad returns it."""
+        """Return whether autograd adds the gradient to `.grad`. torch.autograd.grad returns it instead."""
         parameter = self._parameter()
         return parameter is not None and compat.will_accumulate(parameter)
 
 
 def digest_of(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, int64[]: a change of any element changes it, almost surely."""
+    """Sum a tensor's bits as integers, int64[]. Almost surely, any change changes the sum."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return values.contiguous().view(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def has_foreign_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient hook that is no Arrivals."""
     hooks: Mapping[int, object] | None = parameter._backward_hooks
     if hooks and not all(isinstance(hook, Arrivals) for hook in hooks.values()):
         return True

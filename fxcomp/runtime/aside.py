@@ -1,18 +1,16 @@
-"""Run lines of a step, or an exchange of a few small numbers, on another stream of a device.
+"""Run lines of a step, or an exchange of a few small numbers, on a side stream.
 
-Lines go aside so that compute does not stand still where they wait:
+Lines there do not block compute:
 
-    with side.aside(bucket):        after what compute has been given so far
-        ...                         compressing, launching, waiting
-    side.join(mean)                 compute goes on after that
+    with side.aside(bucket):        waits for the compute queued so far
+        ...                         compress, launch, wait
+    side.join(mean)                 compute continues after the side stream
 
-On a device that is done with its work as it is given, both do nothing. Numbers travel beside a step, which does not
-wait for them, nor they for it:
+On a synchronous device, both do nothing. An exchange of numbers overlaps with the step:
 
-    host ─► pinned ─► device ─► collective ─► pinned ─► read, by whoever needs it
+    host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-All of it is given to a stream of its own when it begins. So what arrives is there whatever a device is still computing,
-and the memory is used on no other stream.
+It has a stream of its own: compute does not delay it, and no other stream uses its memory.
 """
 
 from __future__ import annotations
@@ -33,22 +31,19 @@ from fxcomp.runtime.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Numbers that are under way."""
-
     _values: Tensor
-    """On the host, once all is over."""
+    """Result on the host, valid after the exchange."""
     _work: Work | None
-    """The collective; None where a stream waits for it."""
+    """The collective; None if a stream waits for it."""
     _arrived: Any
-    """The event after the last copy, from a device."""
+    """Event after the last copy from a device."""
 
     def end(self) -> None:
-        """Let the collective end, so that nothing of it is under way after the step."""
+        """Wait for the collective, so that it ends within the step."""
         if self._work is not None:
             self._work.wait()
 
     def read(self) -> list[float]:
-        """Wait until they have come."""
         self.end()
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -56,7 +51,7 @@ class Coming:
 
 
 class Aside:
-    """Sends numbers between all ranks, beside what a device computes."""
+    """Exchanges numbers between all ranks while a device computes."""
 
     def __init__(self, transport: Transport, ranks: int, device: torch.device) -> None:
         self._transport, self._ranks, self._device = transport, ranks, device
@@ -64,7 +59,7 @@ class Aside:
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def any(self, flags: Sequence[bool]) -> Coming:
-        """Begin to find out which flags are set on any rank; every rank calls it, with as many."""
+        """Start an any() of flags over all ranks. Every rank calls it, with equally many flags."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             return mine, self._transport.all_reduce(mine, "world", "main", "max")
@@ -72,7 +67,7 @@ class Aside:
         return self._begun(torch.tensor(flags, dtype=torch.uint8), start)
 
     def gather(self, number: float) -> Coming:
-        """Begin to collect a number of each rank, in rank order; every rank calls it."""
+        """Start gathering one number per rank, in rank order. Every rank calls it."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             everyone = mine.new_zeros(self._ranks)
@@ -95,16 +90,14 @@ _HERE = nullcontext()
 
 
 class SideStream:
-    """The other stream, and how it and compute's follow each other."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, compat.streams_of(device)
         self._side: Any = compat.side_stream(device)
         self.is_in_line = False
-        """Everything is compute's, in the order in which it is given. Set it between two steps."""
+        """True to run everything on the compute stream. Set it between steps."""
 
     def aside(self, *values: Tensor) -> AbstractContextManager[Any]:
-        """Run what is inside aside; if it takes `values` from compute, after all that compute has been given."""
+        """Run the block on the side stream, after all queued compute if it takes `values` from compute."""
         if self._streams is None or self.is_in_line:
             return _HERE
         if values:
@@ -114,7 +107,7 @@ class SideStream:
         return self._streams.stream(self._side)
 
     def join(self, *values: Tensor) -> None:
-        """Let compute wait for all that has gone aside so far, of which it takes `values`."""
+        """Make compute wait for the side stream, which produced `values`."""
         if self._streams is None or self.is_in_line:
             return
         compute = self._streams.current_stream(self._device)
@@ -124,11 +117,10 @@ class SideStream:
 
     @property
     def is_used(self) -> bool:
-        """True while this is the stream in use."""
         return self._side is not None and self._streams.current_stream(self._device) == self._side
 
     def meet(self) -> None:
-        """Let both wait for each other: memory of either may be handed on afterwards."""
+        """Synchronise both streams, so that memory of either may be reused."""
         if self._streams is not None:
             compute = self._streams.current_stream(self._device)
             compute.wait_stream(self._side)

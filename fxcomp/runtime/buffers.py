@@ -1,4 +1,4 @@
-"""Keep what a program's lines use from step to step: memory, and numbers that change without another program."""
+"""Memory that a program's lines reuse from step to step, and overrides of their constants."""
 
 from __future__ import annotations
 
@@ -15,38 +15,34 @@ from fxcomp.runtime.transfers import Cut
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers that lines take instead of those written in them, by the lines' names; empty for a program as emitted."""
+    """Overrides of the constants in lines, by line name."""
 
     compressors: Mapping[str, Compressor] = field(default_factory=dict[str, Compressor])
-    """Of lines that propose, compress or decompress."""
+    """Compressors of propose, compress and decompress lines."""
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
-    """Of collectives: the elements that each rank owns."""
+    """Elements that each rank owns in a collective."""
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
-    """Of payloads that are put in another order."""
+    """Part sizes of turned payloads."""
 
 
 ROOM = 64
-"""The elements that fit after every buffer, for what rides along (`rider.py`)."""
+"""Spare elements at the end of every buffer, for an attached digest (`rider.py`)."""
 
 AS_WRITTEN = Numbers()
-"""Lines run as they are written."""
 
 
 class Buffers:
-    """Memory that one step hands to the next, keyed by the lines' names.
-
-    `pins`: a device copies from and to what lies on the host, so that is pinned.
-    """
+    """Buffers that steps reuse, keyed by line name. `pins` pins host buffers."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._rooms: dict[int, int] = {}
-        """The bytes of each buffer that has room after it, by its place in memory."""
+        """Bytes of each buffer with spare room, by data pointer."""
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of a line, zeros at the first call. Another capture may use the name for another size."""
+        """Return a line's buffer, initially zero. Another capture may use the name with another size."""
         key = (name, elements, dtype)
         buffer = self._known.get(key)
         if buffer is None:
@@ -57,15 +53,13 @@ class Buffers:
         return buffer
 
     def like(self, name: str, value: Tensor) -> Tensor:
-        """The buffer of a line for as many elements as a value has, of its type, where it is."""
         return self.take(name, value.numel(), value.dtype, value.device)
 
     def copy(self, name: str, value: Tensor) -> Tensor:
-        """Copy a value into the buffer of a line."""
         return self.like(name, value).copy_(value)
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
-        """The value with so many elements after it, at most `ROOM`: where it lies if it is a buffer, else a copy."""
+        """Return the value with `more` elements appended, at most `ROOM`: in place if it is a buffer, else a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
             return value.as_strided((value.numel() + more,), (1,))
         copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)
@@ -75,7 +69,7 @@ class Buffers:
     def take_packed(
         self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The buffer that gradients are packed into, of a type if one is wanted, and the slot of each in it."""
+        """Return the buffer for packed gradients, in dtype `wanted` if given, and each gradient's slot in it."""
         dtype = packed_dtype(gradients, wanted)
         flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
         types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)
@@ -85,13 +79,13 @@ class Buffers:
         return flat, parts
 
     def lend(self, name: str, memory: Tensor) -> None:
-        """Let a line write into somebody else's memory, which lasts until the end of the step."""
+        """Let a line write into external memory until the end of the step."""
         if (known := self._known.get((name, memory.numel(), memory.dtype))) is not None:
             self._rooms.pop(known.data_ptr(), None)
         self._known[name, memory.numel(), memory.dtype] = memory
 
     def give_away(self, values: Sequence[Tensor]) -> None:
-        """Leave the memory that these values lie in to who has them: the next step takes other memory for its lines."""
+        """Give up these values' memory. The next step allocates other memory."""
         gone = {value.untyped_storage().data_ptr() for value in values}
         for key, buffer in list(self._known.items()):
             if buffer.untyped_storage().data_ptr() in gone:
@@ -102,7 +96,6 @@ class Buffers:
                 del self._slots[key]
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._known.clear()
         self._slots.clear()
         self._rooms.clear()

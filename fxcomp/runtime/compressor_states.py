@@ -1,4 +1,4 @@
-"""Keep what compressors remember: a tensor for each slot of a bucket, with the states of parameters' parts in order."""
+"""State of compressors: one tensor per slot of a bucket, concatenated from the states of parameters' parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fxcomp.runtime.arena import Key, Part
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The compressor of one slot on this rank, and the parts of parameters that it compresses, each with its maker.
+    """Compressor of one slot on this rank, and its parts of parameters, each with its own compressor.
 
-    `place` is this rank's number among those that compress other values for the same parts.
+    `place` is this rank's index among the ranks with different values of the same parts.
     """
 
     compressor: Compressor
@@ -33,7 +33,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class _PartState:
-    """The state of one part: what makes it, and the tensor that a compressor changes in place."""
+    """State of one part, updated in place, and its compressor."""
 
     part: Part
     compressor: Compressor
@@ -48,22 +48,21 @@ class _PartState:
 
     @property
     def label(self) -> str:
-        """Equal on all ranks that compress the same thing."""
+        """Equal on all ranks with the same state."""
         of_whom = "" if self.is_shared() else f", slot {self.slot} from {self.part.start} on, place {self.place}"
         return f"{self.name}, {self.part.length} values, key {self.key}{of_whom}"
 
     @property
     def where(self) -> tuple[str, int, int]:
-        """Tells it from all other parts of its plan."""
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
-        """All ranks must keep the same: their payloads are summed, and nothing tells ranks apart."""
+        """Return whether all ranks must have equal state: payloads are summed, and fresh state ignores the rank."""
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
     def go_on_from(self, other: _PartState) -> bool:
-        """Take over another plan's state where it is of the same stream and place; returns whether it is."""
+        """Copy another plan's state if it has the same random stream and place. Returns whether it has."""
         is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
         if not is_same or other.part.length != self.part.length:
             return False
@@ -78,7 +77,6 @@ class _PartState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The maker and size that a saved state must have to be taken over."""
         dtype = str(self.value.dtype).removeprefix("torch.")
         size, elements = self.part.length, self.value.numel()
         return {"compressor": str(self.compressor), "size": size, "elements": elements, "dtype": dtype}
@@ -88,7 +86,6 @@ class _PartState:
         return {**self.description, **at, "state": self.value.detach().clone()}
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether a saved part can go on here: of the same slot and place, made by the same."""
         wanted = {**self.description, "slot": self.slot, "start": self.part.start}
         if {key: saved.get(key) for key in wanted} != wanted:
             return False
@@ -96,9 +93,9 @@ class _PartState:
 
 
 class CompressorStates:
-    """The state of all compressors of a plan on one rank; `layout` has the slots of buckets that keep some.
+    """State of all compressors of a plan on one rank; `layout` lists the slots with state.
 
-    Streams of random bits come from `seed`, which all ranks share, and the parameter's name.
+    Random streams derive from the parameter's name and `seed`, which all ranks share.
     """
 
     def __init__(self, layout: Mapping[Key, StateLayout], device: torch.device, seed: int = 0):
@@ -115,19 +112,17 @@ class CompressorStates:
 
     @property
     def is_empty(self) -> bool:
-        """No compressor of the plan remembers anything."""
         return not self._parts
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:
-        """Return the state that the compressor of a slot reads and replaces."""
         return self._slots[bucket, slot]
 
     def shared(self) -> dict[str, Tensor]:
-        """Find all parts by their labels: what has the same label on several ranks must be the same on them."""
+        """Return all states by label. States with the same label must be equal on all ranks."""
         return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> list[str]:
-        """Go on from another plan's states of the same kind of compressor; return the labels of the rest."""
+        """Continue another plan's states where compressors match. Returns the labels of the other parts."""
         known = {part.where: part for part in other._parts}
         reset: list[str] = []
         for part in self._parts:
@@ -137,16 +132,17 @@ class CompressorStates:
         return reset
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy keyed by parameter name, each part with what made it, so that another bucketing can load it."""
+        """Return a copy by parameter name, which other buckets can load."""
         saved: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             saved.setdefault(part.name, []).append(part.saved())
         return {"compressors": saved, "compressor_layout": _fingerprint(saved)}
 
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Copy in what fits from the first of these states that has it. Other parts start from nothing.
+        """Load each part from the first matching state, and reset the other parts.
 
-        Returns by their label what was saved instead, empty where nothing is lost. Raises BadState if one is not whole.
+        Returns a description of each reset part's lost state, by label; empty if it had none. Raises BadState if a
+        saved state is incomplete.
         """
         for state in states:
             saved = state["compressors"]
@@ -169,7 +165,6 @@ class CompressorStates:
         return reset
 
     def tell(self, reset: Mapping[str, str]) -> None:
-        """Warn of what was remembered and starts from nothing."""
         changed = [found for found in reset.values() if found]
         if changed:
             warnings.warn(
@@ -180,7 +175,7 @@ class CompressorStates:
 
 
 def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
-    """Make fresh states, part by part. What is not a whole parameter of slot 0 draws from a stream of its own."""
+    """Create fresh states. Parts other than a whole parameter in slot 0 have their own random streams."""
     kept: list[_PartState] = []
     for part, maker in layout.parts:
         is_plain = layout.slot == 0 and part.is_whole
@@ -192,7 +187,6 @@ def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
 
 
 def _fingerprint(saved: Mapping[str, Any]) -> str:
-    """Of names and descriptions, in no particular order of buckets."""
     rows = sorted(
         (name, [str(part.get(key)) for key in _KEYS], part["state"].numel()) for name in saved for part in saved[name]
     )
@@ -200,4 +194,3 @@ def _fingerprint(saved: Mapping[str, Any]) -> str:
 
 
 _KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")
-"""The fields of a saved part."""

@@ -1,7 +1,6 @@
-"""Run a collective that the loss function itself asks for, such as the all_gather of a contrastive loss.
+"""Run a collective that the loss function calls, such as the all_gather of a contrastive loss.
 
-Eager code has tensors filled in place. Here `sent` goes out, and what comes back is new, one tensor for each that eager
-code would have filled; `received` says their shapes. Collectives that carry gradients are launched by `runtime.py`.
+Eager code fills tensors in place. Here new tensors in the shapes of `received` are returned.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from fxcomp.errors import StepChanged
 
 
 class ExchangeKind(Enum):
-    """A collective of torch.distributed, in its spelling."""
-
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
     REDUCE = "reduce"
@@ -36,21 +33,20 @@ class ExchangeKind(Enum):
 
 
 IN_PLACE = (ExchangeKind.ALL_REDUCE, ExchangeKind.BROADCAST, ExchangeKind.REDUCE)
-"""Collectives that overwrite their input."""
 
 
 def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Choose the tensors that eager code would fill."""
+    """Return the tensors that eager code would fill."""
     return sent if ExchangeKind(kind) in IN_PLACE else received
 
 
 def exchange(
     kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], group: str, how: str, numbers: Sequence[int]
 ) -> list[Tensor]:
-    """Communicate with a group, named as torch names it, and wait. Returns what eager code would have in its tensors.
+    """Run a collective on a group, by torch's name of the group, and return new tensors with the results.
 
-    `how` is a reduction's operation. `numbers` is a root's place in the group, or for all_to_all_single the sizes of
-    the parts that come and go.
+    `how` is the reduction. `numbers` holds the root's index in the group, or all_to_all_single's received and sent
+    sizes.
     """
     chosen, handle = ExchangeKind(kind), _group(group)
     shaped = [value.contiguous() for value in sent]
@@ -62,13 +58,12 @@ def exchange(
     return out
 
 
-_dist: Any = dist  # half of its arguments have no types
+_dist: Any = dist  # partly untyped
 
 
 def _run(
     kind: ExchangeKind, out: list[Tensor], sent: list[Tensor], group: Any, how: str, numbers: Sequence[int]
 ) -> None:
-    """Run the collective; `out` holds the tensors that it overwrites or receives."""
     match kind:
         case ExchangeKind.ALL_REDUCE:
             for value in out:
@@ -90,7 +85,7 @@ def _run(
             for part, whole in zip(out, sent, strict=True):
                 compat.reduce_scatter(part, whole, _operation(how), group=group)
         case ExchangeKind.GATHER:
-            _dist.gather(sent[0], out or None, _root(group, numbers), group)  # the root alone has a list
+            _dist.gather(sent[0], out or None, _root(group, numbers), group)  # only the root has a list
         case ExchangeKind.SCATTER:
             _dist.scatter(out[0], sent or None, _root(group, numbers), group)
         case ExchangeKind.ALL_TO_ALL:
@@ -118,5 +113,4 @@ def _operation(how: str) -> dist.ReduceOp.RedOpType:
 
 
 def _root(group: Any, numbers: Sequence[int]) -> int:
-    """The root's number among all ranks."""
     return _dist.get_global_rank(group, numbers[0])

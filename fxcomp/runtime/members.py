@@ -1,6 +1,6 @@
-"""The ranks that average with each other: all of the job, or those of one process group.
+"""The ranks that average with each other: the whole job, or one process group.
 
-fxcomp counts them from 0 in the group's order. torch.distributed numbers the ranks of the whole job, and so do errors.
+fxcomp numbers them from 0 in the group's order. torch.distributed and errors use job ranks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from fxcomp import compat
 from fxcomp.errors import BadCall, BadOption
 
 Levels = Mapping[str, Sequence[Sequence[int]]]
-"""The groups of ranks at each level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of a process group; every one of them has the same."""
+    """The ranks of a process group. All members have equal `numbers`."""
 
     numbers: tuple[int, ...]
-    """Of the job's ranks, in the group's order."""
+    """Job rank of each member, in the group's order."""
     place: int
-    """This rank's."""
     job_ranks: int
 
     @classmethod
     def of(cls, group: Any = None) -> Members:
-        """Read a process group, or a DeviceMesh of one dimension; None is the whole job.
+        """Read a process group or a 1-D DeviceMesh; None is the whole job.
 
-        Raises BadOption for anything else, and BadCall on a rank that is no member.
+        Raises BadOption for anything else, and BadCall if this rank is not a member.
         """
         handle = _handle(group)
         me, job_ranks = dist.get_rank(), dist.get_world_size()
@@ -54,7 +52,7 @@ class Members:
 
     @property
     def key(self) -> str:
-        """Name the group where groups of other ranks have names too; empty for the whole job."""
+        """Prefix of conversation names; empty for the whole job."""
         return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
 
     def __str__(self) -> str:
@@ -63,14 +61,14 @@ class Members:
         return f"ranks {', '.join(map(str, self.numbers))} of the job's {self.job_ranks}"
 
     def levels(self, places: Levels) -> Levels:
-        """Say by the job's numbers which ranks make groups at each level."""
+        """Map each level's groups from member indices to job ranks."""
         numbers = self.numbers
         return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
 
     def group_names(self, what: str) -> int:
-        """Return the first of 4,096 numbers that name process groups of these ranks, by what they are for.
+        """Return the first of 4,096 numbers that name process groups of these ranks, derived from `what`.
 
-        torch counts groups on each rank by itself: a rank that failed between two of them would not find the others.
+        torch's own counter no longer matches if a rank failed between two groups.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12

@@ -1,4 +1,4 @@
-"""Run the small operators of an emitted step's own lines: packing, rolling back, random generators."""
+"""Small operators of an emitted step: packing, rolling back, and random generators."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _torch = cast("Any", torch)  # partly untyped
 
 
 def turn(payloads: Tensor, outer: int, sizes: Sequence[int], buffer: Callable[[Tensor], Tensor]) -> Tensor:
-    """Put so many rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1.
+    """Transpose `outer` rows of parts to part-major order: all rows of part 0, then all of part 1.
 
-    `buffer` gives memory for as much as it is given.
+    `buffer` allocates memory like its argument.
     """
     out = buffer(payloads)
     parts = torch.split(payloads.view(outer, -1), list(sizes), dim=1)
@@ -33,13 +33,13 @@ def keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> None:
-    """Make a residual what it was before the bucket was added and the own payload taken off; `own` is overwritten."""
+    """Restore a residual from before the bucket was added and the payload subtracted. Overwrites `own`."""
     before = own.add_(residual).sub_(bucket)
     torch.where(before.isfinite(), before, residual, out=residual)
 
 
 def all_finite(values: Sequence[Tensor]) -> bool:
-    """Return whether values are finite. What lies on a device is read once: each read waits for it."""
+    """Return whether all values are finite. Synchronises with the device once."""
     there = [value for value in values if value.device.type != "cpu" and value.numel()]
     is_finite_here = all(_is_finite(value) for value in values if value.device.type == "cpu")
     if not there:
@@ -49,7 +49,7 @@ def all_finite(values: Sequence[Tensor]) -> bool:
 
 
 def not_finite_too(flag: Tensor | None, value: Tensor) -> Tensor:
-    """Set a flag, uint8[1], where a value is not finite, in one reading on its device; no flag stands for 0."""
+    """Return a flag, uint8[1]: 1 if `flag` is set or the value is not finite. Reads the value once."""
     seen = (~torch.isfinite(torch.stack(torch.aminmax(value))).all()).to(torch.uint8).view(1)
     return seen if flag is None else flag | seen
 
@@ -61,12 +61,10 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def rng_state(device: torch.device | str) -> Tensor:
-    """Copy the state of a device's default generator, as bytes on the CPU, to draw the same numbers again."""
     return torch.get_rng_state() if torch.device(device).type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def set_rng_state(state: Tensor, device: torch.device | str) -> None:
-    """Let the default generator of a device go on from a state."""
     if torch.device(device).type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -74,7 +72,6 @@ def set_rng_state(state: Tensor, device: torch.device | str) -> None:
 
 
 def seed_rng(seed: int, device: torch.device | str) -> None:
-    """Let the default generator of a device begin again with a seed."""
     named = torch.device(device)
     generator = torch.default_generator if named.type == "cpu" else torch.cuda.default_generators[named.index]
     generator.manual_seed(seed)
@@ -84,7 +81,7 @@ _AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def packed_dtype(values: Sequence[Tensor], wanted: torch.dtype | None = None) -> torch.dtype:
-    """Choose the buffer's type, unless one is wanted: numbers of one floating type as that, all else as bytes."""
+    """Return the buffer's dtype: `wanted`, else the values' common floating dtype, else uint8."""
     first = values[0].dtype
     if wanted is not None:
         return wanted
@@ -92,7 +89,6 @@ def packed_dtype(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[int]:
-    """Count the elements of the flat buffer that each tensor takes."""
     if wanted is not None:
         return [value.numel() for value in values]
     size = packed_dtype(values).itemsize
@@ -100,9 +96,9 @@ def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[Tensor]:
-    """View the parts of a flat buffer in the tensors' shapes, and types if none is wanted.
+    """View the parts of a flat buffer in the tensors' shapes, and in dtype `wanted` or their own.
 
-    Wider types must come first, to be aligned.
+    Wider dtypes must come first, for alignment.
     """
     sizes = packed_sizes(values, wanted)
     ends = itertools.accumulate(sizes)
@@ -111,16 +107,16 @@ def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = N
 
 
 LARGE = 1 << 21
-"""Elements from which a second pass over memory takes longer than starting an operator (assumed: 2.8 TB/s, 5 µs)."""
+"""Elements from which a second pass over memory costs more than a launch (assumed: 2.8 TB/s, 5 µs)."""
 
 
 def copy_scaled(
     values: Sequence[Tensor], scale: float, out: Sequence[Tensor], flat: Tensor, factor: Tensor | None = None
 ) -> None:
-    """Write each value times `scale`, and times a live factor if there is one, into its place of a flat buffer.
+    """Write each value, times `scale` and an optional `factor`, to its place in a flat buffer.
 
-    A device is handed one operator for all values that lie as their places do, and one for the product. Where there is
-    a product, large values are multiplied into their places, each by itself: that passes over memory once.
+    A device gets one operator to copy all values with the layout of their places, and one for the product. Large values
+    are instead multiplied into their places, in one pass over memory.
     """
     whole = None if factor is None else factor * scale
     is_scaled = whole is not None or scale != 1.0
@@ -140,14 +136,14 @@ def copy_scaled(
     for value, place in zip(values, out, strict=True):
         if not is_scaled:
             place.copy_(value)
-        elif value.dtype is not place.dtype:  # a product in the narrower type would be rounded to it
+        elif value.dtype is not place.dtype:  # a product in the narrower dtype would be rounded
             place.copy_(value).mul_(scale if whole is None else whole)
         else:
             torch.mul(value, scale if whole is None else whole, out=place)
 
 
 def copy_at_once(values: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Copy lists of one type each, and those that lie otherwise than their places one by one, as a list would all."""
+    """Copy values, batched by dtype; values with other strides are copied one by one."""
     lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for value, place in zip(values, out, strict=True):
         if value.stride() == place.stride():

@@ -1,11 +1,10 @@
-"""Send 32 bits along with collectives that are sent anyway, and find out whether they are the same on all ranks.
+"""Attach a 32-bit digest to collectives of the step, and check that it is equal on all ranks.
 
-    all_reduce   [ values | bits, their complements ]    a bit that is not the same everywhere leaves both above 0
-    all_gather   [ payload | digest ]                    each rank's own, after its own part
+    all_reduce   [ values | bits, their complements ]    a bit that differs leaves both sums above 0
+    all_gather   [ payload | digest ]                    each rank's digest follows its part
 
-Buffers of lines have room after them, so an all_reduce takes its bits along without a copy. A gather's parts arrive
-one after the other and are put together again without the digests, which copies them: a small one is chosen to carry,
-by `codegen/program.py`.
+Line buffers have spare room, so an all_reduce needs no copy. Removing the digests copies a gather's payloads, so
+`codegen/program.py` picks a small gather.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ BITS = 32
 assert 2 * BITS <= ROOM, "the bits and their complements fit after every buffer"
 
 _BOTH = Struct("<II")
-"""32 bits and their complements."""
 
 DIGEST_BYTES = _BOTH.size
 
 LATE = 2
-"""So many steps after it was sent a digest from a device is judged, on all ranks: the host waits for nothing new."""
+"""Steps until a device's digest is checked, on all ranks, so that the host does not wait."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -44,26 +42,25 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True)
 class Rider:
-    """A digest of what must be the same on all ranks."""
+    """Digest of state that must be equal on all ranks."""
 
     differs: Callable[[str, int], object]
-    """Called with the level at which it was found not to be the same, and how many steps later."""
+    """Called with the level at which digests differ, and the delay in steps."""
     digest: int = 0
     carriers: frozenset[str] = frozenset()
-    """The running program's lines that carry it."""
+    """Lines of the running program that carry the digest."""
     _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
-    """The bits and their complements; `_sent` has them as a tensor of the same memory, and copies on devices."""
+    """Bits and complements. `_sent` holds a tensor of the same memory, and device copies."""
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
     _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
     _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    """The digest that arrives where all are the same, by line."""
+    """Received digest if all ranks agree, by line."""
     _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
     _step: int = 0
     _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])
-    """Digests that arrived on a device: the step, its copy on the host, and the event after it."""
+    """Digests received on a device: step, launch, host copy, and the event after the copy."""
 
     def carry(self, digest: int) -> None:
-        """Take another digest along from now on."""
         self.digest = digest
         raw = np.frombuffer(_BOTH.pack(digest, ~digest & 0xFFFFFFFF), np.uint8)
         self._bytes[:], self._bits[:] = raw, np.unpackbits(raw)
@@ -72,13 +69,12 @@ class Rider:
             del self._sent[key]
 
     def start(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
-        """Start a collective that takes the digest along."""
         if launch.kind == "all_reduce":
             return self._reduced(memory, launch, value, transport)
         return self._gathered(memory, launch, value, transport)
 
     def begin(self, carriers: frozenset[str]) -> None:
-        """Begin a step in which these lines carry; judge what has come from a device since."""
+        """Begin a step with these carriers, and check the device digests that are due."""
         self._step += 1
         if carriers is not self.carriers:
             self.carriers = carriers
@@ -97,7 +93,6 @@ class Rider:
         return Flight(launch, whole[:elements], work, lambda: self._arrived(launch, tail))
 
     def _gathered(self, memory: Buffers, launch: Launch, value: Tensor, transport: Transport) -> Flight:
-        """Send bytes, of whatever type: what is in them is not looked at."""
         views = self._views.get(launch.name)
         if views is None or not views.are_of(launch, value):
             views = _Views.of(memory, launch, value)
@@ -115,9 +110,9 @@ class Rider:
         return Flight(launch, views.together.view(value.dtype), work, arrived)
 
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
-        key = len(what), device, compat.stream_of(device)  # no other stream waits for the copy
+        key = len(what), device, compat.stream_of(device)  # other streams do not wait for the copy
         if key not in self._sent:
-            self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # on the host it is the same memory
+            self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # the same memory on the host
         return self._sent[key]
 
     def _arrived(self, launch: Launch, tail: Tensor) -> None:
@@ -149,16 +144,14 @@ def _listed(tail: Tensor) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The memory of a gather that carries, in bytes. It stays as long as this does: an equal place is equal memory."""
+    """Byte buffers of a gather with digests, kept alive so that an equal address means the same memory."""
 
     launch: Launch
     whole: Tensor
-    """The payload and the digest after it."""
     tail: Tensor
     out: Tensor
     cut: tuple[int, ...]
     parts: tuple[Tensor, ...]
-    """The payloads in what arrives."""
     digests: tuple[Tensor, ...]
     together: Tensor
     is_in_place: bool
@@ -177,6 +170,5 @@ class _Views:
         return cls(launch, whole, whole[own:], out, cut, payloads, digests, together, is_in_place)
 
     def are_of(self, launch: Launch, value: Tensor) -> bool:
-        """Return whether they serve a value: where it lies, as large, and cut in the same way."""
         is_same_place = value.data_ptr() == self.whole.data_ptr()
         return is_same_place and value.nbytes + DIGEST_BYTES == len(self.whole) and launch.cut == self.launch.cut

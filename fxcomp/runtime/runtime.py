@@ -1,8 +1,7 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-The main thread plays the device, and a pool plays the host's processor: work handed over with `d2h` runs there until
-`h2d` takes it back, down to the launch on one thread, from the wait on another. Every buffer is kept from step to step.
-Nothing here knows a plan; the emitted lines say what to do. `fxcomp/graph/lines.py` lists them.
+The main thread runs lines on the compute device, and a pool runs those between `d2h` and `h2d` on the host: one thread
+up to the launch, another from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
 """
 
 from __future__ import annotations
@@ -38,31 +37,26 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Counters:
-    """Measurements of one step."""
-
     waits: Waits = field(default_factory=Waits)
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
     skipped: bool = False
-    """True if something that arrived was not finite."""
+    """True if a received value was not finite."""
 
     def count(self, kind: str, level: str, sent: int) -> None:
-        """Add the bytes of one collective."""
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
 
 
 def roll_back(residual: Tensor, own: Tensor | OnHost, bucket: Tensor | OnHost) -> None:
-    """Make a residual what it was before the bucket was added and the own payload taken off."""
     packing.roll_back(residual, value_of(own), value_of(bucket))
 
 
 def restore(state: Tensor, saved: Tensor | OnHost) -> None:
-    """Put a state back."""
     state.copy_(value_of(saved))
 
 
 class Runtime:
-    """Runs the lines of an emitted step. One for each step function: its buffers are keyed by the lines' names."""
+    """Runs the lines of an emitted step. Each step function has its own, because buffers are keyed by line name."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
@@ -71,12 +65,12 @@ class Runtime:
         self._copies = HostCopies(device)
         self.counters = Counters()
         self.gradients = LocalGradients()
-        """This rank's own, before they are sent."""
+        """This rank's gradients before communication."""
         self.complete, self.before_update = self.gradients.complete, self.gradients.before_update
         self.numbers: Numbers = AS_WRITTEN
-        """Numbers that lines take in the place of those written in them; those of the program that runs."""
+        """Overrides of the constants in the running program's lines."""
         self.rider: Rider | None = None
-        """The digest that ranks compare in the step under way, taken along by its collectives."""
+        """Digest that collectives carry, to check that ranks agree."""
         self.pool = HostPool()
         self.side = SideStream(device)
         self.aside = self.side.aside
@@ -95,10 +89,10 @@ class Runtime:
         dtype: torch.dtype | None = None,
         factor: Tensor | None = None,
     ) -> Tensor:
-        """Copy gradients into one flat bucket, scaled, of a type if one is given.
+        """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
-        `starts` says where parts of gradients begin, all 0 if empty. A live `factor` brings gradients into the unit of
-        what is owed, which it leaves alone.
+        `starts` holds the first element of each gradient part; empty means all 0. `factor` scales gradients, but not
+        owed ones.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
@@ -107,16 +101,16 @@ class Runtime:
         return flat
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Give a bucket's values another type: compressors take fp32, and dense values travel as gradients are."""
+        """Cast a bucket: compressors take fp32, dense values travel in the gradients' dtype."""
         return self.buffers.take(name, value.numel(), dtype, value.device).copy_(value)
 
     def in_place(self, flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
-        """Take a bucket where it lies, and scale it there."""
+        """Scale a slice of a flat buffer in place and return it."""
         value = flat[start:stop]
         return value if scale == 1.0 else value.mul_(scale)
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
-        """Put rows of parts of these sizes in the parts' order."""
+        """Transpose rows of parts to part-major order; `sizes` are the parts' elements."""
         sizes = self.numbers.sizes.get(name, sizes)
         buffer = functools.partial(self.buffers.like, name)
         return self.pool.after(packing.turn, payloads, outer, sizes, buffer)
@@ -131,7 +125,7 @@ class Runtime:
         *,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """Make the proposal that ranks reduce to an agreement before they compress."""
+        """Compute the proposal that ranks reduce to an agreement before they compress."""
         compressor = self.numbers.compressors.get(name, compressor)
 
         def run(value: Tensor) -> Tensor:
@@ -153,7 +147,7 @@ class Runtime:
         state: Tensor | None = None,
         agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
-        """Fill a payload, or one for each piece; residual and state change in place."""
+        """Fill a payload, piece by piece. Updates `residual` and `state` in place."""
         compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
 
@@ -169,10 +163,10 @@ class Runtime:
     def launch(
         self, name: str, kind: str, value: Tensor | OnHost, cut: Cut, level: str, how: str = "sum"
     ) -> Flight | Future[Flight]:
-        """Start a collective and return at once.
+        """Start a collective without waiting for it.
 
-        `cut` says which part each rank owns (`runtime/transfers.py`); it is 1 for an all_reduce and a broadcast in
-        place. `how` is what an all_reduce makes of the ranks' values: sum, avg or max.
+        `cut` gives each rank's part (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
+        is the reduction of an all_reduce: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
@@ -182,13 +176,13 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """The collective's result; time that compute spends here is exposed communication."""
-        if isinstance(flight, Future):  # the pool launches it
+        """Wait for a collective's result. The time is exposed communication."""
+        if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Let compute wait for what has gone aside; where that waits for the network, it is exposed communication."""
+        """Make compute wait for the side stream. Network waits there count as exposed communication."""
         start = self.clock.look()
         self.side.join(*values)
         self.counters.waits.for_aside.append((start, self.clock.look()))
@@ -204,7 +198,7 @@ class Runtime:
         agreed: Tensor | OnHost | None = None,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """The mean of what the ranks' payloads stand for, flat fp32, piece by piece."""
+        """Decode the mean of the ranks' payloads, piece by piece, as flat fp32."""
         compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
         sizes = tuple(chain.from_iterable(parts))
@@ -217,16 +211,15 @@ class Runtime:
         return self.pool.after(run, payloads, agreed, on=PoolThread.ARRIVING)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
-        """Make a summed payload a compressor's next state, where it is finite."""
+        """Store a summed payload as a compressor's next state where it is finite."""
         self.pool.after(packing.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
-        """Hand a value to the host's pool."""
         buffer = functools.partial(self.buffers.take, name, value.numel(), value.dtype, CPU)
         return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
-        """Take a value back from the pool; time spent here is exposed communication."""
+        """Wait for a value from the pool. The time is exposed communication."""
 
         def take_back() -> Tensor:
             result = value.result()
@@ -236,13 +229,13 @@ class Runtime:
         return self._exposed(take_back)
 
     def save(self, name: str, value: Tensor | OnHost) -> Tensor | OnHost:
-        """Copy what will be overwritten."""
+        """Copy a value that will be overwritten."""
         return self.pool.after(functools.partial(self.buffers.copy, name), value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Return whether parameters may change. Every rank sees the same values, and so finds the same.
+        """Return whether all values are finite, so that parameters may change; the same on every rank.
 
-        Where they may not, what the pool has changed is taken back, so the pool has come to its end.
+        If not, wait for the pool, whose changes will be rolled back.
         """
         self.counters.skipped = not packing.all_finite(values)
         if self.counters.skipped:
@@ -250,7 +243,7 @@ class Runtime:
         return not self.counters.skipped
 
     def exchange(self, operator: Callable[..., T], *arguments: Any) -> T:
-        """Run a collective of the loss function's own; time spent here is exposed communication."""
+        """Run a collective of the loss function. Its time is exposed communication."""
         return self._exposed(lambda: operator(*arguments))
 
     roll_back, restore = staticmethod(roll_back), staticmethod(restore)
@@ -258,19 +251,18 @@ class Runtime:
     set_rng_state = staticmethod(packing.set_rng_state)
     seed_rng = staticmethod(packing.seed_rng)
 
-    # Beneath the lines
+    # Other methods
 
     def take_counters(self) -> Counters:
-        """Return what was counted since the last call."""
         counted, self.counters = self.counters, Counters()
         return counted
 
     def finish(self) -> None:
-        """Wait until the pool has done all of a step, and raise what was raised there."""
+        """Wait until the pool has finished the step, and raise its first error."""
         self.pool.finish()
 
     def settle(self) -> None:
-        """Bring a step to its end that all ranks have left at the same line: nothing of it goes on afterwards."""
+        """Wait for everything in flight after all ranks left the step at the same line."""
         self.pool.wait()
         self.transport.settle()
         self.pool.settle()
@@ -278,22 +270,20 @@ class Runtime:
         self.take_counters()
 
     def drop(self) -> None:
-        """Abandon a step that raised: what still runs of it touches nothing that is used again."""
+        """Abandon a step that raised. Its unfinished work touches no buffer that is used again."""
         self.pool.drop()
         self.forget_buffers()
         self.take_counters()
 
     def forget_buffers(self) -> None:
-        """Give back the memory of lines that will not run again. No line may be running."""
+        """Free the buffers. No line may be running."""
         self.side.meet()
         self.buffers.clear()
 
     def close(self) -> None:
-        """End the pool's threads."""
         self.pool.close()
 
     def _exposed(self, work: Callable[[], T]) -> T:
-        """Do what stands still for the network, and count for how long."""
         waits = self.counters.waits
         start = self.clock.look()
         result = work()

@@ -1,13 +1,12 @@
-"""Say what travels between the ranks of a group, and how much of it each rank owns.
+"""Patterns of collectives, and the number of elements that each rank owns.
 
-    pattern          a rank brings                        and gets
+    pattern          input of a rank                      output
     all_gather       its own part                         all parts, in rank order
-    all_to_all       a part for each rank, in rank order  its own part as each rank has it, in rank order
+    all_to_all       a part for each rank, in rank order  its own part from each rank, in rank order
     reduce_scatter   a part for each rank, in rank order  its own part, summed over the ranks
 
-A *cut* counts the elements that each rank of the group owns, in rank order: (5, 3, 0), or an int for so many equal
-parts. Where the first rank owns everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather
-and a reduce.
+A *cut* lists each rank's elements in rank order, (5, 3, 0), or is a number of equal parts. If the first rank owns
+everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather and a reduce.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ Cut = tuple[int, ...] | int
 
 
 class Pattern(Enum):
-    """A way of parts between ranks."""
-
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
     REDUCE_SCATTER = "reduce_scatter"
 
     def parts(self, cut: Cut, brought: int) -> tuple[int, ...]:
-        """Count the elements that each rank owns where a rank brings so many."""
+        """Return each rank's number of elements, given an input of `brought` elements."""
         if isinstance(cut, tuple):
             return cut
         if self is Pattern.ALL_GATHER:
@@ -44,7 +41,7 @@ class Pattern(Enum):
         return (brought // cut,) * cut
 
     def elements(self, parts: tuple[int, ...], place: int) -> tuple[int, int]:
-        """Count what the rank at this place of the group brings, and what it gets."""
+        """Return the input and output elements of the rank at `place`."""
         own, whole = parts[place], sum(parts)
         match self:
             case Pattern.ALL_GATHER:
@@ -66,7 +63,7 @@ _PATTERNS = {
 
 
 def pattern_of(kind: str) -> Pattern:
-    """Return the pattern of a kind of collective that leaves its input as it is."""
+    """Return the pattern of a collective that does not overwrite its input."""
     assert kind in _PATTERNS, f"unknown collective {kind!r}: there are all_reduce, {', '.join(_PATTERNS)}"
     return _PATTERNS[kind]
 
@@ -78,7 +75,7 @@ def from_first(elements: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective of parts: its input and output, both flat, and who takes part. The input must last until its end."""
+    """A collective of parts, with flat input and output. The input must live until the end."""
 
     pattern: Pattern
     value: Tensor
@@ -87,10 +84,10 @@ class Transfer:
     level: str
     lane: str = "main"
     memory: Callable[[int], Tensor] | None = None
-    """Gives a reduce_scatter memory for so many elements, which lasts until its end; without it, new memory is made."""
+    """Allocates reduce_scatter's scratch memory, which must live until the end; by default new memory."""
 
     def parts(self, place: int, ranks: int | None = None) -> tuple[int, ...]:
-        """Count the elements that each rank owns. Raises BadTensor where the tensors do not fit."""
+        """Return each rank's number of elements. Raises BadTensor if the tensors do not match."""
         name = f"{self.pattern.value}@{self.level}"
         parts = self.pattern.parts(self.cut, self.value.numel())
         if ranks is not None and len(parts) != ranks:
@@ -104,7 +101,7 @@ class Transfer:
         if self.value.dtype != self.out.dtype:
             raise BadTensor(f"{name} has {self.value.dtype} going in and {self.out.dtype} coming out.")
         if self._shares_storage:
-            # gloo would send from and receive into the same memory at once, and say nothing.
+            # gloo would send from and receive into the same memory without an error.
             raise BadTensor(f"input and output of {name} share their storage.\n  Give the output memory of its own.")
         return parts
 

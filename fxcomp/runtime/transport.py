@@ -1,7 +1,4 @@
-"""Move payloads between ranks: collectives over process groups, or none at all.
-
-A line's collective is started by `Launch` and waited for by its `Flight`; errors say which line's it was.
-"""
+"""Collectives over process groups, or without a network. `Launch` starts a line's collective, `Flight` waits for it."""
 
 from __future__ import annotations
 
@@ -26,39 +23,38 @@ _dist = cast("Any", dist)  # partly untyped
 
 
 class Transport(Protocol):
-    """A network as the runtime uses it. `level` is intra, inter or world; `lane` is main, or pool for offloads."""
+    """The runtime's network. `level` is intra, inter or world; `lane` is main, or pool for offloaded work."""
 
     def place(self, level: str) -> int:
-        """Return this rank's place in its group, whose first rank has place 0."""
+        """Return this rank's index in its group."""
         ...
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
-        """Make `value` its sum over the ranks, or with `how` "avg" or "max" the mean or the largest, in place."""
+        """Reduce `value` over the ranks in place; `how` is "sum", "avg" or "max"."""
         ...
 
     def broadcast(self, value: Tensor, source: int, level: str, lane: str) -> Work:
-        """Give every rank rank `source`'s `value`, in place."""
+        """Broadcast `value` from rank `source`, in place."""
         ...
 
     def start(self, transfer: Transfer) -> Work:
-        """Hand parts to the ranks that they are for, in the transfer's pattern; sums are added up in rank order."""
+        """Start a transfer. Reductions sum in rank order."""
         ...
 
     def settle(self) -> None:
-        """Wait for what nobody has waited for, where every rank has launched it."""
+        """Wait for every collective in flight. All ranks must have launched them."""
         ...
 
 
 class Groups:
     """Collectives over torch.distributed process groups, one for each level and lane.
 
-    A lane has a group of its own because another thread issues its collectives: order holds only within a group.
+    Lanes launch from different threads, and order is defined only within a group.
     """
 
     def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
         self._groups = dict(groups)
         self.numbers = numbers
-        """The job's, of all ranks."""
         if groups:
             _open.add(self)
 
@@ -71,11 +67,10 @@ class Groups:
         members: Members | None = None,
         name: int | None = None,
     ) -> Groups:
-        """Make the groups; every member calls this with the same arguments.
+        """Create the groups. Every member calls it with the same arguments.
 
-        `levels` lists a level's groups of ranks, by the job's numbers; the first one is named by `name`. At the levels
-        in `direct`, an all_gather may send every payload straight to each rank: right where no two ranks share a link,
-        for there a ring would send fewer bytes over it.
+        `levels` lists each level's groups, in job ranks; `name` numbers the first one. At the levels in `direct`, an
+        all_gather may send payloads straight to each rank. Where ranks share a link, a ring sends fewer bytes.
         """
         mine: dict[tuple[str, str], Group] = {}
         members = members or Members.of()
@@ -127,65 +122,62 @@ class Groups:
         return tuple(dict.fromkeys(lane for _, lane in self._groups))
 
     def group(self, level: str, lane: str) -> tuple[Any, tuple[int, ...]]:
-        """The process group itself and its ranks, for collectives that no step contains."""
+        """Return the process group and its ranks, for collectives outside any step."""
         found = self._groups[level, lane]
         return found.live, found.ranks
 
     def add(self, other: Groups) -> None:
-        """Take in other groups, in the place of those of the same level and lane."""
         _open.add(self)
         self._groups.update(other._groups)
         self.numbers = other.numbers
 
     @property
     def nccl_devices(self) -> set[str]:
-        """The types of devices whose collectives run over NCCL."""
         backends = [group.backends for group in self._groups.values()]
         return {device for each in backends for device, name in each.items() if name == "nccl"}
 
     @property
     def is_idle(self) -> bool:
-        """True if every collective that was launched has been waited for."""
+        """True if every launched collective has been waited for."""
         return not any(group.under_way for group in self._groups.values())
 
     def settle(self) -> None:
-        """Wait for what nobody has waited for, where every rank has launched it."""
         for group in self._groups.values():
             for flying in list(group.under_way):
                 flying.wait()
 
     def give_up(self) -> None:
-        """Close the groups' connections: other ranks that wait, or will, in one of them get an error at once.
+        """Close the groups' connections, so that ranks that wait in them get an error at once.
 
-        Whatever is under way here may go on until the others have noticed; nobody waits for it.
+        This rank's collectives may continue until the other ranks notice.
         """
         _open.discard(self)
         handles = [group.give_up() for group in self._groups.values() if group.handle is not None]
         compat.destroy_groups(handles)
 
     def give_back(self) -> None:
-        """Leave the groups to be closed later: their last collective may be under way on a device or another rank."""
+        """Close the groups later: their last collective may still run on a device or another rank."""
         world = compat.world()
         if world is None or not self.is_idle:
             self.give_up()
         elif self in _open and self not in _given_back:
             _given_back[self] = weakref.finalize(world, self.give_up)
-            # Not at the end of a job: its connections end with it, and what would close them may be gone before them.
+            # Not at exit: connections end with the process, and modules needed to close them may be gone.
             _given_back[self].atexit = False
 
 
 _open = weakref.WeakSet[Groups]()
 _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
-"""Each closes its groups, when the same ranks make groups again or when the default process group is destroyed."""
+"""Finalizers that close groups when the same ranks create new ones, or when the default process group is destroyed."""
 
 
 def given_back(members: Members) -> list[Callable[[], object]]:
-    """Take the groups of these ranks that no step needs any more, each as what closes it.
+    """Take the closers of these ranks' unused groups.
 
-    Close them once all members have called this: then no collective of theirs is under way on any device.
+    Call them after all members have called this function. Then no device runs their collectives.
     """
     if _open:
-        gc.collect()  # a step that is not used any more may still have its groups, if it is part of a cycle
+        gc.collect()  # an unused step in a reference cycle may still hold its groups
     taken = [groups for groups in list(_given_back) if set(groups.numbers) <= set(members.numbers)]
     for device in {device for groups in taken for device in groups.nccl_devices}:
         compat.synchronize(torch.device(device))
@@ -220,9 +212,9 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
-    """Sum parts in rank order, or by the backend's own collective in an order of its own.
+    """Sum parts in rank order, or with the backend's reduce-scatter in its own order.
 
-    No rank's bits depend on that order: one rank alone sums a part, and the others are sent its sum. gloo's
+    Ranks cannot differ in either case: one rank sums each part and sends the sum to the others. gloo's
     reduce_scatter is a whole all_reduce: 24 ms against 10 here, for 8 MiB from each of two ranks (2026-11).
     """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
@@ -230,7 +222,7 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
     root = None if is_even or not is_summed else _root(group, value, parts)
     if root is not None:
         if group.place == root:
-            value = out.copy_(value)  # what the others bring stays as it is
+            value = out.copy_(value)  # NCCL leaves the other ranks' inputs unchanged
         return group.start(_dist.reduce, value, group.ranks[root])
     if value.device.type != "cpu" and is_even and is_summed:
         return group.start(compat.reduce_scatter, out, value)
@@ -244,22 +236,21 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
     if value.device.type != "cpu":
         return _dealt(group, _as_bytes(value), _as_bytes(arrived), (parts, (out.numel(),) * len(parts)), finish)
     sent = torch.split_with_sizes(value, parts)
-    terms[group.place] = sent[group.place]  # what stays here need not be copied
+    terms[group.place] = sent[group.place]  # the local part needs no copy
     return group.exchange([*map(_as_bytes, sent)], [*map(_as_bytes, terms)], finish)
 
 
 def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
-    """Return the place of the only rank that owns anything, where the backend has a collective for it.
+    """Return the place of the only rank that owns elements, if the backend has a rooted collective.
 
-    NCCL passes bytes on from rank to rank, so the root's link carries them once. gloo's reduce would overwrite what
-    ranks bring.
+    NCCL forwards bytes, so the root's link carries them once. gloo's reduce would overwrite inputs.
     """
     owners = [place for place, own in enumerate(parts) if own]
     return owners[0] if len(owners) == 1 and group.is_over_nccl(value.device) else None
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Make `out` the sum of the ranks' parts, in rank order. Floats narrower than fp32 are added in fp32."""
+    """Sum the ranks' parts into `out`, in rank order. Floats narrower than fp32 accumulate in fp32."""
     first, *others = parts
     if out.is_floating_point() and out.element_size() < 4:
         total = first.to(torch.float32, copy=True)
@@ -281,13 +272,13 @@ def _dealt(
     sizes: tuple[Sequence[int], Sequence[int]],
     finish: Callable[[], object] | None = None,
 ) -> Work:
-    """Do it by the backend's own collective; `sizes` are of the parts that go to each rank, and come from each."""
+    """Run the backend's all_to_all; `sizes` are the elements sent to and received from each rank."""
     going, coming = map(list, sizes)
     return group.start(_dist.all_to_all_single, out, value, coming, going, finish=finish)
 
 
 def _as_bytes(value: Tensor) -> Tensor:
-    """View a tensor as what every backend moves, flat: gloo does not know float8."""
+    """View a tensor flat, and as bytes if float8, which gloo does not support."""
     flat = value.view(-1)
     return flat.view(torch.uint8) if _is_float8(flat) else flat
 
@@ -297,10 +288,9 @@ def _is_float8(value: Tensor) -> bool:
 
 
 class NullTransport:
-    """No network: every collective ends at once, with this rank's own values in the shapes that it would have.
+    """Transport without a network, for timing: collectives finish at once with this rank's own values.
 
-    What a step costs without communication is measured with it. It stands in for `network`, if given, whose groups say
-    which parts are this rank's.
+    It takes its places from `network`, if given.
     """
 
     def __init__(self, network: Transport | None = None) -> None:
@@ -316,10 +306,10 @@ class NullTransport:
         return Done()
 
     def start(self, transfer: Transfer) -> Work:
-        """Hand out this rank's own part; a gather repeats it. Parts of other sizes stay what they are.
+        """Copy this rank's part to all output parts of its size.
 
-        So there are the payloads that a step over the network left there, or the zeros of a new buffer. Some decoders
-        refuse zeros (top-k, which names every place once): run such a step over the network first.
+        Other parts keep an earlier step's payloads, or zeros in a new buffer, which some decoders reject (top-k needs
+        distinct indices): run a step over the network first.
         """
         place = self.place(transfer.level)
         parts = transfer.parts(place)
@@ -338,26 +328,21 @@ class NullTransport:
 
 
 Take = Callable[[str, int, torch.dtype, torch.device], Tensor]
-"""Gives the buffer of a name, with so many elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A collective as its line asks for it."""
-
     name: str
-    """The line's name, which holds the bucket's number: `all_gather_3_int4`."""
+    """Name of the line, with the bucket's number: `all_gather_3_int4`."""
     kind: str
     cut: Cut
-    """The part of each rank; 1 for an all_reduce, and for a broadcast that overwrites its input."""
     level: str
     how: str
     lane: str
     rides: Callable[[Launch, Tensor, Transport], Flight] | None = None
-    """Starts it where something rides along (`runtime/rider.py`)."""
+    """Starts the collective with a digest attached (`runtime/rider.py`)."""
 
     def start(self, value: Tensor, transport: Transport, take: Take) -> Flight:
-        """Start it and return at once."""
         try:
             if self.rides is not None:
                 return self.rides(self, value, transport)
@@ -382,7 +367,6 @@ class Launch:
         return out, transport.start(Transfer(pattern, value, out, self.cut, self.level, self.lane, memory))
 
     def told(self, lost: LostTouch) -> LostTouch:
-        """Say what did not end: the collective, its bucket and its line."""
         number = re.search(r"_(\d+)", self.name.removeprefix(self.kind))
         bucket = f" of bucket {number[1]}" if number else ""
         return LostTouch(f"{self.kind}@{self.level}{bucket} did not end (line {self.name}): {lost}")
@@ -390,7 +374,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A collective under way; `output` is valid once `work` is done, and `arrived`, if there is one, was called."""
+    """A collective in flight. `output` is valid after `work` and `arrived`, if set."""
 
     launch: Launch
     output: Tensor
@@ -398,7 +382,6 @@ class Flight:
     arrived: Callable[[], None] | None = None
 
     def finish(self) -> Tensor:
-        """Wait for the result."""
         try:
             self.work.wait()
         except LostTouch as lost:

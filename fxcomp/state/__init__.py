@@ -1,1 +1,1 @@
-"""Keep what lasts from step to step: residuals, compressors' memory; feed, hand over and save it."""
+"""State that lasts from step to step: residuals and compressor states."""

@@ -1,11 +1,11 @@
-"""Turn a rank's state into plain tensors under names that no other rank uses, and back.
+"""Convert a rank's state to plain tensors under names unique to the rank, and back.
 
     {"rank": 1, "steps": 7, "residuals": {"a": [{"values": tensor, "start": 0}]}}
  -->
     {"rank1.residuals.a.0.values": tensor, "rank1.about": tensor of uint8}
 
-Checkpoint libraries that deduplicate equal names over ranks keep all of them, and nothing has to be pickled. `about`
-is JSON: the state without its tensors, which stand there by name.
+Checkpoint libraries that deduplicate names over ranks keep all of them, without pickle. `about` is the state as JSON,
+with tensors replaced by names.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 
 PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
-"""Parts of a saved state: the plan in force, the factor of the loss that it is in the unit of, and the states of the
-default random generators."""
+"""Parts of a saved state: the current plan, the loss scale of its unit, and the default random generators' states."""
 
 NOTHING_YET = "nothing yet"
-"""The only part of a state that was saved before anything could be owed. Where a library fills in the state that it
-finds, it does not fit another one, so a library that would lose that one says so."""
+"""Only entry of a state saved before any gradient. In-place loading then raises instead of losing another state."""
 
 _STORED = "stored under"
-"""The key in `about` that stands for a tensor."""
+"""Key in `about` that marks a tensor."""
 
 _NAME = re.compile(r"rank(\d+)\.(.+)")
 
 
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
-    """Name every tensor of a rank's state by its rank and its place in the state.
+    """Name every tensor of a rank's state by rank and path in the state.
 
-    `rank` is the job's number of a rank that counts itself among the ranks of a group.
+    `rank` is the job rank, if the state's own is relative to a group.
     """
     tensors: dict[str, Tensor] = {}
     about = _without_tensors(state, "", tensors)
@@ -51,7 +49,6 @@ def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, T
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """Replace tensors by their names, and collect them."""
     if isinstance(value, Tensor):
         assert place not in tensors, f"two tensors of a state are named {place!r}"
         tensors[place] = value.detach().contiguous()
@@ -76,10 +73,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def states_of(given: Any) -> list[Any]:
-    """List the states in what a rank was given: states, tensors of one or several of them, or a list of these.
-
-    Raises BadState where tensors are not all there.
-    """
+    """Return the states in `given` (states, their tensors, or a list). Raises BadState if tensors are missing."""
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
@@ -95,7 +89,7 @@ def _names(given: Any) -> list[str]:
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
-    """List the ranks whose states these tensors belong to; none, if they are of something else."""
+    """Return the ranks that saved these tensors; none for other tensors."""
     found = [_NAME.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in found if match is not None})
 
@@ -123,9 +117,9 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Read the plan that was followed, or warmed up for, when `saved` was; None if nothing says it.
+    """Return the plan that was followed, or warmed up for, in a `saved` state or checkpoint; None if there is none.
 
-    It is what `state_dict` or `checkpoint` returned. Raises BadState.
+    Raises BadState.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
@@ -137,19 +131,19 @@ def saved_plan(saved: Any) -> Plan | None:
     return Plan.from_json(plans[0]) if plans else None
 
 
-# A folder of torch.distributed.checkpoint
+# torch.distributed.checkpoint
 
 
 def read_checkpoint(
     folder: str | Path, under: str = "step", *, rank: int | None = None, ranks: int | None = None
 ) -> dict[str, Tensor]:
-    """Read this rank's part of what `dcp.save({under: step.checkpoint(), ...})` wrote into a `folder`.
+    """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `under` is the key there. Of r `ranks`, `rank` i, by default those of the process group, reads what the ranks i, i +
-    r, i + 2r, ... saved, so that each state is read once. Give the result to `load_state_dict`; it is empty on a rank
-    for which nothing was saved. No rank waits for another. Raises BadState.
+    `under` is the key there. `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r,
+    ..., so that each state is read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank
+    waits for another. Raises BadState.
     """
-    # imported here: it takes a third of a second, which steps without checkpoints need not pay
+    # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
@@ -179,7 +173,7 @@ def read_checkpoint(
         about = kept[f"{under}.{name}"]
         if name.split(".")[0] in mine and isinstance(about, TensorStorageMetadata):
             room[name] = torch.empty(about.size, dtype=about.properties.dtype)
-    with warnings.catch_warnings():  # DCP warns of what `no_dist` asks for
+    with warnings.catch_warnings():  # DCP warns of `no_dist`
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         if room:
             load({under: room}, checkpoint_id=folder, no_dist=True)
@@ -190,7 +184,6 @@ def read_checkpoint(
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
-    """Copy the states of the default generators: that of the CPU, and that of this rank's device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -198,7 +191,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Sequence[Any], rank: int, ranks: int, device: torch.device) -> None:
-    """Set the default generators to where this rank of as many left them, if one of these states says so."""
+    """Restore the default generators if the same rank of equally many ranks saved a state."""
     for state in states:
         if GENERATORS in state and (state["rank"], state["ranks"]) == (rank, ranks):
             torch.set_rng_state(state[GENERATORS]["cpu"].cpu())

@@ -1,7 +1,4 @@
-"""Keep the state of gradients on one rank: what compression left out, and compressors' memory.
-
-Its layout follows from plan and cluster: a slot for each time that a strategy compresses.
-"""
+"""State of gradients on one rank, by plan and cluster: residuals of compression, and states of compressors."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ def residual_layout(
     feedback: ErrorFeedback = CLASSIC,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[Key, SlotLayout]:
-    """Lay out residuals, for each slot that is fed back: the rest needs none.
+    """Return the layout of residuals, for each slot with error feedback.
 
-    Only buckets that end as shards ask for the shapes of parameters: they are cut by rows.
+    `shapes` are needed only for buckets that end as shards, which are cut by rows.
     """
     found: dict[Key, SlotLayout] = {}
     for number, bucket, whole in _buckets(plan):
@@ -61,7 +58,6 @@ def residual_layout(
 def state_layout(
     plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster, rank: int
 ) -> dict[Key, StateLayout]:
-    """Lay out what compressors remember, for each slot whose compressor remembers something."""
     layout: dict[Key, StateLayout] = {}
     for number, bucket, parts in _buckets(plan):
         if not any(compressor.has_state for compressor in bucket.strategy.compressors):
@@ -77,13 +73,13 @@ def state_layout(
 
 
 def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
-    """Bind the compressor of a slot to each part: it knows the parameters here that are not empty, by their order."""
+    """Bind a slot's compressor to each part, by the index of its parameter among the parts."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 
 
 def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[Part, ...]:
-    """List the parts of a bucket whose parameters are cut by rows; some reach beyond their parameter's end."""
+    """Return the parts of a bucket cut by rows, which may extend beyond a parameter's end."""
     return tuple(
         Part(bucket.names[index], extent.start, len(extent), bucket.sizes[index], index)
         for index, extent in row_shards(shapes, ranks)
@@ -91,7 +87,6 @@ def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tup
 
 
 def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
-    """Number the buckets, each with the parts of parameters that it holds."""
     whole = plan.sizes
     for number, bucket in enumerate(plan.buckets):
         held = zip(bucket.names, bucket.starts, bucket.sizes, strict=True)
@@ -100,12 +95,11 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 
 
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
-    """Give states that start from nothing here the values of a rank that goes on with them; every rank calls it.
+    """Copy shared states that start fresh here from a rank that continues them. Every rank calls it.
 
-    Ranks that compress the same values draw the same random bits, or they would send different payloads for one sum. A
-    state that has a label on several ranks is one that they share. Under another plan, or after loading, some of them
-    may have nothing to go on from: they take over from a rank that has. Returns the labels that no rank goes on with:
-    those start from nothing everywhere.
+    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Their states have
+    equal labels, but some ranks may lack one after loading or a change of plan. Returns the labels that start fresh
+    everywhere.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -132,23 +126,22 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
 
 
 Shapes = Mapping[str, Sequence[int]]
-"""The shape of each parameter, by name."""
 
 
 @dataclass(slots=True)
 class GradientState:
-    """Everything that a rank keeps of gradients from one step to the next, laid out for one plan."""
+    """Gradient state that a rank keeps between steps, laid out for one plan."""
 
     residuals: Arena
     compressor_states: CompressorStates
     owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Flat values by parameter that no compressor feeds back any more: the next gradients bring them."""
+    """Flat values by parameter without a residual slot, added to the next gradients."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
-    """The learning rate of each parameter group that residuals have been scaled to."""
+    """Learning rate of each parameter group that residuals are scaled to."""
 
     @classmethod
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
-        """Start with nothing left out. Random compressors draw from `seed`, which all ranks share."""
+        """Return an empty state. Random streams derive from `seed`, which all ranks share."""
         return cls(
             Arena(residual_layout(plan, site.cluster, site.rank, feedback, shapes), site.device),
             CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed),
@@ -156,16 +149,15 @@ class GradientState:
 
     @property
     def keeps_something(self) -> bool:
-        """Steps leave something here: a residual, or what a compressor remembers."""
         return bool(self.residuals.layout) or not self.compressor_states.is_empty
 
     @property
     def owes_something(self) -> bool:
-        """Something that was left out is still to be sent. Waits for the device."""
+        """True if residuals remain to be sent. Synchronises with the device."""
         return bool(self.owed) or not self.residuals.is_zero
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
-        """Return the memory of compressors, for a plan with other parameters of the same ones. No rank asks another."""
+        """Return compressor states for a plan with other compressor settings, without communication."""
         states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)
         if states.is_empty:
             return self.compressor_states
@@ -173,13 +165,13 @@ class GradientState:
         return states
 
     def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], sharing: Sharing) -> None:
-        """Hand everything on to the fresh state of another plan, nothing owed is lost; every rank calls it.
+        """Move everything to another plan's fresh state without loss. Every rank calls it.
 
-        `sizes` has each parameter that gets a gradient, in the same order on all ranks.
+        `sizes` has each parameter with a gradient, in the same order on all ranks.
         """
         residuals = Holding.of(sharing.peers.world_size, self.residuals.slices, self.owed)
         fresh.owed = hand_over(residuals, fresh.residuals, sizes, sharing)
-        if fresh.compressor_states.is_empty:  # a plan that is followed after a dense one goes on from them
+        if fresh.compressor_states.is_empty:  # kept for a compressed plan that may follow a dense one
             fresh.compressor_states = self.compressor_states
         else:
             before, now = self.compressor_states, fresh.compressor_states
@@ -188,10 +180,9 @@ class GradientState:
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
-        """Copy what this rank's next gradients must bring if this state goes on no more, flat, by parameter.
+        """Copy the residuals that this rank's next gradients must carry if this state is dropped, flat, by parameter.
 
-        What a gradient brings counts 1/ranks of the mean, so ranks need not talk about it. The parameters are the same
-        on all of them.
+        All ranks have the same parameters. Gradients have weight 1/ranks in the mean, so no communication is needed.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -201,23 +192,22 @@ class GradientState:
         return owed
 
     def also_owe(self, others: Mapping[str, Tensor]) -> None:
-        """Let the next gradients bring what another state owed."""
         for name, value in others.items():
             known = self.owed.get(name)
             self.owed[name] = value if known is None else known + value
 
     def settle(self) -> None:
-        """Forget what a step's gradients have delivered."""
+        """Clear the owed values that a step has delivered."""
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Follow gradients whose unit has changed: what is kept of them is so many times as large as before."""
+        """Rescale residuals after a change of the gradients' unit."""
         kept = [piece.values for pieces in self.residuals.slices.values() for piece in pieces]
         for value in (*kept, *self.owed.values()):
             value.mul_(factor.to(value.device) if isinstance(factor, Tensor) else factor)
 
     def change_unit(self, factors: Mapping[str, Tensor]) -> None:
-        """Let what is kept of some parameters be so many times as large; the factors are flat, one an element."""
+        """Multiply some parameters' residuals by flat factors, one per element."""
         for name, factor in factors.items():
             for piece in self.residuals.slices.get(name, ()):
                 piece.values.mul_(factor[piece.start : piece.extent.stop].to(piece.values.device))
@@ -225,10 +215,7 @@ class GradientState:
                 self.owed[name].mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Rescale residuals by lr_old / lr_new.
-
-        `names` has the parameters of each parameter group. A rate of zero is passed over.
-        """
+        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` lists each parameter group."""
         for group, rate in rates.items():
             if rate <= 0:
                 continue

@@ -1,18 +1,16 @@
-"""Hand over what ranks owe from one layout to another: the sum over the ranks stays what it was.
+"""Move residuals from one layout to another while preserving their sum over the ranks.
 
-What a rank keeps stands for `weight · values` of the mean gradient, in every slot, and what waits for its next gradient
-counts as it is: `owed / ranks`. Together the ranks owe E, the sum of all that. Under another plan, or for another
-number of ranks,
+A rank's slices contribute `weight · values` to the mean gradient's residual, and owed values `owed / ranks`. Their sum
+over all ranks and slots is E. Under another plan or number of ranks,
 
-- what lies as it did, in the same slot and shared by ranks in the same way, stays where it is, bit for bit where the
-  unit is the same;
-- of everything else E goes into the first slot of the new layout: every rank that keeps a place there holds E / total,
-  where total is the sum of their weights, and other slots start at zero;
-- what no slot feeds back any more waits for the next gradient.
+- slices with the same slot and sharing stay on their rank, bit for bit if the unit is the same;
+- the rest of E goes to the first slot of the new layout, which holds E / (sum of its ranks' weights) on each of its
+  ranks, and other slots start at zero;
+- values that no slot covers are owed to the next gradient.
 
-So three ranks that owe 3, 6 and 9 (of the mean gradient: 6) become two that hold 6 each, and still owe 6. Two shots
-keep a second residual, of the mean itself: the owner's counts once, a worker's 1/ranks. Both go into the same E.
-Holding a part each instead of handing one rank all of it keeps small what each rank compresses next.
+For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. A two-shot strategy's second
+residual, of the mean, has weight 1 on its owner; a worker's has 1/ranks. Splitting E keeps the ranks' next payloads
+small.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Values of states that all ranks share, at topics that begin alike."""
+    """Collectives on states, under topics with a common prefix."""
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
-    """Make a tensor its sum over the ranks, in place; every rank calls it."""
+    """Sums a tensor over the ranks in place. Every rank calls it."""
     topic: str
     device: torch.device
 
@@ -50,9 +48,9 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """This rank's part of what so many ranks owe: slices in buckets, and what waits for the next gradient, flat.
+    """This rank's part of the residual of `ranks` ranks: slices, and flat values owed to the next gradient.
 
-    There may be several of a parameter: from ranks that are no more.
+    A parameter may have several, from ranks that have gone.
     """
 
     ranks: int
@@ -61,11 +59,10 @@ class Holding:
 
     @classmethod
     def of(cls, ranks: int, slices: Mapping[str, Sequence[Slice]], owed: Mapping[str, Tensor]) -> Holding:
-        """Take what one rank holds by itself."""
         return cls(ranks, slices, {name: [waits] for name, waits in owed.items()})
 
     def lies(self, name: str, into: Arena, ranks: int) -> bool:
-        """Tell a parameter of which everything can stay where it is, or that has nothing."""
+        """Return whether a parameter's slices, if any, can stay in place."""
         held, owed = self.slices.get(name, ()), self.owed.get(name, ())
         if not held and not owed:
             return True
@@ -79,7 +76,7 @@ class Holding:
         )
 
     def lacks(self, name: str, into: Arena) -> bool:
-        """Tell a parameter of which this rank is to keep something, and brings nothing."""
+        """Return whether this rank has slots for a parameter but no values."""
         return bool(into.slices.get(name)) and not self.slices.get(name) and not self.owed.get(name)
 
     def add_to(self, name: str, mean: Tensor) -> None:
@@ -89,7 +86,7 @@ class Holding:
             mean.add_(value.to(mean.device), alpha=1 / self.ranks)
 
     def stay(self, name: str, into: Arena) -> Tensor | None:
-        """Put what lies as it did into its slots; returns what is still owed."""
+        """Copy matching slices into their slots, and return the owed values."""
         for slot in into.slices.get(name, ()):
             held = next((piece for piece in self.slices.get(name, ()) if slot.lies_like(piece)), None)
             if held is None:
@@ -100,10 +97,9 @@ class Holding:
 
 
 def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing) -> dict[str, Tensor]:
-    """Fill an arena with what is held, and return what waits for the next gradients; every rank calls it.
+    """Fill an arena from a holding, and return the values owed to the next gradients. Every rank calls it.
 
-    `sizes` has every parameter that gets a gradient, in the same order on all ranks. The arena must not share memory
-    with what is held.
+    `sizes` has each parameter with a gradient, in the same order on all ranks. Arena and holding must not share memory.
     """
 
     names, ranks = list(sizes), sharing.peers.world_size
@@ -114,8 +110,8 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
-    # What moves on one rank moves on all of them: each gets its part of the mean. And all wait for the same. What one
-    # rank lacks and another has moves too: they may have to hold the same.
+    # Parameters that move on one rank move on all, which each get a part of the mean; likewise owed values.
+    # A parameter that only some ranks lack moves too, as their values may have to be equal.
     moving = {k for theirs, _, _ in everyone for k in theirs}
     lacks = Counter(k for _, _, theirs in everyone for k in theirs)
     moving |= {k for k, count in lacks.items() if count < ranks}
@@ -151,7 +147,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:
-    """Copy the part of a mean that nobody keeps a slot for; None where there is none."""
+    """Copy the part of a mean without a slot, if any."""
     if sum(map(len, covered)) == mean.numel():
         return None
     rest = mean.clone()

@@ -1,4 +1,4 @@
-"""Feed a program: find what its inputs stand for among the user's objects, the gradient state and the group's sums."""
+"""Collect a program's inputs from the user's objects, the gradient state and the micro-batch sums."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from fxcomp.state.gradient_state import GradientState
 
 
 class Sums:
-    """The sums of gradients over the micro-batches of a group so far, and the factor that makes a mean of them.
+    """Gradient sums over a group of micro-batches, and the factor that converts them to a mean.
 
-    They are fp32 at least, of whole parameters, and know no plan. No memory is taken before the first one is asked for.
+    Sums cover whole parameters, in fp32 or wider, under any plan, and are allocated on first use.
     """
 
     def __init__(self, training: Training, length: int = 1):
-        """Sum up `length` micro-batches, unless a group ends sooner."""
+        """Sum up `length` micro-batches, or fewer if a group ends early."""
         self._length = length
         self._like = {owner.name: owner.parameter for owner in training.owned}
         self._device, self._scale = training.device, training.loss_scale
         self._sums: dict[str, Tensor] = {}
         self.micro_batches = 0
-        """The number of micro-batches in the sums."""
         self.factor = torch.ones((), device=training.device) if self._scale is None else self._scale.inverse
-        """The factor on gradients in the micro-batch that ends the group."""
+        """Factor on gradients in the group's last micro-batch."""
 
         self.count = torch.zeros(1, dtype=torch.float64, device=training.device)
-        """The number of elements that weighted losses of the group are sums over, so far."""
+        """Elements summed by the group's weighted losses so far."""
 
     def of(self, name: str) -> Tensor:
-        """The sum of a parameter's gradients, zeros at first; micro-batches add to it in place."""
+        """Return the running sum of a parameter's gradients, initially zero. Micro-batches add to it in place."""
         if name not in self._sums:
             like = self._like[name]
             wide = torch.promote_types(like.dtype, torch.float32)
@@ -47,9 +46,9 @@ class Sums:
         return self._sums[name]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Let one more micro-batch end the group: the gradient is the mean over all of its micro-batches.
+        """Set `factor` to average over a group that ends with one more micro-batch.
 
-        The mean of a weighted loss is made by its count. A scale of the loss is taken off.
+        A weighted loss is averaged by its count instead. A loss scale is removed.
         """
         ends_after = self.micro_batches + 1
         if self._scale is None:
@@ -58,16 +57,16 @@ class Sums:
             torch.mul(self._scale.inverse, 1.0 if is_weighted else self._length / ends_after, out=self.factor)
 
     def seed(self, *, is_weighted: bool) -> Tensor:
-        """Return the first gradient of a micro-batch's backward pass: the scale, over the length of a whole group.
+        """Return the initial gradient of a micro-batch's backward pass: the loss scale over the group length.
 
-        So gradients in fp16 are infinite where those of a loop are that divides its loss by the length.
+        Thus fp16 gradients overflow as in a loop that divides the loss by the length.
         """
         assert self._scale is not None, "only a scaled loss has a seed"
         scale = self._scale.scale
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """The mean gradient of a group that ends with a micro-batch of this gradient; `share` weighs it."""
+        """Return the mean gradient of a group with this last gradient; `share` is its weight."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -78,13 +77,12 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """Return the weight of gradients if the last batch of a group has this count; every rank calls it."""
+        """Return the weight of gradients if the group's last batch has this count. Every rank calls it."""
         everywhere = self.count.clone() if count is None else self.count + count
         sum_over_ranks(everywhere)
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
 
     def clear(self) -> None:
-        """Begin another group."""
         for total in self._sums.values():
             total.zero_()
         self.count.zero_()
@@ -92,26 +90,22 @@ class Sums:
 
 
 class Inputs:
-    """The inputs of one training's programs, and the optimizer state that they need."""
+    """Inputs of one training's programs, and the optimizer state that they use."""
 
     def __init__(self, training: Training, micro_batches: int = 1):
         self.training = training
         self.parameters = dict(training.model.named_parameters())
         self.sums = Sums(training, micro_batches)
-        """The sums over micro-batches, and what gradients are multiplied by."""
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
-        """The Python numbers that optimizers count in, by parameter."""
+        """Python numbers that optimizers count in, by parameter."""
         self._stateless = set[str]()
-        """Parameters for which the optimizer keeps nothing, as far as is known."""
+        """Parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()
-        """The live numbers of each parameter group, as they were read for this step."""
         self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
-        """The state of each parameter, as it was looked up for this step."""
 
     def of(self, program: Program, leaves: Sequence[Any], state: GradientState) -> tuple[list[Any], ...]:
-        """The arguments of a program for a batch's leaves."""
         self._make_missing_state()
         lists: dict[InputKind, list[Any]] = {kind: [] for kind in ARGUMENTS}
         buffers = dict(self.training.model.named_buffers())
@@ -148,10 +142,7 @@ class Inputs:
     # The optimizer
 
     def expect_other_state(self) -> None:
-        """Make what is missing of the optimizer's state: an option that changed may ask for more than before.
-
-        Raises StepChanged where what a class keeps is not what it was.
-        """
+        """Create missing optimizer state after an option changed. Raises StepChanged if the state's layout changed."""
         for optimizer in self.training.optimizers:
             owned = [owner for owner in self.training.owned if owner.optimizer is optimizer]
             check_habits(optimizer, owned, self.training.habits)
@@ -159,7 +150,7 @@ class Inputs:
         self._make_missing_state()
 
     def has_stepped(self, program: Program, unmoved: Collection[str] = ()) -> None:
-        """Count a step in the state where the optimizers do; the first one is over but for parameters left unmoved."""
+        """Advance Python step counters, and end the first step of parameters not in `unmoved`."""
         for owner in self._maybe_fresh(program):
             if owner.name not in unmoved:
                 fresh_states(owner.optimizer).pop(owner.parameter, None)
@@ -168,14 +159,13 @@ class Inputs:
                 self._owners[source.name].state[source.key] += growth
 
     def _maybe_fresh(self, program: Program) -> list[Owned]:
-        """List the parameters whose state a program updates; none if no state of the optimizers is fresh."""
         if not any(map(fresh_states, self.training.optimizers)):
             return []
         updated = {source.name for source in program.inputs if source.kind is InputKind.STATE}
         return [owner for owner in self.training.owned if owner.name in updated]
 
     def _renewed(self, program: Program) -> dict[int, set[bool]]:
-        """Renew fresh states that a program updates; returns by parameter group which kinds of state there are."""
+        """Reset fresh states that a program updates. Returns by parameter group whether states are fresh."""
         kinds: dict[int, set[bool]] = {}
         fresh: list[Owned] = []
         for owner in self._maybe_fresh(program):
@@ -185,7 +175,7 @@ class Inputs:
         return kinds
 
     def _numbers_of(self, fresh: Mapping[int, set[bool]]) -> list[dict[str, float]]:
-        """The numbers of each parameter group that a step reads each time, such as `lr`. Raises StepChanged."""
+        """Return the live numbers of each parameter group, such as `lr`. Raises StepChanged."""
         read = read_together(self.training.groups)
         numbers = [live_numbers(group, read) for group in self.training.groups]
         for index, group in enumerate(numbers):
@@ -197,13 +187,12 @@ class Inputs:
                     " dampening cannot be stepped together.\n  Put the new parameters into a group of their own."
                 )
             if fresh[index] == {True}:
-                group["dampening"] = 0.0  # SGD's first step takes the gradient as it is
+                group["dampening"] = 0.0  # SGD's first step does not dampen the gradient
         return numbers
 
     def _make_missing_state(self) -> None:
-        """Make the optimizer's state if it is not there, as its own first step would."""
         owned = self.training.owned
-        kept = {owner.name: owner.state for owner in owned}  # each is looked up once: hashing a tensor runs in Python
+        kept = {owner.name: owner.state for owner in owned}  # one lookup each, since hashing a tensor runs in Python
         missing = [owner for owner in owned if owner.name not in self._stateless and not is_kept(kept[owner.name])]
         if missing:
             materialize_state(missing, self.training.habits)
@@ -212,12 +201,11 @@ class Inputs:
         self._kept_by_optimizer = kept
 
     def rates(self, numbers: Sequence[Mapping[str, float]] | None = None) -> dict[int, float]:
-        """The learning rate of each parameter group; read again if no numbers are given."""
+        """Return the learning rate of each parameter group, read again without `numbers`."""
         read = self._numbers_of({}) if numbers is None else numbers
         return {index: of_group["lr"] for index, of_group in enumerate(read)}
 
     def names_by_group(self) -> Mapping[int, Sequence[str]]:
-        """The trained parameters of each parameter group."""
         groups: dict[int, list[str]] = {}
         for owner in self.training.owned:
             groups.setdefault(owner.group, []).append(owner.name)
@@ -225,10 +213,8 @@ class Inputs:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The number of elements of every parameter."""
         return {name: parameter.numel() for name, parameter in self.parameters.items()}

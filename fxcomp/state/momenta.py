@@ -1,16 +1,15 @@
-"""Keep what an exchange of momenta needs of the optimizer's state, and of saved states.
+"""Optimizer state for exchanging momenta, and its part of saved states.
 
-    warm-up ─► the freeze: second moments stay, none almost zero ─► the thaw, if they stop fitting: gradients again
+    warm-up ─► freeze: second moments stay fixed, clamped from below ─► thaw, if they stop fitting: gradients again
       ▲  │                                                                    │
-      │  └─ while a parameter has been updated too seldom                     │
-      └───────────────────────────────────────────────────────────────────────┘ each time for longer
+      │  └─ while a parameter has too few updates                             │
+      └───────────────────────────────────────────────────────────────────────┘ longer each time
 
-Residuals change from the gradient's unit to the momentum's at the freeze, and back at the thaw: a residual e of `m / d`
-is one of `d e / s`:
+Residuals change unit at the freeze, and back at the thaw. A residual e of `m / d` equals a gradient residual `d e / s`:
 
-    m    the shared mean of gradients                     `exp_avg`, `momentum_buffer`
-    d    sqrt(v / (1 - beta2^t)) + eps, or 1              v is the second moment, `exp_avg_sq`
-    s    the part of a gradient that m takes in           1 - beta1; 1 for SGD without dampening
+    m    shared mean of gradients                     `exp_avg`, `momentum_buffer`
+    d    sqrt(v / (1 - beta2^t)) + eps, or 1          v is the second moment, `exp_avg_sq`
+    s    weight of a gradient in m                    1 - beta1; 1 for SGD without dampening
 """
 
 from __future__ import annotations
@@ -37,40 +36,40 @@ from fxcomp.ranks import Ranks
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
-"""The least part of its tensor's mean that a frozen second moment has: its first gradient moves a value that never had
-one at most some ten times as far as others move."""
+"""Lower bound of a frozen second moment, relative to its tensor's mean. An element's first gradient then moves it at
+most about ten times as far as other elements.
+"""
 
 _AT_ONCE = 1 << 20
-"""Elements that are looked at in one go: what is made beside the state stays small."""
+"""Elements per chunk, which limits temporary memory."""
 
 _MOVED, _THAWED, _THAWS, _FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at"
 
 
 @dataclass(frozen=True, slots=True)
 class MovedState:
-    """The keys of a parameter's state whose mean is exchanged, and whose second moment is frozen."""
+    """State keys of a parameter: the exchanged mean, and the frozen second moment."""
 
     mean: str
     magnitude: str | None
 
     @property
     def is_known(self) -> bool:
-        """Return whether a plain formula says what the mean is divided by."""
         return self.magnitude in (None, "exp_avg_sq")
 
     def divisor(self, owner: Owned, magnitude: Tensor) -> Tensor:
-        """Return what the mean is divided by before it is sent: Adam's sqrt(v / (1 - beta2^t)) + eps."""
+        """Return the mean's divisor: Adam's sqrt(v / (1 - beta2^t)) + eps."""
         return (magnitude / correction(owner)).sqrt() + owner.options["eps"]
 
     def energy(self, owner: Owned) -> Tensor:
-        """Return the sum of the squares of the shared mean, in units of what it is divided by."""
+        """Return the sum of squares of the shared mean divided by `divisor`."""
         assert self.magnitude is not None, "there is something to divide by"
         mean, magnitude = (owner.state[key].reshape(-1).split(_AT_ONCE) for key in (self.mean, self.magnitude))
         parts = [(m / self.divisor(owner, v)).square().sum() for m, v in zip(mean, magnitude, strict=True)]
         return torch.stack(parts).sum()
 
     def slope(self, owner: Owned) -> float:
-        """Ask the user's optimizer for how much of a gradient it takes into its mean."""
+        """Measure s by running the optimizer."""
         found: list[Tensor] = []
         with unseen():
             for gradient in (0.0, 1.0):
@@ -83,7 +82,7 @@ class MovedState:
         return float((found[1] - found[0]).sum())
 
     def to_gradients(self, owner: Owned) -> Tensor:
-        """Return what a residual of the exchanged mean is multiplied by to be one of gradients: d / s, flat."""
+        """Return d / s, flat, which converts a residual of the exchanged mean to one of gradients."""
         slope = self.slope(owner)
         if self.magnitude is None:
             return torch.ones_like(owner.state[self.mean]).reshape(-1) / slope
@@ -91,7 +90,7 @@ class MovedState:
 
 
 def moved_states(graph: GraphModule, plan: Plan) -> dict[str, MovedState]:
-    """Find the parameters of which ranks exchange the momentum by a plan."""
+    """Return the state keys of the parameters whose momentum a plan exchanges."""
     if not plan.moves_exchange:
         return {}
     found: dict[str, MovedState] = {}
@@ -109,42 +108,41 @@ def _key(state: Node) -> str:
 
 
 def correction(owner: Owned, later: int = 0) -> float:
-    """Return Adam's 1 - beta2^t, for the steps that an update has counted so far, and some."""
+    """Return Adam's 1 - beta2^t, `later` steps from now."""
     return 1 - owner.options["betas"][1] ** (float(owner.state["step"]) + later)
 
 
 class Momenta:
-    """The second moments of a job: frozen before the first step whose plan exchanges momenta, until a thaw."""
+    """Second moments of a job: frozen before the first step that exchanges momenta, until a thaw."""
 
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._owners = owners
         self._states_by = lru_cache(2)(partial(moved_states, graph))
-        """Those of the parameters that a plan moves: the guard asks again and again."""
+        """`moved_states` of this graph, cached because the guard calls it often."""
         self._planned_for = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self.freezes_at = self._planned_for
-        """The first step that exchanges momenta; None if none does."""
+        """The first step that exchanges momenta, or None."""
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
-        """Ranks have exchanged momenta, and exchange gradients now."""
+        """True while ranks exchange gradients again after momenta."""
         self._thaws = 0
 
     def resume(self, steps: int) -> None:
-        """Go on after so many steps, forwards or back."""
+        """Continue after `steps` steps, forwards or back."""
         self._goes_on = self._is_frozen = self.freezes_at is not None and steps > self.freezes_at
 
     def take_over(self, saved: SavedMomenta) -> None:
-        """Go on from a saved state: after as many thaws, towards the same freeze."""
+        """Continue from a saved state's number of thaws and planned freeze."""
         if self._planned_for is not None:
             is_planned = saved.freezes_at is None and not saved.is_thawed
             self._thaws, self.freezes_at = saved.thaws, self._planned_for if is_planned else saved.freezes_at
 
     def is_due(self, step: int) -> bool:
-        """Return whether second moments freeze before this step."""
         return step == self.freezes_at and not self._is_frozen
 
     def lacking(self, plan: Plan) -> tuple[str, int, int] | None:
-        """Find the parameter that lacks most updates for a freeze, if one does: its name, its updates, those needed.
+        """Return the parameter with the fewest updates if too few for a freeze: name, updates, updates needed.
 
         Skipped and unused steps do not count.
         """
@@ -155,7 +153,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze, if that is due: now, since the optimizer's state may have been loaded after that of the step."""
+        """Freeze if due: not earlier, as the optimizer's state may be loaded after the step's."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
@@ -164,7 +162,7 @@ class Momenta:
             self._check_is_loaded(plan, step)
 
     def _check_is_loaded(self, plan: Plan, step: int) -> None:
-        """Raise BadState where nothing is known of second moments after the freeze."""
+        """Raise BadState if there are no second moments after the freeze."""
         moved = self._states_by(plan).items()
         found = [self._owners[name].state.get(each.magnitude) for name, each in moved if each.magnitude is not None]
         if found and not any(value is not None and bool(value.any()) for value in found):
@@ -176,21 +174,20 @@ class Momenta:
             )
 
     def energies(self, plan: Plan) -> dict[str, float]:
-        """Return the mean square of each shared mean in units of its frozen root, where there is one.
+        """Return the mean square of each shared mean divided by its frozen root.
 
-        It is about that of the update without the learning rate. While a second moment fits, the mean of squares that
-        it is, no mean's square exceeds it: at most 1.
+        It is about the update's mean square without the learning rate, and at most 1 while the second moment fits.
         """
         moved = {n: m for n, m in self._states_by(plan).items() if m.magnitude is not None}
         sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
         sums = [each.energy(self._owners[name]) for name, each in moved.items()]
-        found = torch.stack(sums).cpu() if sums else ()  # one wait for the device
+        found = torch.stack(sums).cpu() if sums else ()  # one device synchronisation
         return {name: float(total) / size for name, total, size in zip(moved, found, sizes, strict=True)}
 
     def units_between(self, before: Plan, after: Plan) -> dict[str, Tensor]:
-        """Return what residuals under a plan are multiplied by, flat, to have the unit of another.
+        """Return the factors, flat, that convert residuals between two plans. Second moments must be frozen.
 
-        Where one of them exchanges the momentum, and the other one the gradient. Second moments are frozen.
+        Only parameters that exchange the momentum in exactly one plan have a factor.
         """
         moved = {**self._states_by(before), **self._states_by(after)}
         changed = sorted(set(before.moved) ^ set(after.moved))
@@ -198,16 +195,16 @@ class Momenta:
         return {name: unit if name in before.moved else 1 / unit for name, unit in units.items()}
 
     def saved(self, plan: Plan) -> dict[str, Any]:
-        """Return what a saved state tells of it: whose momentum ranks exchange, or that they have thawed."""
+        """Return the fields of a saved state: moved parameters, thaws and the next freeze."""
         moved = {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
         put_off = {_FREEZES_AT: self.freezes_at} if self.freezes_at != self._planned_for else {}
         return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
 
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
-        """Let second moments go on, larger where means have grown beyond them, and choose when they freeze again.
+        """Unfreeze second moments, scale up any that the means have outgrown, and choose the next freeze.
 
-        That takes twice as long each time, and lasts until what the thaw adds has worn off. What is no number does
-        not freeze again.
+        The time to it doubles with each thaw, and covers the decay of the scaling. Non-finite energies disable
+        freezing.
         """
         self.is_thawed, self._is_frozen = True, False
         self._thaws += 1
@@ -220,22 +217,20 @@ class Momenta:
         self.freezes_at = step + lasts if all(map(math.isfinite, energies.values())) else None
 
     def freeze_again(self, step: int, plan: Plan) -> None:
-        """Let second moments stay from this step on, as after the warm-up."""
         self.is_thawed = False
         self.before_step(step, plan)
 
 
 def steps_to_forget(times: float, beta2: float) -> int:
-    """Return the steps after which a second moment that was multiplied is down to what it was, if nothing comes in."""
+    """Return the steps until a second moment multiplied by `times` has decayed back."""
     return math.ceil(math.log(times) / -math.log(beta2)) if 0 < beta2 < 1 else 0
 
 
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
-    """Make second moments fit to be divided by for the rest of a job, where ranks exchange momenta.
+    """Clamp second moments from below, to divide by them for the rest of the job; the same on all ranks.
 
-    A value that never had a gradient has a second moment of 0, and its first gradient would be divided by almost
-    nothing. None stays below a part of its tensor's mean; where that is 0, of the mean of the others' means. The same
-    on all ranks, as what it reads is. What is not finite stays.
+    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or of
+    the mean of the other tensors' means if that is 0. Non-finite tensors are unchanged.
     """
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
@@ -252,18 +247,17 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
 
 
 class SavedMomenta(NamedTuple):
-    """The part of a rank's saved states that is about the exchange of momenta."""
+    """Part of a rank's saved state about the exchange of momenta."""
 
     moved: list[str]
-    """The parameters of which ranks exchanged the momentum."""
     is_thawed: bool
     thaws: int
     freezes_at: int | None
-    """The step of the last freeze, or of the next one; None for the one that was planned, or for none after a thaw."""
+    """Step of the last or next freeze; None for the planned one, or if there is none after a thaw."""
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
-        """Read all ranks' states; every rank calls it. Empty where there is none."""
+        """Read all ranks' states, if any. Every rank calls it."""
         everyone = ranks.gather("whose momentum was exchanged", cls._read(given))
         return [cls(*each) for each in everyone if each is not None]
 
@@ -278,9 +272,9 @@ class SavedMomenta(NamedTuple):
 
 
 def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:
-    """Raise BadState where residuals of saved states have another unit than this job's: momenta's or gradients'.
+    """Raise BadState if saved residuals have another unit (momenta or gradients) than this job's.
 
-    `plan` is that of this job's last step before it goes on, after so many.
+    `plan` is this job's plan after `steps` steps.
     """
     if found and set(found[0].moved) != set(plan.moved):
         raise BadState(

@@ -1,7 +1,7 @@
-"""Let all ranks start from rank 0's optimizer state, as they do from its parameters and buffers.
+"""Copy rank 0's optimizer state to all ranks, like parameters and buffers.
 
-State that one rank alone has loaded is the common case: a checkpoint that rank 0 reads. Parameters would be the same at
-first, and drift from the first step on. Checksums tell whose state differs, without sending it.
+Often only rank 0 loads a checkpoint, and parameters would drift from the first step on. Checksums find ranks that
+differ, without sending the state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxcomp.runtime.arrivals import digest_of
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Sum each tensor's bits, read as whole numbers: a value that differs changes the sum. One copy a device."""
+    """Sum each tensor's bits as integers. Copies once per device."""
     sums: list[int] = [0] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(tensors):
@@ -35,9 +35,9 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
-    """Give every rank rank 0's optimizer state; returns notes on it. Nothing is sent if all have it already.
+    """Copy rank 0's optimizer state to every rank if any differs, and return notes.
 
-    Raises ReplicasDiffer where the ranks' optimizers keep other things for a parameter.
+    Raises ReplicasDiffer if the optimizers keep different tensors for a parameter.
     """
     if ranks.world_size == 1:
         return ()
@@ -55,10 +55,9 @@ def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
 
 
 def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:
-    """Take one parameter's state from rank 0, and whether its first step is still to come."""
     state, fresh = owner.state, fresh_states(owner.optimizer)
     for value in state_tensors(state).values():
-        sent = value.to(owner.parameter.device)  # a step counter may lie on the host
+        sent = value.to(owner.parameter.device)  # a step counter may be on the host
         ranks.share([sent])
         if sent is not value:
             value.copy_(sent)
@@ -71,7 +70,6 @@ def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
-    """Say what is kept for each parameter, where something is."""
     kept = {owner.name: state_tensors(owner.state) for owner in owned}
     return {
         f"the optimizer's state of {name!r}": ", ".join(
@@ -84,7 +82,6 @@ def _facts(owned: Sequence[Owned]) -> dict[str, Any]:
 
 
 def _plain(training: Training) -> dict[str, Any]:
-    """The plain part of the state, for each parameter: its numbers, and whether it has been stepped."""
     return {
         owner.name: {
             "numbers": {key: value for key, value in owner.state.items() if is_number(value)},
@@ -95,7 +92,6 @@ def _plain(training: Training) -> dict[str, Any]:
 
 
 def _checks(training: Training) -> dict[str, Any]:
-    """Return the facts that must be the same on all ranks."""
     tensors: dict[str, Tensor] = {
         f"{key} of {owner.name}": value for owner in training.owned for key, value in state_tensors(owner.state).items()
     }

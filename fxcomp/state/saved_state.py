@@ -1,9 +1,7 @@
-"""Save what a step carries besides the model and the optimizer, and load it on any ranks and under any plan.
+"""Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
 
-Every rank saves its own state: of each parameter that something was left out of, the values with their slot, their
-place and their unit, and of how many ranks it is one. Loading is a conversation of all ranks: each brings the state
-that it saved, several where ranks have gone, or none. `hand_over` then keeps the sum of what they owe, whatever lies
-where now.
+Every rank saves its residual slices with slot, place, unit and number of ranks. All ranks load together; each has one
+state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from fxcomp.state.handover import Holding, Sharing, hand_over
 VERSION = 3
 
 Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""The state that this rank saved; several, where ranks have gone; None, where there is nothing."""
+"""State that this rank saved; several if ranks have gone; or None."""
 
 
 def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -64,18 +62,17 @@ def _fields(kept: Slice) -> dict[str, Any]:
 
 
 def states_given(given: Given) -> Sequence[Mapping[str, Any]]:
-    """List the states that this rank was given."""
     states: Any = () if given is None else (given,) if isinstance(given, Mapping) else given
     return states
 
 
 def scale_of(given: Given) -> float | None:
-    """The factor of the loss in whose unit saved states are; None where they do not say it."""
+    """Loss scale of the saved residuals' unit, or None."""
     return next((float(state[SCALE]) for state in states_given(given) if SCALE in state), None)
 
 
 def plan_of(given: Given) -> Any:
-    """The plan that saved states were under, as JSON; None where they do not say it."""
+    """JSON of the plan followed by the saved states, or None."""
     return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
@@ -84,8 +81,6 @@ def plan_of(given: Given) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One rank's state, checked."""
-
     rank: int
     ranks: int
     steps: int
@@ -93,11 +88,11 @@ class Saved:
     residuals: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     compressors: Mapping[str, Any]
-    """As it was given: compressors read their own."""
+    """State of compressors, which validate it."""
 
 
 def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
-    """Check one state of a model whose parameters have these sizes. Raises BadState."""
+    """Validate one state against the parameters' `sizes`. Raises BadState."""
     check_are_states([given])
     version: Any = given.get("version")
     if version != VERSION:
@@ -135,12 +130,11 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
 
 
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """Return the learning rates by the number of the parameter group, which JSON has made a text."""
+    """Return learning rates by integer group; JSON has made the keys strings."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
 def check_are_states(given: Sequence[Any]) -> None:
-    """Raise BadState if something is none."""
     if not all(map(_is_state, given)):
         raise BadState(
             "this is not a saved state: it has no residuals.\n  Pass what state_dict() or checkpoint() returned."
@@ -162,7 +156,7 @@ def _slice(kept: Mapping[str, Any]) -> Slice:
 
 
 def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
-    """A slice must lie inside a parameter of this model."""
+    """Raise BadState unless a slice lies inside a parameter of this model."""
     wanted = sizes.get(name)
     if wanted is None:
         raise BadState(
@@ -181,23 +175,20 @@ def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The states that this rank was given, and what all ranks know of all states."""
+    """This rank's saved states, and the facts that all ranks agree on."""
 
     states: tuple[Saved, ...]
     ranks: int
-    """The number of ranks that saved."""
     steps: int
     rates: Mapping[int, float]
     lost: tuple[int, ...]
-    """Ranks whose states nobody has."""
+    """Ranks whose states are missing."""
 
 
 def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
-    """Check what every rank was given; None if none was given anything. Every rank calls it.
+    """Validate all ranks' states, if any. Every rank calls it. `sizes` has the elements of all parameters.
 
-    `sizes` has the elements of all parameters.
-
-    Raises BadState on all ranks where states do not belong together, PeerFailed where another rank's is bad.
+    Raises BadState on all ranks if states do not match, and PeerFailed if another rank's state is bad.
     """
 
     def mine() -> tuple[Saved, ...]:
@@ -224,7 +215,7 @@ def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> A
 
 
 def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise BadState with the first difference between ranks; the same error on all of them."""
+    """Raise BadState with the first difference between ranks; the same error on all ranks."""
     seen: dict[str, tuple[int, Any]] = {}
     for rank, facts in known.items():
         for what, value in facts.items():
@@ -242,10 +233,10 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
-    """Load what was agreed on into the state of the plan that is followed here.
+    """Load the states into the current plan's state. Every rank calls it.
 
-    `trained` has the elements of each parameter that gets a gradient, in the same order on all ranks. Every rank calls
-    it. Raises BadState where compressors that must remember the same do not.
+    `trained` has the elements of each parameter with a gradient, in the same order on all ranks. Raises BadState if
+    shared states of compressors differ.
     """
     states, rank = agreed.states, sharing.peers.rank
     sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, trained, rank))
@@ -287,11 +278,11 @@ def _warn(text: str) -> None:
     warnings.warn(f"fxcomp: {text}", stacklevel=4)
 
 
-# What compressors remember
+# Compressor states
 
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, sharing: Sharing) -> None:
-    """Load what fits. Of values that ranks share, a rank without them takes those of a rank that has them."""
+    """Load matching states. A rank without a shared state takes it from a rank that has it."""
     reset = sharing.attempt("loading what compressors remember", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}

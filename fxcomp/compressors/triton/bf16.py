@@ -1,9 +1,9 @@
-"""The upper half of each fp32: the codec of `fxcomp/compressors/casts.py`, two functions for each 16-bit format.
+"""bf16: the codec of `fxcomp/compressors/casts.py`, two functions for each 16-bit format.
 
     code(value)    the format's nearest, ties to even, in an integer's lowest 16 bits
     value(code)    fp32 again
 
-Both work with integers, for a cast's bits depend on where it runs: Triton's interpreter breaks ties downwards.
+Both use integers, because Triton's interpreter rounds ties of a cast down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cast_kernels(
 ) -> tuple[
     Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
 ]:
-    """Make `encode` and `decode` of a codec."""
+    """Return `encode` and `decode` for a codec."""
 
     def encode(compressor: CastCompressor, given: EncoderInput, payload: Tensor) -> None:
         elements = len(given.bucket)
@@ -43,7 +43,7 @@ def cast_kernels(
 @jit
 def _encode(bucket, residual, payload, elements, CODE: constexpr, VALUE: constexpr, TILE: constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
-    if first + TILE <= elements:  # the compiler knows that all are there, and lets a thread read several at once
+    if first + TILE <= elements:  # the compiler knows the size here, and vectorises
         _encode_tile(bucket, residual, payload, first, TILE, CODE, VALUE, TILE)
     else:
         _encode_tile(bucket, residual, payload, first, elements - first, CODE, VALUE, TILE)

@@ -1,14 +1,13 @@
-"""Quantise a bucket block by block: int8, int4, int2 and sign are this with different codecs.
+"""Block quantisers: int8, int4, int2 and sign. `fxcomp/compressors/block_codes.py` defines the payload.
 
-A payload is that of `fxcomp/compressors/block_codes.py`: the fp32 scales of all blocks, the codes, 8 / BITS a byte, and
-zeros up to a multiple of four. A codec is three functions, which `block_kernels` makes kernels of:
+A codec is three functions:
 
     scale(value, bucket, residual, state, size, MOST, SHAPE)    each block's scale, not finite where it cannot be sent
-    code(value, scale, drawn, MOST)                             each value's code, and the number that it decodes to
-    value(code, scale, BITS, MOST)                              that number again, from the code's bits
+    code(value, scale, drawn, MOST)                             each value's code and decoded value
+    value(code, scale, BITS, MOST)                              the decoded value of a code's bits
 
-MOST is what the largest code stands for, in units of the scale. `drawn` is None where nothing is random. A tile's
-values stay in registers between scale and code; a scale that needs a sum in order reads them again, from the cache.
+MOST is the value of the largest code, in units of the scale. `drawn` is None if nothing is random. An ordered sum reads
+a tile's values again, from the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LANES = constant(64)  # the same number as in block_codes.py
 
 
 def block_kernels(scale: Any, code: Any, value: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Make `encode` and `decode` of a codec. Both take a bucket in pieces, too, all of them in one launch."""
+    """Return `encode` and `decode` for a codec. Both also take all pieces of a bucket in one launch."""
 
     def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor, pieces: Pieces | None = None) -> None:
         tiles, constants = _divide(compressor, pieces or (given.segments,), 1, given.bucket.device)
@@ -66,10 +65,10 @@ def block_kernels(scale: Any, code: Any, value: Any) -> tuple[Callable[..., None
 def _divide(
     compressor: BlockCompressor, pieces: Pieces, ranks: int, device: torch.device
 ) -> tuple[Tiles, dict[str, Any]]:
-    """Return the tiles and what is compiled in.
+    """Return the tiles and the compile-time constants.
 
-    A tile's first block counts fp32 numbers from the payload's begin, its first byte bytes. Its own columns are the
-    zeros after its codes, which fill up a piece's payload, and the bytes from one rank's payload to the next one's.
+    First block indexes the payload as fp32, first byte as bytes. A tile's last columns are the bytes of padding after
+    it, and the bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []
@@ -195,7 +194,7 @@ def _decode_tile(
 
 @jit
 def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
-    """Return the place of each byte of a tile's codes, and which bytes hold a code."""
+    """Return each code byte's place in a tile, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -207,7 +206,6 @@ def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def _store_codes(codes, code, size, BITS: constexpr, SHAPE: constexpr):
-    """Pack a tile's codes, the first into a byte's lowest bits."""
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
     IN_A_BYTE: constexpr = 8 // BITS
@@ -221,7 +219,6 @@ def _store_codes(codes, code, size, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def _load_codes(codes, size, BITS: constexpr, SHAPE: constexpr):
-    """Unpack a tile's codes."""
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
     place, is_byte = _bytes_of(size, BITS, SHAPE)
@@ -237,13 +234,13 @@ def _load_codes(codes, size, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def largest_magnitude(value):
-    """Return the largest |v| of each row; infinite or NaN where a value is."""
+    """Return the largest |v| of each row, not finite where a value is not."""
     return tl.max(magnitude_of(value), axis=1).to(tl.float32, bitcast=True)
 
 
 @jit
 def mean_magnitude(bucket, residual, size, SHAPE: constexpr):
-    """Return mean |v| of each block of a tile that begins at `bucket`, summed in the order of block_codes.py."""
+    """Return mean |v| of each block, summed in the order of block_codes.py."""
     BLOCK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
     lanes = tl.zeros([ROWS, LANES], tl.float32)
@@ -253,7 +250,7 @@ def mean_magnitude(bucket, residual, size, SHAPE: constexpr):
         value, _ = compensated(bucket, residual, place, (place < size) & (column < BLOCK))
         lanes += tl.abs(value)
     if residual is not None:
-        tl.debug_barrier()  # other threads may write what this one has read
+        tl.debug_barrier()  # other threads may overwrite the values read above
     values = tl.maximum(tl.minimum(size - tl.arange(0, ROWS) * BLOCK, BLOCK), 1)
     return tl.div_rn(sum_of_columns(lanes, ROWS, LANES), values.to(tl.float32))
 
@@ -271,6 +268,6 @@ def clamped(value, most):
 
 @jit
 def whole_below(value):
-    """Round down, magnitudes below 2^22; the compiler's own floor takes a denormal for zero."""
+    """Round down, below 2^22. The compiler's own floor treats a denormal as zero."""
     nearest = (value + ROUND) - ROUND
     return tl.where(nearest > value, nearest - 1.0, nearest)

@@ -1,11 +1,10 @@
-"""Place and sign of the largest of each chunk: the bits of `fxcomp/compressors/cmax.py`.
+"""Place and sign of the largest of each chunk, with the bits of `fxcomp/compressors/cmax.py`.
 
-    find      one pass over the bucket, a program a run of 1024 chunks: codes, and what the run adds to the scale
-    settle    a program a segment: the scale, which says if a code means nothing and which
-    send      one more pass: codes become bytes of the payload, and what they stand for leaves the residual
+    find      one pass over the bucket, a program a run of 1024 chunks: 16-bit codes, and the run's part of the scale
+    settle    a program a segment: the scale, which determines the zero code
+    send      one more pass: pack codes into the payload, and subtract their values from the residual
 
-Between passes a code takes 16 bits of memory on the device: nine are used, one of them says that a chunk is zero.
-Decoding is one pass, in which every value of a tile looks up its chunk's code.
+Decoding is one pass, in which each value looks up its chunk's code.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fxcomp.compressors.triton.tiles import (
 )
 
 RUN_CHUNKS = constant(RUN)
-ZERO = constant(256)  # is set in the code of a chunk of zeros; a code that is sent has eight bits at most
+ZERO = constant(256)  # set in the code of a zero chunk; sent codes have at most eight bits
 NO_CODE = constant(512)
 SECTION_COLUMNS = constant(5)  # first chunk, chunks, first run, runs, first byte in the payload
 FACTOR = constant(2654435769)  # the same number as in cmax.py
@@ -65,7 +64,6 @@ def decode(compressor: CMax, received: DecoderInput, out: Tensor) -> None:
 
 @cache
 def _sections(compressor: CMax, segments: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each segment: first chunk, chunks, first run, runs, and where its part of the payload begins."""
     rows: list[tuple[int, ...]] = []
     first_chunk = first_run = at = 0
     for n in segments:
@@ -81,7 +79,7 @@ def _sections(compressor: CMax, segments: tuple[int, ...], device: torch.device)
 
 @jit
 def _find(table, bucket, residual, sections, codes, sums, counts, BITS: constexpr, SHAPE: constexpr):
-    """Find the largest of a run's chunks, 64 at a time, and add up their magnitudes in as many lanes."""
+    """Find the largest of each chunk of a run, and sum the magnitudes in 64 lanes."""
     if lies_well(table, SHAPE):
         _find_in_run(table, bucket, residual, sections, codes, sums, counts, SHAPE[4], BITS, SHAPE)
     else:
@@ -107,7 +105,7 @@ def _find_in_run(
         place = (first + lane[:, None]) * CHUNK + column
         value, _old = compensated(bucket, residual, place, place < size)
         magnitude = magnitude_of(value)
-        largest, at = tl.max(magnitude, axis=1, return_indices=True)  # of equal ones the lower place
+        largest, at = tl.max(magnitude, axis=1, return_indices=True)  # the lower place of equal ones
         is_negative = (value.to(tl.int32, bitcast=True) < 0) & (column == at[:, None])
         code = at | (tl.max(is_negative.to(tl.int32), axis=1) << (BITS - 1))
         code = tl.where(largest == 0, ZERO, code)
@@ -120,7 +118,7 @@ def _find_in_run(
 
 @jit
 def _settle(sections, sums, counts, payload, BITS: constexpr):
-    """Make a segment's scale of its runs, and fill its part of the payload up with zeros."""
+    """Compute a segment's scale from its runs, and pad the payload."""
     section = sections + tl.program_id(0) * SECTION_COLUMNS
     chunks = tl.load(section + 1)
     runs = tl.load(section + 3)
@@ -147,14 +145,13 @@ def _settle(sections, sums, counts, payload, BITS: constexpr):
 
 @jit
 def _nothing(scale, BITS: constexpr):
-    """Return the code that means nothing under a scale; one that there is not if all codes mean something."""
+    """Return the code that means zero under a scale, or NO_CODE."""
     drawn = (magnitude_of(scale).to(tl.uint32) * FACTOR) >> (32 - BITS)
     return tl.where(scale.to(tl.int32, bitcast=True) < 0, drawn.to(tl.int32), NO_CODE)
 
 
 @jit
 def _bytes_of_codes(chunks, BITS: constexpr):
-    """Count the bytes of the codes of so many chunks, in all planes."""
     total = chunks * 0
     for step in tl.static_range(4):
         total += _plane_bytes(chunks, BITS, 8 >> step)
@@ -163,7 +160,6 @@ def _bytes_of_codes(chunks, BITS: constexpr):
 
 @jit
 def _plane_bytes(chunks, BITS: constexpr, WIDTH: constexpr):
-    """Count the bytes of the plane of this width; 0 if codes of so many bits have none."""
     if BITS & WIDTH:
         return (chunks * WIDTH + 7) // 8
     else:  # noqa: RET505  Triton compiles one branch only
@@ -210,7 +206,7 @@ def _send_tile(
 
 @jit
 def _store_plane(plane, code, first, row, size, BITS: constexpr, WIDTH: constexpr, ROWS: constexpr, CHUNK: constexpr):
-    """Pack the lowest bits of a tile's codes, the first into a byte's lowest; return the bits that are left."""
+    """Pack the lowest bits of a tile's codes; return the remaining bits."""
     if BITS & WIDTH:
         IN_A_BYTE: constexpr = 8 // WIDTH
         bits = tl.reshape(code & ((1 << WIDTH) - 1), [ROWS // IN_A_BYTE, IN_A_BYTE])
@@ -225,7 +221,6 @@ def _store_plane(plane, code, first, row, size, BITS: constexpr, WIDTH: constexp
 
 @jit
 def _values(code, scale, nothing, BITS: constexpr, SHAPE: constexpr):
-    """Return what the codes of a tile's rows stand for."""
     CHUNK: constexpr = SHAPE[0]
     sign = (code >> (BITS - 1)) << 31
     value = (magnitude_of(scale) | sign).to(tl.float32, bitcast=True)
@@ -283,7 +278,7 @@ def _decode_tile(
 
 @jit
 def _load_plane(plane, chunk, is_row, BITS: constexpr, WIDTH: constexpr):
-    """Read the bits of chunks' codes that are in the plane of this width, at their place in a code."""
+    """Read a plane's bits, shifted to their place in a code."""
     if BITS & WIDTH:
         BELOW: constexpr = BITS & ~(2 * WIDTH - 1)
         at = chunk * WIDTH

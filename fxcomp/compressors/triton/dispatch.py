@@ -19,12 +19,12 @@ Pieces = tuple[tuple[int, ...], ...]
 
 _OURS = "fxcomp.compressors."
 _SHARED = {"int4": "int8"}
-"""Compressors that another one's kernels serve."""
+"""Compressors that use another one's kernels."""
 
 
 @cache
 def available() -> bool:
-    """Triton is installed."""
+    """Return True if Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -37,34 +37,34 @@ def has_kernels(kind: type[Declared]) -> bool:
 
 
 def encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> bool:
-    """Fill `payload`, replace residual and state; return False where no kernel can."""
+    """Fill `payload`, replace residual and state. Return False without a kernel."""
     return _is_aligned(payload) and _run("encode", compressor, given, payload)
 
 
 def decode(compressor: Declared, received: DecoderInput, out: Tensor) -> bool:
-    """Fill `out` with the mean; return False where no kernel can."""
+    """Fill `out` with the mean. Return False without a kernel."""
     return _is_aligned(received.payloads) and _run("decode", compressor, received, out)
 
 
 def encode_pieces(compressor: Declared, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
-    """Fill the payloads of all pieces at once, as `encode` does; return False where no kernel takes several."""
+    """Fill the payloads of all pieces at once. Return False if no kernel can."""
     return _takes_pieces(compressor) and _is_aligned(payload) and _run("encode", compressor, given, payload, pieces)
 
 
 def decode_pieces(compressor: Declared, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
-    """Fill `out` with the means of all pieces at once; return False where no kernel takes several."""
+    """Fill `out` with the means of all pieces at once. Return False if no kernel can."""
     is_aligned = _is_aligned(received.payloads)
     return _takes_pieces(compressor) and is_aligned and _run("decode", compressor, received, out, pieces)
 
 
 def propose(compressor: Declared, given: EncoderInput, out: Tensor) -> bool:
-    """Fill `out` with what ranks reduce before they compress; return False where no kernel can."""
+    """Fill `out` with the proposal. Return False without a kernel."""
     return _run("propose", compressor, given, out)
 
 
 @cache
 def _function(kind: type[Declared], name: str) -> Callable[..., None] | None:
-    """Look into the file beside this one that is named as the compressor; a plug-in has none."""
+    """Return a function of the compressor's module; None for a plug-in."""
     module = f"{__package__}.{_SHARED.get(kind.facts.name, kind.facts.name)}"
     if not kind.__module__.startswith(_OURS) or find_spec(module) is None:
         return None
@@ -81,12 +81,12 @@ def _run(
     kernel = _function(type(compressor), name)
     if kernel is None:
         return False
-    # Triton launches on the current device, wherever its tensors are.
+    # Triton launches on the current device.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         kernel(compressor, given, out, *([] if pieces is None else [pieces]))
     return True
 
 
 def _is_aligned(payload: Tensor) -> bool:
-    """Bytes hold fp32, which a device reads only from a multiple of four; nobody promises one for a payload."""
+    """Return True if fp32 values in a byte payload are aligned, as a device requires."""
     return payload.dtype is not torch.uint8 or payload.data_ptr() % 4 == 0

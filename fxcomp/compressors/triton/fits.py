@@ -1,13 +1,10 @@
-"""Fit a distribution to a sample's magnitudes, for sidco.
-
-All in fp64, with the sums of `fxcomp/compressors/sidco.py`, which gives the formulas' sources.
-"""
+"""Fit a distribution to a sample's magnitudes in fp64, for sidco. The formulas are in tail_fits.py."""
 
 from __future__ import annotations
 
 from fxcomp.compressors.triton.language import constant, constexpr, jit, product_of_rows, sum_of, tl
 
-# As in sidco.py.
+# The same numbers as in tail_fits.py.
 LANES = constant(512)
 GROUP = constant(512)
 FIRST_SHARE = constant(0.25)
@@ -18,7 +15,7 @@ EXPONENTIAL, GAMMA = constant(0), constant(1)
 
 @jit
 def _moments_above(sample, size, level):
-    """Return count, mean and variance of values beyond a level, counted from that level."""
+    """Return count, mean and variance of the exceedances of a level."""
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     found = tl.zeros([LANES], tl.int32)
@@ -41,7 +38,7 @@ def _moments_above(sample, size, level):
 
 @jit
 def count_reaching(sample, size, bits):
-    """Count a sample's magnitudes from some bits on."""
+    """Count a sample's magnitudes of at least `bits`."""
     found = tl.zeros([LANES], tl.int32)
     first = size * 0
     while first < size:
@@ -53,7 +50,6 @@ def count_reaching(sample, size, bits):
 
 @jit
 def _quantile(mean, variance, share, FIT: constexpr):
-    """Return what a share of the exceedances exceeds."""
     log_share = tl.log(share)
     exponential = -mean * log_share
     if FIT == EXPONENTIAL:
@@ -138,7 +134,7 @@ def _inverse_gamma(shape, share):
 
 @jit
 def _mantissas(sample, size, at):
-    """Return mantissas in [1, 2), 1 for a zero and after the end; and exponents."""
+    """Return mantissas in [1, 2) and exponents; 1 and 0 for zeros and padding."""
     bits = tl.maximum(tl.load(sample + at, at < size, other=0), 0)
     wide = bits.to(tl.float32, bitcast=True).to(tl.float64)
     wide = tl.where(wide > 0, wide, 1.0).to(tl.int64, bitcast=True)
@@ -148,7 +144,7 @@ def _mantissas(sample, size, at):
 
 @jit
 def _mean_log(sample, size, products, count, WIDTH: constexpr):
-    """Add exponents exactly; multiply mantissas, 512 at a time, and add the products' logs in order."""
+    """Sum exponents exactly, and logs of products of 512 mantissas in order."""
     columns = size * 0 + 1
     while columns * GROUP < size:
         columns *= 2
@@ -162,7 +158,7 @@ def _mean_log(sample, size, products, count, WIDTH: constexpr):
         to = first + tl.arange(0, WIDTH)
         tl.store(products + to, tl.log(product_of_rows(factors, GROUP, WIDTH)), to < columns)
         first += WIDTH
-    tl.debug_barrier()  # other threads wrote what this one adds
+    tl.debug_barrier()  # other threads wrote these products
     logs = tl.load(products) * 0.0
     number = columns * 0
     while number < columns:
@@ -183,10 +179,7 @@ def _gamma_quantile(mean, mean_log, share):
 
 @jit
 def fitted_level(sample, size, stages, reaching, products, FIT: constexpr, WIDTH: constexpr):
-    """Find the magnitude that `reaching` values of the sample reach by the fits, in so many stages.
-
-    Returns it, and whether there is one: not where all magnitudes are 0.
-    """
+    """Return the magnitude that `reaching` values of the sample reach by the fits, and False if all are 0."""
     count, mean, variance = _moments_above(sample, size, reaching * 0.0)
     is_fitted = count > 0
     level = reaching * 0.0

@@ -1,4 +1,4 @@
-"""Whole numbers within -MOST..MOST: the codec of `fxcomp/compressors/int8.py`, and of int4.py."""
+"""Integers within -MOST..MOST: the codec of `fxcomp/compressors/int8.py` and int4.py."""
 
 from fxcomp.compressors.triton.blocks import ROUND, block_kernels, clamped, largest_magnitude, quotient_of, whole_below
 from fxcomp.compressors.triton.language import constexpr, jit, tl
@@ -13,7 +13,7 @@ def _scale(value, bucket, residual, state, size, MOST: constexpr, SHAPE: constex
 def _code(value, scale, drawn, MOST: constexpr):
     quotient = clamped(quotient_of(value, scale), MOST)
     if drawn is None:
-        shifted = quotient + ROUND  # the integer stands in the lowest bits
+        shifted = quotient + ROUND  # the integer is in the lowest bits
         whole = shifted - ROUND
     else:
         whole = tl.minimum(whole_below(quotient + drawn), MOST)

@@ -1,7 +1,6 @@
-"""Triton's language, and what kernels share: launching, sums in the references' order, random bits.
+"""Triton's language and shared functions. Stand-ins replace Triton where it is not installed.
 
-A sum adds the upper half to the lower until one is left. Bits are those of `fxcomp/compressors/randomness.py`. Where
-Triton is not installed, stand-ins let files import.
+Sums add the upper half to the lower until one term is left. Random bits have the reference in `randomness.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ else:
 def launch(
     kernel: Any, programs: int, *arguments: Tensor | float | None, rows: int = 1, warps: int = 4, **constants: object
 ) -> None:
-    """Run a kernel on programs * rows, with multiplication and addition kept apart as in the references."""
+    """Run a kernel on programs * rows, without fusing multiplication and addition."""
     if programs > 0:
         start(kernel, (programs, rows), arguments, warps, constants)
 
@@ -58,7 +57,7 @@ def start(
 
 @contextmanager
 def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
-    """Let meta tensors play the device, with or without Triton: `tell` hears the tensors of each launch instead."""
+    """Pass each launch's tensors to the callback instead of running the kernel, for meta tensors."""
     token = _told.set(tell)
     try:
         yield
@@ -75,7 +74,7 @@ _told: ContextVar[Callable[[Sequence[Tensor]], object] | None] = ContextVar("tol
 
 @jit
 def sum_of_columns(terms, ROWS: constexpr, WIDTH: constexpr):
-    """Add up each row."""
+    """Sum each row."""
     if WIDTH == 1:
         return tl.reshape(terms, [ROWS])
     else:  # noqa: RET505  Triton compiles one branch only
@@ -85,7 +84,7 @@ def sum_of_columns(terms, ROWS: constexpr, WIDTH: constexpr):
 
 @jit
 def sum_of_rows(terms, HEIGHT: constexpr, WIDTH: constexpr):
-    """Add up each column."""
+    """Sum each column."""
     if HEIGHT == 1:
         return tl.reshape(terms, [WIDTH])
     else:  # noqa: RET505
@@ -105,7 +104,7 @@ def product_of_rows(factors, HEIGHT: constexpr, WIDTH: constexpr):
 
 @jit
 def sum_of(lanes, WIDTH: constexpr):
-    """Add up a vector."""
+    """Sum a vector."""
     return tl.sum(sum_of_rows(tl.reshape(lanes, [WIDTH, 1]), WIDTH, 1), axis=0)
 
 
@@ -118,7 +117,7 @@ def mix(x):
 
 @jit
 def stream_of(state, segment, STEPS_BACK: constexpr = 0):
-    """Return the two keys of a segment's stream, so many steps ago."""
+    """Return the keys of a segment's stream, STEPS_BACK steps ago."""
     key = tl.load(state + 2 * segment)
     step = tl.load(state + 2 * segment + 1) - STEPS_BACK
     low = mix((key ^ step).to(tl.uint32))
@@ -127,7 +126,7 @@ def stream_of(state, segment, STEPS_BACK: constexpr = 0):
 
 @jit
 def bits_at(low, high, counter):
-    """Return the random bits at a counter, uint32."""
+    """Return the uint32 random bits at a counter."""
     x = counter.to(tl.uint32) + low
     return mix((x ^ (x >> 16)) * 0x7FEB352D + high)
 
@@ -139,6 +138,6 @@ def uniform(low, high, counter):
 
 
 def raise_step(state: Tensor | None) -> None:
-    """Advance all segments' streams, after the launch that drew from them."""
+    """Advance all streams, after the launch that drew from them."""
     if state is not None:
         state.view(-1, STATE_ELEMENTS)[:, 1].add_(1)

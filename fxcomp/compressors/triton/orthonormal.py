@@ -1,4 +1,4 @@
-"""Make the vectors of powersgd's factors orthonormal, in fp64: one program a matrix, one vector after the other."""
+"""Orthonormalise powersgd's factors, in fp64: a program a matrix, vector by vector."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from torch import Tensor
 from fxcomp.compressors.triton.language import bits_at, constant, constexpr, jit, launch, mix, tl
 from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 
-FOLD_WIDTH = constant(1024)  # values that a program reads at once for a sum  # assumed
-_AT_ONCE = 8192  # and for what has no order  # assumed
-_WARPS = 8  # of 4, 8, 16 and 32 the fastest (H100, measured, 2026-11)
-_TERMS = 32  # that a thread adds up before it writes a sum that others read; then 8 at a time  # assumed
+FOLD_WIDTH = constant(1024)  # values read at once for a sum  # assumed
+_AT_ONCE = 8192  # values read at once in any order  # assumed
+_WARPS = 8  # the fastest of 4, 8, 16 and 32 (H100, measured, 2026-11)
+_TERMS = 32  # terms a thread adds before it writes a sum; then 8 at a time  # assumed
 _FIRST, _THEN = constant(_TERMS), constant(8)
 NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
 FIRST_VALUE, ROW_COUNT, COLUMN_COUNT, Q_AT, P_AT, CHUNKS_AT, RANK_OF = map(constant, range(7))
-"""Columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, offset of
-P in the proposal, offset of the sums by chunks, rank."""
+"""Columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, of P in the
+proposal, of the chunk sums, rank.
+"""
 
 
 def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bool) -> Tensor:
-    """Return the bases of all matrices, fp32, where the factors lie: of Q at the start, else of P."""
+    """Return the bases of all matrices, fp32, in the layout of the factors: Q if `is_start`, else P."""
     padded = max(1024, 1 << (longest - 1).bit_length())
     basis = torch.empty_like(factors)
     work = torch.empty_like(factors, dtype=torch.float64)
@@ -35,7 +36,7 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Add up products, the upper half to the lower: first in registers, then among threads, through memory."""
+    """Sum products, the upper half to the lower: in registers, then through memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -46,7 +47,7 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Add up COUNT products that lie STEP apart, the upper half to the lower."""
+    """Sum COUNT products STEP apart, the upper half to the lower."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -57,7 +58,7 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Add up terms, the upper half to the lower, in rounds of 8; each writes its sums after what it has read."""
+    """Sum terms, the upper half to the lower, in rounds of 8."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
@@ -80,7 +81,7 @@ def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
-    """Take the basis away, twice; return the length of what is left."""
+    """Subtract the projection on the basis, twice; return the remaining length."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length
@@ -100,7 +101,7 @@ def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: cons
 def _orthonormalise(
     factors, basis, work, scratch, matrices, PADDED: constexpr, TERMS: constexpr, WIDTH: constexpr, IS_START: constexpr
 ):
-    """Of the rows of Q, zeros if one is not finite, or of P, whose basis is NaN then."""
+    """Orthonormalise Q or P. If it is not finite, Q counts as zeros, and the basis of P is NaN."""
     matrix = matrices + tl.program_id(0) * MATRIX_COLUMNS
     if IS_START:
         length = tl.load(matrix + COLUMN_COUNT)
@@ -108,7 +109,7 @@ def _orthonormalise(
     else:
         length = tl.load(matrix + ROW_COUNT)
         at = tl.load(matrix + P_AT)
-    rank = tl.load(matrix + RANK_OF)  # Triton 3.6 cannot compile the loop below if it knows that there is one turn
+    rank = tl.load(matrix + RANK_OF)  # Triton 3.6 cannot compile the loop below with a known count of 1
     factors += at
     basis += at
     work += at
@@ -132,7 +133,7 @@ def _orthonormalise(
             first += WIDTH
         whole = tl.sqrt(_dot(vector, vector, length, scratch, PADDED))
         left = _clean(vector, work, index, length, scratch, PADDED, WIDTH)
-        if left <= whole * NOTHING_LEFT:  # the interpreter keeps a product that begins with a constant from comparing
+        if left <= whole * NOTHING_LEFT:  # constant second, or the interpreter cannot compare
             tl.debug_barrier()
             low = mix(index.to(tl.uint32))
             high = mix(low)

@@ -1,9 +1,7 @@
-"""Two thin factors of each matrix: the bits of `fxcomp/compressors/powersgd.py`.
+"""Two thin factors of each matrix, with the bits of `fxcomp/compressors/powersgd.py`.
 
-Every sum has the reference's order, so ranks agree though nothing but sums was sent. All matrices of a bucket share
-each launch: orthonormal Q and M Q to propose; orthonormal P, MᵀP by chunks of 32 rows, the chunks' sum and the residual
-to encode; orthonormal P and P Qᵀ to decode. Making vectors orthonormal (`orthonormal.py`) is the slow part where
-matrices are few and long.
+All matrices of a bucket share each launch. Propose: orthonormal Q, M Q. Encode: orthonormal P, MᵀP by chunks of 32
+rows, the chunks' sum, the residual. Decode: orthonormal P, P Qᵀ.
 """
 
 from __future__ import annotations
@@ -29,37 +27,37 @@ from fxcomp.compressors.triton.orthonormal import (
 )
 from fxcomp.compressors.triton.tiles import compensated, is_finite, nothing
 
-_ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # values of a matrix that a program expands: 16 a thread  # assumed
+_ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # values of a matrix a program expands: 16 a thread  # assumed
 ROW_BLOCK, COLUMN_BLOCK = constant(_ROW_BLOCK), constant(_COLUMN_BLOCK)
-_BACK_COLUMNS = 128  # columns of MᵀP of a program: one a thread  # assumed
-_SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum of a program  # assumed
-_DENSE = 1024  # values of a dense segment of a program  # assumed
+_BACK_COLUMNS = 128  # columns of MᵀP a program: one a thread  # assumed
+_SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum a program  # assumed
+_DENSE = 1024  # dense values a program  # assumed
 DENSE = constant(_DENSE)
 CHUNK = constant(32)  # the same numbers as in the reference
 SPAN = constant(64)
-AHEAD = constant(8)  # chunks that are read before the first of them is added  # assumed
+AHEAD = constant(8)  # chunks read before the first is added  # assumed
 
 
 @dataclass(frozen=True)
 class _LaunchPlan:
-    """Tables on the device: of matrices, and of the programs' parts of them, which begin with a row of the first."""
+    """Device tables: matrices, and the work items of each launch."""
 
     matrices: Tensor
     row_parts: Tensor
-    """Matrix, first row; of M Q."""
+    """Matrix, first row, for M Q."""
     chunk_parts: Tensor
-    """Matrix, chunk, first column; of MᵀP."""
+    """Matrix, chunk, first column, for MᵀP."""
     column_parts: Tensor
-    """Matrix, first column; of the chunks' sum."""
+    """Matrix, first column, for the chunks' sum."""
     tiles: Tensor
-    """Matrix, first row, first column; of P Qᵀ."""
+    """Matrix, first row, first column, for P Qᵀ."""
     dense: Tensor
     """First value, first element of the payload, values."""
     chunk_elements: int
     longest_row: int
     longest_column: int
     rank_width: int
-    """The power of two from the rank on."""
+    """Rank, rounded up to a power of two."""
 
 
 @cache
@@ -101,7 +99,6 @@ def _plan(compressor: PowerSGD, segments: tuple[int, ...], device: torch.device)
 
 
 def _rows_at_once(rank_width: int) -> int:
-    """Rows of a program of M Q."""
     return max(1, 128 // rank_width)
 
 
@@ -143,7 +140,7 @@ def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _part_of(matrices, parts, COLUMNS: constexpr):
-    """Look up this program's part, and of its matrix: the table's row, rows and columns."""
+    """Return this program's item, and its matrix's table row, rows and columns."""
     part = parts + tl.program_id(0).to(tl.int64) * COLUMNS
     matrix = matrices + tl.load(part) * MATRIX_COLUMNS
     return part, matrix, tl.load(matrix + ROW_COUNT), tl.load(matrix + COLUMN_COUNT)
@@ -153,7 +150,7 @@ def _part_of(matrices, parts, COLUMNS: constexpr):
 def _project(
     bucket, residual, start_factors, proposal, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, ROWS: constexpr
 ):
-    """Multiply M Q of some rows: 64 sums of every 64th column, which are then folded."""
+    """Compute M Q for some rows: 64 sums of every 64th column, then halves."""
     part, matrix, rows, columns = _part_of(matrices, parts, 2)
     start_factors += tl.load(matrix + Q_AT)
     row = tl.load(part + 1) + tl.arange(0, ROWS)
@@ -178,7 +175,7 @@ def _project(
 def _project_back(
     bucket, residual, basis, chunks, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, WIDTH: constexpr
 ):
-    """Multiply MᵀP of 32 rows, in order."""
+    """Compute MᵀP of 32 rows, in order."""
     part, matrix, rows, columns = _part_of(matrices, parts, 3)
     chunk = tl.load(part + 1)
     basis += tl.load(matrix + P_AT)
@@ -207,7 +204,7 @@ def _add_chunks(chunks, payload, matrices, parts, RANK: constexpr, RANK_WIDTH: c
     total = tl.zeros([RANK_WIDTH, WIDTH], tl.float32)
     chunk = count * 0
     while chunk < count:
-        for i in tl.static_range(AHEAD):  # a zero more changes no sum that began with one
+        for i in tl.static_range(AHEAD):  # adding a zero after the last chunk changes no sum
             is_chunk = is_there & (chunk + i < count)
             total += tl.load(chunks + (chunk + i) * RANK * columns + place, is_chunk, 0.0)
         chunk += AHEAD
@@ -216,7 +213,7 @@ def _add_chunks(chunks, payload, matrices, parts, RANK: constexpr, RANK_WIDTH: c
 
 @jit
 def _expanded(basis, right, rows, columns, row, column, RANK: constexpr):
-    """Multiply P Qᵀ of a tile, in the order of the rank."""
+    """Compute P Qᵀ of a tile, in the order of the rank."""
     total = nothing([row.shape[0], column.shape[0]])
     for i in range(RANK):
         left = tl.load(basis + i * rows + row, row < rows, 0.0)

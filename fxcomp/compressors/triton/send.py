@@ -1,17 +1,15 @@
-"""Send the largest values of each segment, for topk and sidco; nothing waits for the device.
+"""Send the largest values of each segment, for topk and sidco, without synchronising with the device.
 
-    cuts       a magnitude a segment, as bits, that what may be sent reaches
-    gather     one pass over the bucket: the residual, as if nothing were sent, and a list of what reaches the cut, tile
-               by tile: places and values
-    decide     where more values reach the cut than may be sent, the last magnitude to send is found: three digits of
-               it, 11, 10 and 10 bits, each from a histogram of the listed magnitudes that begin with those known so far
-    count      what each tile sends; their sums tell where in the payload a tile begins
-    scatter    values and places into the payload; what was sent leaves the residual
+    cuts       a magnitude for each segment, as bits: smaller values are not sent
+    gather     one pass over the bucket: the residual, as if nothing were sent, and a list for each tile of the places
+               and values that reach the cut
+    decide     if too many reach the cut, the last magnitude to send: digits of 11, 10 and 10 bits, each from a
+               histogram of the listed magnitudes with the known digits
+    count      the number of values that each tile sends, which locates the tile in the payload
+    scatter    write values and places into the payload, and clear their residual
 
-Only `gather` touches memory for each value. Later, one warp a tile reads the tile's list in parts: most lists are one
-part. All decisions stay on the device: every launch happens whatever the data, and returns at once where there is
-nothing to do. A segment's decision is a magnitude and a number: sent is what is larger, and of what is equal the first
-so many.
+Only `gather` reads every value; then a warp reads each tile's list. All launches happen for any data. A decision is a
+magnitude and a number: larger values are sent, and the first equal ones up to that number.
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ from fxcomp.compressors.triton.tiles import (
 
 BIN_COUNT = 2048
 BINS = constant(BIN_COUNT)
-DIGITS = ((20, 31), (10, 20), (0, 10))  # the bits of a magnitude, and what lies above them
-COPIES = 8  # of a histogram while there are few: most values fall in few bins, and additions to one bin wait  # assumed
-PART = constant(128)  # of a list that a program reads at once: 4 a thread of a warp  # assumed
-NEAR = constant(64)  # leading digits from a part's lowest on that are counted before they are added: 8 octaves
+DIGITS = ((20, 31), (10, 20), (0, 10))  # of a magnitude: lowest bit, end
+COPIES = 8  # histograms a segment, if segments are few: additions to the same bin wait  # assumed
+PART = constant(128)  # list entries read at once: 4 a thread of a warp  # assumed
+NEAR = constant(64)  # leading digits counted before they are added: 8 octaves
 DECISION_COLUMNS = constant(3)
 
 
@@ -61,7 +59,7 @@ def copies_of(segments: int) -> int:
 
 @jit
 def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
-    """Append the next digit to an open decision: the last bin, from the largest on, that holds the rank."""
+    """Append the next digit to an open decision: the bin of the rank, counted from the largest."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
     known = tl.load(decision + 1)
@@ -79,7 +77,7 @@ def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
 
 @jit
 def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr):
-    """Count the next digits of magnitudes that begin with the known digits, value by value: there are few."""
+    """Count the next digits of magnitudes with the known digits, one by one."""
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
     tl.atomic_add(histogram + digit, 1, mask=is_ours, sem="relaxed")
@@ -87,7 +85,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 @jit
 def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
-    """Count first digits of large magnitudes: most are among few, and additions to one bin wait for each other."""
+    """Count first digits locally before adding, because most fall into the same bins."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
     is_near = is_there & (digit - lowest < NEAR)
@@ -100,7 +98,7 @@ def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
 def _digit_histogram(
     table, sample, decisions, histograms, segments, SHIFT: constexpr, ABOVE: constexpr, SHAPE: constexpr
 ):
-    """Of a tile of a sample's magnitudes, -1 where there is none, for one of the decisions on its segment."""
+    """Count the digits of a tile of a sample (-1 is padding) for one decision."""
     TILE: constexpr = SHAPE[1]
     start, size, _, _ = tile_of(table, SHAPE[3])
     segment, _ = segment_of(table)
@@ -113,7 +111,7 @@ def _digit_histogram(
 
 
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
-    """Find the magnitude of each open decision; there may be several rows of one a segment."""
+    """Find the magnitude of each open decision. A segment may have several."""
     for shift, above in DIGITS:
         histograms = torch.zeros(len(decisions), BIN_COUNT, dtype=torch.int32, device=sample.device)
         rows = len(decisions) // max(segments, 1)
@@ -126,9 +124,9 @@ TALLY_COLUMNS = constant(3)
 
 
 def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> Tensor:
-    """Fill the payload with what reaches the cuts, two rows of one a segment; return what was counted.
+    """Fill the payload with the values that reach the cuts, shape (2, segments); return each segment's counts.
 
-    The second cut, not above the first, holds where fewer than k / 2 values reach the first.
+    The second, lower cut applies if fewer than k / 2 values reach the first.
     """
     device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
     places = torch.empty(count * TILE, dtype=torch.int16, device=device)
@@ -148,7 +146,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
         launch(pick, segments, decisions, histograms, **constants)
     counts = torch.empty(2, count, dtype=torch.int32, device=device)
     lists.launch(_count, values, lengths, decisions, counts, count)
-    ends = counts.flatten().cumsum(dim=0, dtype=torch.int32)  # of a row more would be one block's work
+    ends = counts.flatten().cumsum(dim=0, dtype=torch.int32)  # a cumsum by row would use one block
     sums = (layout.sections, counts, ends, count)
     arguments = (places, values, lengths, decisions, payload, given.residual, *sums)
     lists.launch(_scatter, *arguments, HAS_COUNTS=layout.has_counts)
@@ -157,7 +155,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List what reaches the lower cut; count a segment's values at both cuts, and what is not finite."""
+    """List the values that reach the lower cut. Count values at both cuts, and values that are not finite."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:
@@ -196,7 +194,7 @@ def _gather_tile(
 
 @jit
 def _open(sections, cuts, segments, tally, decisions):
-    """Take the higher cut, or the lower one where too few reach it; open a decision where too many do."""
+    """Choose the higher cut, or the lower one if too few reach it; open a decision if too many do."""
     segment = tl.program_id(0)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)
@@ -207,7 +205,7 @@ def _open(sections, cuts, segments, tally, decisions):
     is_open = reached > slots
     decision = decisions + segment * DECISION_COLUMNS
     tl.store(decision, is_open.to(tl.int32))
-    tl.store(decision + 1, tl.where(is_open, 0, lowest - 1))  # sent is what is larger
+    tl.store(decision + 1, tl.where(is_open, 0, lowest - 1))  # larger values are sent
     tl.store(decision + 2, tl.where(is_open, slots, 0))
 
 
@@ -241,7 +239,6 @@ def _histogram(
 
 @jit
 def _read_values(values, first, length, TILE: constexpr):
-    """Return a part of a tile's list: values, and which there are."""
     number = first + tl.arange(0, PART)
     is_there = number < length
     return tl.load(values + tl.program_id(0).to(tl.int64) * TILE + number, is_there, other=0.0), is_there
@@ -249,7 +246,7 @@ def _read_values(values, first, length, TILE: constexpr):
 
 @jit
 def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
-    """Count what of a tile is larger than the decision's magnitude, and what is equal."""
+    """Count a tile's values above the decision's magnitude, and equal to it."""
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
@@ -289,12 +286,12 @@ def _scatter(
     tile = tl.program_id(0)
     length = tl.load(lengths + tile)
     last = tl.load(decision + 1)
-    equals = tl.load(decision + 2)  # so many of what equals `last` are sent
+    equals = tl.load(decision + 2)  # number of values equal to `last` that are sent
     first_tile = tl.load(section + FIRST_TILE)
     form = tl.load(section + FORM)
     low_at = tl.load(section + PLACES_AT)
     bits_at = 8 * tl.load(section + BITS_AT)
-    edge = bits_at // 32 * 4  # from this byte on low bits share their word with the bit string
+    edge = bits_at // 32 * 4  # from here on, low bits share a word with the bit string
     words = payload.to(tl.pointer_type(tl.int32))
     sent_at = words + tl.load(section + VALUES_AT) // 4
     larger_base = _before(counts, ends, first_tile)
@@ -334,18 +331,16 @@ def _scatter(
 
 @jit
 def _before(counts, ends, tile):
-    """Return the sum of all counts before a tile's."""
     return tl.load(ends + tile) - tl.load(counts + tile)
 
 
 @jit
 def _send_byte(payload, words, at, value, is_there, edge):
-    """Store a byte, or set its bits where others set bits of the same word."""
+    """Store a byte, or set its bits in a shared word."""
     tl.store(payload + at, value.to(tl.uint8), is_there & (at < edge))
     _set_bits(words, 8 * at, value.to(tl.int32), is_there & (at >= edge))
 
 
 @jit
 def _set_bits(words, bit, value, is_there):
-    """Set bits of a word of the payload, which was cleared."""
     tl.atomic_or(words + (bit >> 5), value << (bit & 31).to(tl.int32), mask=is_there, sem="relaxed")

@@ -1,14 +1,14 @@
-"""The values above a threshold that follows from a fitted distribution: the bits of `fxcomp/compressors/sidco.py`.
+"""Values above a threshold from a fitted distribution, with the bits of `fxcomp/compressors/sidco.py`.
 
     take      copy the magnitudes of all segments' samples
     fit       a program a segment: the threshold by the fits (`fits.py`), and the check on the sample
-    resample  the thin sample, of segments whose own sample misleads
-    settle    the largest of a sample (`send.py`), where the sample contradicts the fit or was taken again
+    resample  the thin sample, if the segment's own sample misleads
+    settle    the k-th largest of a sample (`send.py`), if it contradicts the fit or is the thin one
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
-A GPU's log and exp may differ from a processor's in the last of 53 bits. A threshold is rounded to 24, so about one in
-10^8 thresholds differs by that rounding; each rank selects for itself, so nothing depends on it.
+A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8. Nothing
+depends on it, as each rank selects for itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxcomp.compressors.triton.tiles import INFINITY, TILE, Tiles, compensated, 
 
 __all__ = ["decode", "encode"]
 
-# As in sidco.py.
+# The same numbers as in sidco.py.
 WINDOW = constant(5)
 CALLS = constant(1 << 20)
 FAR = constant(1e30)
@@ -39,13 +39,14 @@ RUN_LENGTH = constant(RUN)
 
 ROW_COLUMNS = constant(7)
 STATE_COLUMNS = constant(9)
-_COLUMNS = 8  # of 512 mantissas that a program multiplies at once: 32 a thread  # assumed
+_COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 a thread  # assumed
 
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """The tiles of both samples of all segments, the thin ones last, and how many are of the first sample; for each
-    segment first value, n, k, both strides, first value of the sample and first of its products; and all products."""
+    """Return the tiles of both samples, the thin ones last; the number of tiles of the first; for each segment first
+    value, n, k, both strides, first value of the sample, first product; and the number of products.
+    """
     steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]
     other_sizes = [-(-n // step) for n, step in zip(segments, other_steps, strict=True)]
@@ -100,14 +101,14 @@ def _calls(state, segment):
 
 @jit
 def _taken(n, stride, calls):
-    """Return how many values this step's sample has."""
+    """Return the size of this step's sample."""
     runs = (n // RUN_LENGTH - calls % stride + stride - 1) // stride
     return tl.where(stride > 1, RUN_LENGTH * runs, n)
 
 
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
-    """Copy magnitudes as bits, 0 for what is not finite, -1 after the end."""
+    """Copy magnitudes as bits: 0 for values that are not finite, -1 as padding."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)
@@ -125,13 +126,13 @@ def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
 
 @jit
 def _resampled_from(n, stride, calls):
-    """Return where this step's thin sample begins."""
+    """Return the start of this step's thin sample."""
     return tl.minimum(mix(calls.to(tl.uint32)).to(tl.int64) % stride, n - 1)
 
 
 @jit
 def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
-    """Find a segment's threshold, or the rank that is to be found in one of its samples."""
+    """Compute a segment's threshold, or the rank to find in one of its samples."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
     row = rows + segment * ROW_COLUMNS
@@ -166,7 +167,6 @@ def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: conste
 
 @jit
 def _resample(table, bucket, residual, state, rows, segments, sample, decisions, SHAPE: constexpr):
-    """Take the thin sample where it is needed."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     which, in_sample = segment_of(table)
     start, n, _, _, stride = _row(rows, which - segments)
@@ -179,7 +179,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
 
 @jit
 def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
-    """Write the state after a step, in fp64; keep it where nothing was fitted or something is not finite."""
+    """Write the next state; keep it if nothing was fitted or a value is not finite."""
     segment = tl.program_id(0)
     _, _, k, _, _ = _row(rows, segment)
     counted = tally + segment * TALLY_COLUMNS
@@ -227,7 +227,7 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write the magnitudes of a segment's values at some places as bits, -1 after its end."""
+    """Write magnitudes at some places of a segment as bits, -1 after its end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
@@ -235,6 +235,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return the rank that the share k / n has in a sample, and the sample's length."""
+    """Return the rank of the share k / n in a sample, and the sample's length."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

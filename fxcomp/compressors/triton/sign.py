@@ -1,4 +1,4 @@
-"""The signs of values: the codec of `fxcomp/compressors/sign.py`."""
+"""Signs of values: the codec of `fxcomp/compressors/sign.py`."""
 
 from fxcomp.compressors.triton.blocks import block_kernels, mean_magnitude
 from fxcomp.compressors.triton.language import constexpr, jit, tl

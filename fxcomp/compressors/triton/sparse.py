@@ -1,8 +1,7 @@
-"""Lay out and decode a sparse payload, values and their places, for topk and sidco; nothing waits for the device.
+"""Lay out and decode the sparse payload of topk and sidco, without synchronising with the device.
 
-First the places of all ranks are written into lists: the ones of the bit strings are counted, and where each stands
-tells its place. Then each tile of the bucket looks up its part of each list. Each segment has a section of the payload;
-`fxcomp/compressors/topk.py`, `survivors.py` and `places.py` say what is in it.
+First the places of all ranks are read into lists, from the positions of ones in the bit strings. Then each tile of the
+bucket looks up its part of each list. A section is a segment's part of the payload.
 """
 
 from __future__ import annotations
@@ -24,31 +23,32 @@ from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment
 
 SECTION_COLUMNS = constant(9)
 K, SLOTS, FIRST_TILE, LAST_TILE, VALUES_AT, PLACES_AT, BITS_AT, FORM, LIST_AT = map(constant, range(9))
-"""Columns of a section: values wanted, and at most sent; the segment's first and last tile; the bytes of the payload
-where values, places and the bit string begin; the low bits of a place; where the list begins that decoding reads."""
+"""Columns of a section: k, maximum number of values, first and last tile, payload bytes where values, places and bit
+string begin, low bits of a place, start of the decoder's list.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a bucket and its payload, on the device."""
+    """Device layout of a bucket and its payload."""
 
     sections: Tensor
     tiles: Tiles
     slots: tuple[int, ...]
-    """At most so many values of each segment are sent."""
+    """Maximum number of sent values, by segment."""
     has_counts: bool
-    """The number of values comes before the values."""
+    """A count precedes the values."""
 
 
 @cache
 def layout_of_largest(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Lay out the payload of topk.py: as many values as slots."""
+    """Return the layout of topk.py's payload."""
     return _layout(segments, ratio, counts(segments, ratio), device, has_counts=False)
 
 
 @cache
 def layout_of_survivors(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Lay out the payload of survivors.py: a number of values, and slots for some more than are wanted."""
+    """Return the layout of survivors.py's payload."""
     return _layout(segments, ratio, capacities(segments, ratio), device, has_counts=True)
 
 
@@ -71,9 +71,9 @@ def _layout(
     return Layout(sections, cut(segments, TILE, device), slots, has_counts)
 
 
-_BIT_BYTES = 512  # of a program that reads places: 4096 bits, 32 a thread  # assumed
+_BIT_BYTES = 512  # bytes a program: 4096 bits, 32 a thread  # assumed
 BYTES = constant(_BIT_BYTES)
-CHUNK = constant(256)  # values that a program places at once  # assumed
+CHUNK = constant(256)  # values placed at once  # assumed
 PIVOTS = constant(128)  # of a search in a list
 
 BIT_COLUMNS = constant(3)
@@ -85,7 +85,7 @@ def decode_survivors(compressor: Sidco, received: DecoderInput, out: Tensor) -> 
 
 
 def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
-    """Fill `out` with the mean of the values of all ranks, each at its place."""
+    """Fill `out` with the mean of all ranks' values, each at its place."""
     ranks, all_slots, payload_bytes = received.ranks, sum(layout.slots), len(received.payloads) // received.ranks
     table, first_rows = _bit_strings(received.segments, layout.slots, out.device)
     counts = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)
@@ -100,7 +100,7 @@ def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
 
 @cache
 def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each program that reads places: segment, first byte and bytes in the bit string; and each segment's first."""
+    """Return segment, first byte and bytes of each part of a bit string, and each segment's first part."""
     rows: list[tuple[int, int, int]] = []
     first_rows: list[int] = []
     for segment, (n, room) in enumerate(zip(segments, slots, strict=True)):
@@ -113,7 +113,7 @@ def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torc
 
 @jit
 def _ones(payload, sections, table):
-    """Read a program's part of a bit string: ones and zeros, its segment and section, and its first bit's number."""
+    """Read a part of a bit string. Return its bits, segment, section, and its first bit's number."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
     section = sections + segment * SECTION_COLUMNS
@@ -155,7 +155,7 @@ def _read_places(payloads, sections, table, counts, payload_bytes, first_rows, e
 
 @jit
 def _first_from(places, length, bound):
-    """Count the ascending places below a bound; each round leaves one of 128 parts."""
+    """Count the ascending places below a bound, by a search in 128 parts."""
     below = length * 0
     left = length
     while left > 0:
@@ -182,7 +182,7 @@ def _decode(
     RANKS: constexpr,
     SHAPE: constexpr,
 ):
-    """Clear a tile, add what each rank sent of it, and multiply; a program's own values stay in the cache."""
+    """Clear a tile, add each rank's values, and multiply; the tile stays in the cache."""
     if lies_well(table, SHAPE):
         _decode_tile(
             table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[4], HAS_COUNTS, RANKS, SHAPE
@@ -223,7 +223,7 @@ def _decode_tile(
             length = tl.minimum(slots, tl.load((values - 1).to(tl.pointer_type(tl.int32))))
         begin = _first_from(places, length, first)
         end = _first_from(places, length, first + size)
-        tl.debug_barrier()  # other threads wrote what this one adds to
+        tl.debug_barrier()  # other threads wrote these values
         while begin < end:
             entry = begin + tl.arange(0, CHUNK)
             place = tl.load(places + entry, entry < end, other=-1) - first

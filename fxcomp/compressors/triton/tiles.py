@@ -3,13 +3,11 @@
     segments (5, 3), block 4, two blocks a tile:    a b c d e | x y z   -->   tile 0:  a b c d    tile 1:  x y z 0
                                                                                        e 0 0 0             0 0 0 0
 
-A tile is `rows` blocks of one segment, in rows of `width`, the power of two from `block` on. A table on the device
-tells each program where its tile lies: 64 bytes a tile, made once for each division of a bucket and kept.
+A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table of 64 bytes a tile
+locates each program's tile.
 
-A thread reads four values at once where the compiler knows that a tile begins at a multiple of four and holds a
-multiple of four. One segment of 5 ends that for itself and for what lies after it. So a kernel's work is compiled twice
-where tiles differ, for those that lie best and for all; each program looks where its tile lies (`lies_well`), and it
-stays one launch.
+A thread reads four values at once only if the compiler knows that a tile's start and size are multiples of four. So a
+kernel with other tiles too is compiled for both, and each program checks its own tile (`lies_well`).
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from torch import Tensor
 
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, stream_of, tl, uniform
 
-TILE = 2048  # values a program holds at once: 16 a thread of 4 warps  # assumed
-VECTOR = 4  # fp32 values that a thread reads or writes at once: 16 bytes
+TILE = 2048  # values of a program: 16 a thread of 4 warps  # assumed
+VECTOR = 4  # fp32 values a thread reads at once: 16 bytes
 COLUMNS = constant(8)
-INFINITY = constant(0x7F800000)  # as bits: magnitudes below are finite
+INFINITY = constant(0x7F800000)  # as bits
 
 
 @dataclass(frozen=True)
@@ -36,31 +34,31 @@ class Tiles:
     """A division of a bucket."""
 
     table: Tensor
-    """For each tile: first value, values, first block, first byte of codes, segment, first value in the segment.
-
-    Two more columns are for a kernel's own use.
+    """Columns: first value, values, first block, first byte of codes, segment, first value in the segment, two of the
+    kernel's own.
     """
     shape: tuple[int, int, int, int, int]
-    """Block, width, rows, and two powers of two for which kernels are compiled: the first divides first values and
-    sizes of all tiles, the second those of the tiles that lie best."""
+    """Block, width, rows, and two powers of two to compile for: divisors of start and size of every tile, and of the
+    best aligned tiles.
+    """
     warps: int
 
     def __len__(self) -> int:
         return len(self.table)
 
     def launch(self, kernel: Any, *arguments: Tensor | float | None, rows: int = 1, **constants: object) -> None:
-        """Run a program for each tile, times `rows`; the table comes first, SHAPE last."""
+        """Run a program for each tile, times `rows`. The kernel's first argument is the table, its last SHAPE."""
         launch(kernel, len(self), self.table, *arguments, rows=rows, warps=self.warps, **constants, SHAPE=self.shape)
 
 
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
-    """Cut a bucket so that no tile reaches over a segment's end."""
+    """Cut a bucket into tiles within segments."""
     return tiles_of(block, list(rows_of(segments, block, values_per_byte)), device)
 
 
 def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
-    """Put a table of tiles on a device."""
+    """Copy a table of tiles to a device."""
     width = 1 << (block - 1).bit_length()
     rows = max(TILE // width, 1)
     alignments = {gcd(VECTOR, block, start, values) for start, values, *_ in table}
@@ -70,7 +68,7 @@ def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> 
 
 
 def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
-    """Yield the row of each tile."""
+    """Yield the table's row of each tile."""
     rows = max(TILE // (1 << (block - 1).bit_length()), 1)
     start = first_block = first_byte = 0
     for segment, size in enumerate(segments):
@@ -85,7 +83,7 @@ def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iter
 
 @jit
 def lies_well(table, SHAPE: constexpr):
-    """Return true where SHAPE[4] divides the first value and the size of this program's tile, and not only SHAPE[3]."""
+    """Return True if SHAPE[4], not only SHAPE[3], divides start and size of this program's tile."""
     if SHAPE[3] == SHAPE[4]:
         return True
     else:  # noqa: RET505  Triton compiles one branch only
@@ -95,7 +93,7 @@ def lies_well(table, SHAPE: constexpr):
 
 @jit
 def tile_of(table, ALIGNMENT: constexpr):
-    """Look up this program's first value, number of values, first block and first byte of codes."""
+    """Return first value, number of values, first block and first byte of codes."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     start = tl.multiple_of(tl.load(entry), ALIGNMENT)
     size = tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT)
@@ -104,21 +102,21 @@ def tile_of(table, ALIGNMENT: constexpr):
 
 @jit
 def own_of(table):
-    """Look up this tile's two columns of the kernel's own."""
+    """Return the two columns of the kernel's own."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 6), tl.load(entry + 7)
 
 
 @jit
 def segment_of(table):
-    """Look up this program's segment, and its first value's place in there."""
+    """Return the segment, and the first value's place in it."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 4), tl.load(entry + 5)
 
 
 @jit
 def places(size, SHAPE: constexpr):
-    """Return each value's place in the tile, and which places hold a value."""
+    """Return each value's place in the tile, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -133,7 +131,7 @@ def places(size, SHAPE: constexpr):
 
 @jit
 def blocks_of(size, SHAPE: constexpr):
-    """Return the numbers of a tile's blocks, from 0 on, and which of them hold a value."""
+    """Return the numbers of a tile's blocks, from 0 on, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
     block = tl.arange(0, ROWS)
@@ -142,7 +140,7 @@ def blocks_of(size, SHAPE: constexpr):
 
 @jit
 def compensated(bucket, residual, at, is_there):
-    """Read v, the values to compress, and the old residual, which is v where there is none."""
+    """Return v, the values to compress, and the old residual, or v without one."""
     value = tl.load(bucket + at, is_there, other=0.0)
     old = value
     if residual is not None:
@@ -153,7 +151,7 @@ def compensated(bucket, residual, at, is_there):
 
 @jit
 def magnitude_of(value):
-    """Return |v| as bits, which have the order of magnitudes; what is not finite is largest."""
+    """Return |v| as bits, ordered like magnitudes; NaN is the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -164,7 +162,7 @@ def is_finite(value):
 
 @jit
 def draw(state, table, place):
-    """Draw a number in [0, 1) for each place of this program's tile, from its segment's stream."""
+    """Draw a number in [0, 1) for each place of this tile, from its segment's stream."""
     segment, first = segment_of(table)
     low, high = stream_of(state, segment)
     return uniform(low, high, first + place)
@@ -172,5 +170,5 @@ def draw(state, table, place):
 
 @jit
 def nothing(SHAPE: constexpr):
-    """Return negative zeros: plus x they are x, whatever x. `tl.full` makes zeros of them."""
+    """Return negative zeros, the neutral element of addition. `tl.full` would make them positive."""
     return tl.full(SHAPE, -2147483648, tl.int32).to(tl.float32, bitcast=True)

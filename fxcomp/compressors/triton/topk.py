@@ -1,11 +1,10 @@
-"""The k values of largest magnitude: the bits of `fxcomp/compressors/topk.py`.
+"""The k values of largest magnitude, with the bits of `fxcomp/compressors/topk.py`.
 
-    sample      the upper 11 bits of a sample's magnitudes give a cut that k values and some more should reach
-    count       one pass over the bucket says where they do
-    histogram   where they do not, the same bits of all magnitudes give one that they do, and few more
+    sample      the upper 11 bits of a sample's magnitudes give a cut that slightly more than k values should reach
+    count       one pass over the bucket counts the values that reach it
+    histogram   if they are too few, the same bits of all magnitudes give the cut
 
-`send.py` does the rest with these cuts: any cut that k values reach ends with the same bits. So the bucket is read
-twice whole, and what reaches the cut some times more.
+`send.py` gives the same bits from any cut that k values reach.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from fxcomp.compressors.triton.send import BIN_COUNT, BINS, DECISION_COLUMNS, DI
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import TILE, compensated, cut, lies_well, magnitude_of, segment_of, tile_of
 
-_STRETCH = 1 << 14  # values of a program that reads the whole bucket, which then adds to its segment's  # assumed
+_STRETCH = 1 << 14  # values of a program that reads the whole bucket  # assumed
 _SAMPLE = 1 << 14  # values of a segment  # assumed
 AT_ONCE = constant(TILE)
-LEADING = constant(DIGITS[0][0])  # the lowest of the leading bits
+LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 
 
 @cache
 def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Make open decisions on samples and on whole segments, and the table of samples: first value, stride, length.
+    """Return open decisions on samples and on segments, and the table of samples: first value, stride, length.
 
-    In a sample the k-th value has a rank that strays like a Poisson variable's; four deviations are added.
+    The rank in a sample is raised by four deviations of a Poisson variable.
     """
     sampled: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
@@ -77,7 +76,7 @@ def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _sample(table, bucket, residual, histograms):
-    """Count the upper bits of a part of a segment's sample."""
+    """Count the upper bits of a part of a sample."""
     entry = table + tl.program_id(0) * 3
     number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     is_there = number < tl.load(entry + 2)
@@ -88,7 +87,6 @@ def _sample(table, bucket, residual, histograms):
 
 @jit
 def _stretch_of(table, ALIGNMENT: constexpr):
-    """Look up this program's first value, number of values, and segment."""
     start, size, _, _ = tile_of(table, ALIGNMENT)
     segment, _ = segment_of(table)
     return start, size, segment
@@ -120,7 +118,7 @@ def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constex
 
 @jit
 def _histogram(table, bucket, residual, decisions, reached, histograms, SHAPE: constexpr):
-    """Count the upper bits of a stretch's magnitudes, where too few reach the guessed cut."""
+    """Count the upper bits of a stretch, if too few values reach the guessed cut."""
     if lies_well(table, SHAPE):
         _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4])
     else:
@@ -145,7 +143,7 @@ def _histogram_of_stretch(table, bucket, residual, decisions, reached, histogram
 
 @jit
 def _keep(guesses, decisions, reached):
-    """Close the decisions whose guessed cut enough values reach, with that cut."""
+    """Close the decisions whose guessed cut enough values reach."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
     tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)
