@@ -108,21 +108,21 @@ The step ends at {end:,.0f} µs, {saved:,.0f} µs earlier than dense, with {expo
 """
 
 ALTERNATIVES_END = """
-Fewer bytes gain nothing where compute hides the wire and nothing hides the compressor. Of two plans with the same
-predicted step, the one with the smaller error wins.
+Where compute hides the wire, fewer bytes gain nothing. Of two plans with the same predicted step, the one with the
+smaller error wins.
 """
 
 BUDGET_WORDS = """
 ## The error budget
 
-A mode limits the error of a plan. The error of a strategy is |applied − mean|² / |mean|² for Gaussian gradients, without
-error feedback. A plan's error is the mean over its elements:
+A mode limits the error of a plan. The error of a strategy is |applied − mean|² / |mean|² for Gaussian gradients,
+without error feedback. A plan's error is the mean over its elements:
 
 """
 
 BUDGET_END = """
-`{mode}` allows {limit}: four bits a value everywhere, in both of two shots ([losses](benchmarks/convergence.md)). A plan
-beyond the limit is rejected.
+`{mode}` allows {limit}: four bits a value everywhere, in both of two shots ([losses](benchmarks/convergence.md)). A
+plan beyond the limit is rejected.
 """
 
 BOUND = """
@@ -132,8 +132,8 @@ A step is at least as long as the work of each stream, and as each weighted mean
 as cheaply as the error budget allows. The best of these lower bounds is {bound:,.0f} µs for all plans of the mode.
 The chosen step is {gap:.1f} % longer. The report prints this gap for every chosen plan.
 
-The bound is proved but seldom reached. A job this small can be solved exactly (`tests/helpers/optimum/oracle.py`): after
-{looked_at:,} partial plans, the best plan takes {best:,.0f} µs, {verdict}.
+The bound is proved but seldom reached. A job this small can be solved exactly (`tests/helpers/optimum/oracle.py`):
+after {looked_at:,} partial plans, the best plan takes {best:,.0f} µs, {verdict}.
 """
 
 
@@ -157,12 +157,12 @@ def table(head: str, rows: list[str]) -> str:
 
 def _step() -> str:
     rows = [
-        f"| `{each.name}` | {'×'.join(map(str, each.shape))} | {each.elements:,} | {4 * each.elements / 1e6:.3f} "
+        f"| `{each.name}` | {'×'.join(map(str, each.shape))} | {each.elements:,} "
         f"| {each.ready_us:,.0f} | {each.update_us:,.1f} |"
         for each in WORKLOAD.gradients
     ]
     words = HEAD.format(backward=WORKLOAD.backward_us / 1e3, free=WORKLOAD.free_us / 1e3)
-    return words + table("| gradient | shape | elements | MB | ready, µs | update, µs |", rows)
+    return words + table("| gradient | shape | elements | ready, µs | update, µs |", rows)
 
 
 def _costs() -> str:
@@ -211,7 +211,6 @@ def _candidates(choice: Choice) -> str:
         rows.append(
             f"| {name} | {len(plan.buckets)} | {_sent_mb(plan):.2f} | {us / 1e3:.2f} | {exposed_us / 1e3:.2f} |"
         )
-    rows.append(f"| no network | | | {choice.free_us / 1e3:.2f} | |")
     return ONE_WORDS + table("| plan | buckets | MB sent | step, ms | exposed, ms |", rows)
 
 

@@ -35,9 +35,8 @@ GATE = """
 ## Gains that are worth following
 
 Costs have errors: here links {links}, compute {compute} and compressors {compressors} (standard deviations; the last
-two are assumed). So the step is simulated in {draws} *draws*. Each draw multiplies compute, each link and each
-compressor by a random factor, the same for every plan, so common errors cancel. A plan *wins* a draw if its step is at
-least {gain} shorter than dense.
+two are assumed). So the step is simulated in {draws} *draws*. Each draw multiplies these costs by random factors, the
+same for every plan, so common errors cancel. A plan *wins* a draw if its step is at least {gain} shorter than dense.
 
 """
 
