@@ -1,7 +1,7 @@
-"""Write the last part of docs/how_fxcomp_decides.md: whether a gain is worth following, and a race of plans.
+"""Write the last part of docs/how_fxcomp_decides.md: the certainty of a gain, and a race of plans.
 
-Wrong costs are planted in the example's table, so that the clock has something to correct. Step times are simulated
-from the right costs, with a little noise of fixed seed.
+The example's table has wrong compressor costs, which the race corrects. Step times are simulated from the right costs,
+with noise of a fixed seed.
 """
 
 from __future__ import annotations
@@ -25,56 +25,53 @@ from fxcomp.step.calendar import Calendar
 from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
 
 DEARER = 8.0
-"""So much longer compressors take in truth than in the table."""
+"""Compressor time on the machine, relative to the table."""
 
 WIDTH = 120  # of a line of prose
 _NOISE = 0.01  # relative standard deviation of a step's time
 _BEGINS = 2  # steps
 
 GATE = """
-## A gain that is worth following
+## Gains that are worth following
 
-Every cost is off by something: here links by {links}, compute by {compute} and compressors by {compressors} (standard
-deviations; the last two are assumed). Errors common to all plans cancel: a slow link delays dense too. So the step is
-simulated in {draws} *draws*. In each, compute, each link and each compressor take longer or shorter by a random factor,
-the same factor for every plan. A plan *wins* a draw if its step is at least {gain} shorter than dense in that draw.
+Costs have errors: here links {links}, compute {compute} and compressors {compressors} (standard deviations; the last
+two are assumed). So the step is simulated in {draws} *draws*. Each draw multiplies these costs by random factors, the
+same for every plan, so common errors cancel. A plan *wins* a draw if its step is at least {gain} shorter than dense.
 
 """
 
 GATE_END = """
 A plan that wins {trying} of the draws may race; dense and bf16 always may. The plan predicted best is followed if it
-wins {following}, otherwise dense is. That holds until the race is over, or for good where nothing races
-(`Checks(race="off")`, and `fxcomp explain`, which only predicts).
+wins {following}, otherwise dense, until the race is over, or for good without a race (`Checks(race="off")`, and
+`fxcomp explain`, which only predicts).
 
 """
 
 RACE = """
 ## The race
 
-In the running job these plans take turns, and the measured best stays. All ranks take the same turns: first a heat of
-{heat} steps for every runner, then {turn} steps for each that may still win. The race ends when one is left, when
-those that are left have {counted} counted steps, and after {longest} steps in any case. A runner is out when its
-median is longer than the best by more than {out:.0f} standard errors of the difference. The first step of a turn does
-not count, because it allocates; verified steps do not count either. A disturbed machine makes steps longer, never
-shorter. So a runner with few counted steps is judged by its shortest one, and a runner that was predicted near the
-best and loses its heat runs another at the end.
+In the running job, these plans (*runners*) take turns on all ranks: first {heat} steps each, then {turn} steps for each
+runner that may still win. A runner drops out when its median is longer than the best by more than {out:.0f} standard
+errors of the difference. The race ends when one is left, when the rest have {counted} counted steps, or after {longest}
+steps. The first step of a turn, which allocates, and verified steps do not count. A disturbed machine only lengthens
+steps, so a runner with few counted steps is judged by its shortest one, and a runner that was predicted near the best
+and drops out after its first turn gets another one at the end.
 
-Suppose that the table came from another machine, and compressors take {dearer:.0f} times as long here:
+Suppose that compressors take {dearer:.0f} times as long on this machine as in the table:
 
 """
 
 RACE_END = """
 {sentence}
 
-A race costs the time by which the losers' steps are longer than the winner's. Turns that would bring it above
-{budget:.0f} steps of the winner are cut or left out. Each runner has residuals of its own; in the end they go out under
-the plan that stays. `step.explain()` shows the race of your own job. When steps drift, plans race again.
+The cost of a race is the extra time of the losers' steps. Turns that would bring it above {budget:.0f} steps of the
+winner are shortened or skipped. `step.explain()` shows the race of your own job. When steps drift, plans race again.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a race, as it was timed."""
+    """A timed turn of a race."""
 
     steps: tuple[int, ...]
     runner: Runner
@@ -82,7 +79,7 @@ class Turn:
 
 
 def gate(choice: Choice) -> str:
-    """Write how sure the gain is."""
+    """Write the certainty of the gain."""
     compute, links, compressors = drawn_errors(COSTS.error, COSTS.compute_error)
     words = GATE.format(
         links=_percent(links),
@@ -97,20 +94,22 @@ def gate(choice: Choice) -> str:
     ]
     head = ["| plan | predicted step, ms | wins against dense | error |", "|---|--:|--:|--:|"]
     end = GATE_END.format(trying=_percent(WORTH_TRYING), following=_percent(WORTH_FOLLOWING))
-    end += fill(f'The report puts it like this: "{choice.reason}."', WIDTH) + "\n"
+    end += fill(f'The report states: "{choice.reason}."', WIDTH) + "\n"
     return words + "\n".join([*head, *rows]) + "\n" + end
 
 
 def race(choice: Choice) -> str:
-    """Write a race turn by turn."""
+    """Write a race: each runner's prediction, first turn and result."""
     turns, raced = run_race(choice)
     words = RACE.format(dearer=DEARER, heat=HEAT, turn=TURN, counted=COUNTED, out=OUT, longest=LONGEST)
-    rows = [
-        f"| {turn.steps[0]} to {turn.steps[-1]} | {turn.runner.name} | {turn.runner.step_us / 1e3:.1f} "
-        f"| {', '.join(f'{ms:.1f}' for ms in turn.times_ms)} |"
-        for turn in turns
-    ]
-    head = ["| steps | runner | predicted, ms | measured, ms |", "|---|---|--:|---|"]
+    rows: list[str] = []
+    for runner in raced.runners:
+        mine = [turn for turn in turns if turn.runner.plan == runner.plan]
+        first = ", ".join(f"{ms:.1f}" for ms in mine[0].times_ms)
+        steps = sum(len(turn.steps) for turn in mine)
+        median = "not timed" if runner.measured_ms is None else f"{runner.measured_ms:.1f}"
+        rows.append(f"| {runner.name} | {runner.step_us / 1e3:.1f} | {first} | {steps} | {median} |")
+    head = ["| runner | predicted, ms | first turn, ms | steps | median, ms |", "|---|--:|--:|--:|--:|"]
     sentence = str(raced)
     end = RACE_END.format(sentence=fill(f"{sentence[0].upper()}{sentence[1:]}", WIDTH), budget=BUDGET)
     return words + "\n".join([*head, *rows]) + "\n" + end
@@ -121,7 +120,7 @@ def _percent(share: float) -> str:
 
 
 def run_race(choice: Choice) -> tuple[list[Turn], Raced]:
-    """Let the runners of a choice race on the machine whose costs are right; the chosen plan begins."""
+    """Race the runners of a choice on a machine with the right costs, from the chosen plan on."""
     runners = sorted(choice.runners, key=lambda runner: runner.plan != choice.plan)
     true_ms = [step_ms(runner, right_costs()) for runner in runners]
     noise = random.Random(0)
@@ -141,7 +140,7 @@ def step_ms(runner: Runner, costs: CostTable) -> float:
 
 
 def right_costs() -> CostTable:
-    """Make the table that the example's should be: compressors are dearer."""
+    """Return the example's table with the true compressor costs."""
     dearer: Mapping[str, CompressorCost] = {key: _scaled(cost) for key, cost in COSTS.compressors.items()}
     return replace(COSTS, compressors=dearer)
 
