@@ -1,13 +1,12 @@
-"""Say how much of the gradient a plan may lose, and how much a plan loses: a relative squared error.
+"""Error budgets of plans, and the error of a plan: a relative squared error.
 
-    0.05                    a relative squared error of the whole gradient
-    like("topk(0.01)")      as much as this loses everywhere, by the same table of errors
-    like("int4 > int4")     the same of two shots
-    "balanced"              a mode's limit: as much as its uniform reference loses
+    0.05                    relative squared error of the whole gradient
+    like("topk(0.01)")      error of this compressor on all gradients, from the same table of errors
+    like("int4 > int4")     error of two shots
+    "balanced"              limit of a mode: the error of its uniform reference
 
-A uniform setting is what `compress="topk(0.01)"` makes of it: vectors stay dense where balanced mode would not compress
-them. A mode's reference compresses all gradients. Where nothing has been measured a mode's limit is its number
-(`modes.py`).
+A uniform setting does the same as `compress="topk(0.01)"`: vectors stay dense if balanced mode would not compress them.
+A mode's reference compresses all gradients. Without measured errors a mode's limit is a constant (`modes.py`).
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Above it, error feedback sends a value seldom and then in a burst: top-k. Sign, at 0.36, and low rank are below."""
+"""Relative squared error above which error feedback sends values rarely and in bursts, as top-k does. Sign (0.36) and
+low rank are below.
+"""
 
 
 ErrorOf = Callable[[Compressor, int], float]
-"""A compressor's loss among so many ranks, relative and squared."""
+"""Relative squared error of a compressor for a number of ranks."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
-    Gradients are taken to be orthogonal from rank to rank. One compression loses e of what it is given, and averaging
-    loses none of that: sum and errors shrink alike. The next compression is given the sum with the error in it.
-    Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves values out keeps 1 - e1 of it, of which the next loses
-    its share: 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` has measured errors of one gradient; the next compression is
-    taken to lose as much of the sum as it would of that gradient.
+    Gradients are assumed to be orthogonal between ranks. A compression loses a fraction e of its input, and averaging
+    keeps that ratio. The next compression gets the sum, including the first error. Unbiased errors combine to (1 + e1)
+    (1 + e2) - 1. Biased compressors drop values and combine to 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` returns
+    measured errors of one gradient; later compressions are assumed to lose the same fraction of the sum.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
 
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
-    """Return the same for many gradients at once; `errors_of` gives an array with an entry for each.
+    """Return the errors of many gradients; `errors_of` returns an array with an entry for each gradient.
 
-    What a compression that leaves values out loses beyond all that there is, by a strange table, is added up: nothing
-    is kept of it twice.
+    A biased error above 1, which a table may contain, adds its excess to the result.
     """
     kept: Any = 1.0
     grown: Any = 1.0
@@ -82,8 +81,8 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
 def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
     """Return the relative squared error of the whole gradient.
 
-    Every gradient weighs as much as its squares in the table, a part of one as much as its share of the elements.
-    Without a table every element weighs the same.
+    Gradients are weighted by their squares in the table, parts by their share of the elements. Without a table all
+    elements have equal weight.
     """
     if not table.rows:
         elements = sum(bucket.elements for bucket in plan.buckets)
@@ -100,7 +99,9 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the share of all elements that error feedback sends in bursts before an update; a mean smooths them."""
+    """Return the share of all elements that error feedback sends in bursts before an update. Momenta smooth such
+    bursts.
+    """
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -108,7 +109,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether much is left out at a time, and fed back later."""
+    """Return whether the strategy defers more than `POLLUTING_ERROR` of a gradient to later steps."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -116,7 +117,7 @@ def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of gradients, by parameter."""
+"""Shapes of gradients, by parameter."""
 
 _REFERENCES = {
     Mode.LOSSLESS: "dense",
@@ -124,19 +125,19 @@ _REFERENCES = {
     Mode.AGGRESSIVE: "int4 > int4",
     Mode.LOSSY: "topk(0.01) > int4",
 }
-"""The settings whose losses set the modes' limits."""
+"""Uniform references whose errors are the modes' limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """An error that a plan may have; users make one by `like`."""
+    """Error that a plan may have; users create one by `like`."""
 
     text: str
-    """A number, a mode's name, or a uniform setting."""
+    """Number, mode's name, or uniform setting."""
 
     @classmethod
     def parse(cls, text: str) -> ErrorBudget:
-        """Read `text`, as one holds it. Raises BadOption."""
+        """Parse `text`. Raise BadOption."""
         number = _number_of(text)
         if number is not None:
             return within_budget(number)
@@ -144,11 +145,11 @@ class ErrorBudget:
 
     @property
     def is_uniform(self) -> bool:
-        """It names one compressor, or two, for everywhere."""
+        """True if the budget is given as a uniform setting: one compressor or two."""
         return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:
-        """Return what matrices and vectors of the reference travel by; None for a number."""
+        """Return the reference's strategies for matrices and vectors; None for a number."""
         if _number_of(self.text) is not None:
             return None
         if self.text in MODES:
@@ -159,7 +160,7 @@ class ErrorBudget:
         return strategy, strategy if strategy in gentle else DENSE
 
     def limit_of(self, shapes: Shapes, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
-        """Return the relative squared error of the whole gradient that a plan may have."""
+        """Return the limit on the relative squared error of the whole gradient."""
         reference = self.strategies(cluster)
         if reference is None:
             return float(self.text)
@@ -177,7 +178,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Allow as much as a uniform `setting` loses everywhere: "topk(0.01)", "int4 > int4". Raises BadOption."""
+    """Return the budget equal to the error of a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"
@@ -195,7 +196,7 @@ def like(setting: str) -> ErrorBudget:
 
 
 def within_budget(within: object) -> ErrorBudget:
-    """Read a mode's name, a number, or what `like` returned. Raises BadOption."""
+    """Convert a mode's name, a number, or a result of `like`. Raise BadOption."""
     if isinstance(within, ErrorBudget):
         return within
     if isinstance(within, str):
@@ -219,13 +220,13 @@ def _mode_named(text: str) -> Mode:
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget, with the errors that it is counted in."""
+    """Error budget and the table of errors to count it by."""
 
     asked: ErrorBudget
     table: ErrorTable = ASSUMED
 
     def limit(self, shapes: Shapes, cluster: Cluster) -> float:
-        """Return the relative squared error of the whole gradient that a plan may have."""
+        """Return the limit on the relative squared error of the whole gradient."""
         return self.asked.limit_of(shapes, cluster, self.table)
 
 

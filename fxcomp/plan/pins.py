@@ -1,10 +1,9 @@
-"""Pin gradients by hand: patterns of parameter names with a strategy each, and the last one that matches decides.
+"""Manual strategies for parameters: a mapping from name patterns, in which the last match decides.
 
     {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
 
-A pattern is matched against a parameter's whole name, as `model.named_parameters()` gives it, the way a shell matches
-file names: `*` is any text, dots too. A name matches itself, whatever is in it.
-docs/decisions/0018-pinned-by-hand.md says why the last one decides.
+Patterns match a parameter's whole name from `model.named_parameters()` like shell patterns: `*` matches any text, also
+dots. A name always matches itself. See docs/decisions/0018-pinned-by-hand.md.
 """
 
 from __future__ import annotations
@@ -26,32 +25,34 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""A search has 256 strands: of each type of gradients, matrices and vectors take two, each pinned strategy one."""
+"""Maximum number of pinned strategies. A search has 256 strands; matrices and vectors of each element type use two, and
+each pinned strategy uses one.
+"""
 
-_SHOWN = 3  # names in an error
+_SHOWN = 3  # names shown in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, and the strategy of the parameters that it decides."""
+    """Pattern and the strategy of its parameters."""
 
     pattern: str
     text: str
-    """`dense`, a compressor or a strategy, as it is written back."""
+    """Normalized text: `dense`, a compressor or a strategy."""
 
     def matches(self, name: str) -> bool:
         return name == self.pattern or fnmatchcase(name, self.pattern)
 
     def strategies(self, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
-        """List what a bucket may have: exactly the strategy that is named, or any way of one compressor in one shot."""
+        """Return the strategies that a bucket may use: the named one, or all one-shot strategies of a compressor."""
         if is_strategy(self.text):
             return (strategy_named(self.text),)
         return one_shot_ways(strategy_named(self.text).compressor, cluster, offload=offload)
 
     def check_size(self, name: str, elements: int) -> None:
-        """Raise BadOption for a parameter of more values than the compressor can select from."""
+        """Raise BadOption if a parameter has more values than the compressor can select from."""
         compressor = strategy_named(self.text).compressor
-        is_cut = is_strategy(self.text) and not self.text.startswith("compress")  # each rank selects from a shard
+        is_cut = is_strategy(self.text) and not self.text.startswith("compress")
         if compressor is None or compressor.facts.needs_whole_parameters or is_cut:
             return
         try:
@@ -69,13 +70,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """The rules in the order in which they were given."""
+    """Rules, in the order given."""
 
     rules: tuple[Rule, ...] = ()
 
     @classmethod
     def read(cls, given: object) -> Pins:
-        """Read `pins=`: a mapping from patterns to strategies. Raises BadOption."""
+        """Read `pins=`: a mapping from patterns to strategies. Raise BadOption."""
         if given is None:
             return NO_PINS
         if not isinstance(given, Mapping):
@@ -97,21 +98,21 @@ class Pins:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """List the strategies that rules name, each once."""
+        """Distinct strategies of the rules."""
         return tuple(dict.fromkeys(rule.text for rule in self.rules))
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressors that must have a price."""
+        """Compressors whose prices are needed."""
         found = (compressor for text in self.texts for compressor in strategy_named(text).compressors)
         return tuple(dict.fromkeys(found))
 
     def rule_for(self, name: str) -> Rule | None:
-        """Find a parameter's rule: the last one that matches."""
+        """Return the last rule that matches a name."""
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
-        """List the parameters that each rule decides, without the rules that decide none."""
+        """Return the parameters of each rule, without rules that decide none."""
         found: dict[Rule, list[str]] = {}
         for name in names:
             rule = self.rule_for(name)
@@ -120,15 +121,15 @@ class Pins:
         return {rule: found[rule] for rule in self.rules if rule in found}
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Return whether a bucket's strategy was pinned: no bucket holds pinned gradients and others."""
+        """Return whether a bucket is pinned. No bucket mixes pinned gradients with others."""
         return self.rule_for(bucket.names[0]) is not None
 
     def leaves_dense(self, plan: Plan) -> bool:
-        """Return whether all of a plan that is not pinned is dense."""
+        """Return whether all buckets that are not pinned are dense."""
         return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise BadOption for a pattern that decides nothing in a model, or not all that it names."""
+        """Raise BadOption for a pattern without effect in a model, or for a tensor matched by its second name alone."""
         everything = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -139,9 +140,9 @@ class Pins:
                 rule.check_size(name, parameter.numel())
 
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
-        """Raise BadOption for a pattern that decides nothing, or not all that it names.
+        """Raise BadOption for a pattern without effect, or for a tensor matched by its second name alone.
 
-        `trained` says of each parameter whether it needs a gradient, `shared` by which name each one is known.
+        `trained` maps each parameter to `requires_grad`, `shared` every name of a tensor to its first name.
         """
         for rule in self.rules:
             matched = [name for name in trained if rule.matches(name)]
@@ -165,7 +166,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a second name of a tensor, and the first one is decided otherwise."""
+        """Raise BadOption if a rule matches a tensor's second name but the first name is decided otherwise."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)
@@ -187,7 +188,7 @@ class Pins:
                 raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:
-        """List what must be the same on all ranks, in the order that counts."""
+        """Return the rules as texts, in order; they must be equal on all ranks."""
         return [str(rule) for rule in self.rules]
 
     def to_json(self) -> list[list[str]]:
@@ -195,7 +196,7 @@ class Pins:
 
     @classmethod
     def from_json(cls, data: Iterable[Sequence[str]]) -> Pins:
-        """Build them from `to_json`'s data."""
+        """Build pins from the data of `to_json`."""
         return cls(tuple(Rule(pattern, text) for pattern, text in data))
 
 
@@ -203,7 +204,7 @@ NO_PINS = Pins()
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, str]:
-    """Read `PATTERN=STRATEGY` texts. Raises BadOption."""
+    """Parse `PATTERN=STRATEGY` texts. Raise BadOption."""
     given: dict[str, str] = {}
     for text in texts:
         pattern, equals, strategy = text.partition("=")
@@ -250,7 +251,7 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
 
 
 def _sharing(asked: str, names: Sequence[str]) -> list[str]:
-    """List the names that have a word of a pattern in them, or nearly."""
+    """List names that contain a word of the pattern or a similar one."""
     words = [word for word in asked.split(".") if len(word) > 2]
     return [name for name in names if any(difflib.get_close_matches(word, name.split("."), n=1) for word in words)][
         :_SHOWN
