@@ -1,12 +1,12 @@
 """Error budgets of plans, and the error of a plan: a relative squared error.
 
     0.05                    relative squared error of the whole gradient
-    like("topk(0.01)")      error of this compressor on all gradients, from the same table of errors
+    like("topk(0.01)")      error of this compressor on all gradients
     like("int4 > int4")     error of two shots
-    "balanced"              limit of a mode: the error of its uniform reference
+    "balanced"              error of the mode's uniform reference
 
-A uniform setting does the same as `compress="topk(0.01)"`: vectors stay dense if balanced mode would not compress them.
-A mode's reference compresses all gradients. Without measured errors a mode's limit is a constant (`modes.py`).
+Under a uniform setting vectors stay dense unless balanced mode would compress them; a mode's reference compresses all
+gradients. Without measured errors a mode's limit is a constant (`modes.py`).
 """
 
 from __future__ import annotations
@@ -34,30 +34,28 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Relative squared error above which error feedback sends values rarely and in bursts, as top-k does. Sign (0.36) and
-low rank are below.
+"""Error above which error feedback sends values rarely and in bursts, like top-k. Sign (0.36) and low rank are below.
 """
 
 
 ErrorOf = Callable[[Compressor, int], float]
-"""Relative squared error of a compressor for a number of ranks."""
+"""Relative squared error of a compressor and a number of ranks."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
-    Gradients are assumed to be orthogonal between ranks. A compression loses a fraction e of its input, and averaging
-    keeps that ratio. The next compression gets the sum, including the first error. Unbiased errors combine to (1 + e1)
-    (1 + e2) - 1. Biased compressors drop values and combine to 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` returns
-    measured errors of one gradient; later compressions are assumed to lose the same fraction of the sum.
+    Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and the next compression
+    gets the sum with its error. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2).
+    Measured errors of one gradient (`ErrorTable.error_of`) are used for the sum too.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
 
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
-    """Return the errors of many gradients; `errors_of` returns an array with an entry for each gradient.
+    """Return the errors of many gradients; `errors_of` returns an array.
 
-    A biased error above 1, which a table may contain, adds its excess to the result.
+    Biased errors may exceed 1 in a table; the excess is added.
     """
     kept: Any = 1.0
     grown: Any = 1.0
@@ -81,8 +79,8 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
 def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
     """Return the relative squared error of the whole gradient.
 
-    Gradients are weighted by their squares in the table, parts by their share of the elements. Without a table all
-    elements have equal weight.
+    Gradients are weighted by their squares in the table, parts by their elements. Without a table all elements have
+    equal weight.
     """
     if not table.rows:
         elements = sum(bucket.elements for bucket in plan.buckets)
@@ -99,9 +97,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the share of all elements that error feedback sends in bursts before an update. Momenta smooth such
-    bursts.
-    """
+    """Return the share of all elements sent in bursts before an update. Momenta smooth bursts."""
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -109,7 +105,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether the strategy defers more than `POLLUTING_ERROR` of a gradient to later steps."""
+    """Return whether error feedback sends large parts of a gradient in bursts."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -117,7 +113,6 @@ def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of gradients, by parameter."""
 
 _REFERENCES = {
     Mode.LOSSLESS: "dense",
@@ -125,12 +120,11 @@ _REFERENCES = {
     Mode.AGGRESSIVE: "int4 > int4",
     Mode.LOSSY: "topk(0.01) > int4",
 }
-"""Uniform references whose errors are the modes' limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """Error that a plan may have; users create one by `like`."""
+    """Error limit of a plan; see `like`."""
 
     text: str
     """Number, mode's name, or uniform setting."""
@@ -145,7 +139,7 @@ class ErrorBudget:
 
     @property
     def is_uniform(self) -> bool:
-        """True if the budget is given as a uniform setting: one compressor or two."""
+        """True for a uniform setting."""
         return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:
@@ -160,7 +154,7 @@ class ErrorBudget:
         return strategy, strategy if strategy in gentle else DENSE
 
     def limit_of(self, shapes: Shapes, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
-        """Return the limit on the relative squared error of the whole gradient."""
+        """Return the limit of the relative squared error."""
         reference = self.strategies(cluster)
         if reference is None:
             return float(self.text)
@@ -178,7 +172,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Return the budget equal to the error of a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
+    """Return the budget that a uniform `setting` uses: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"
@@ -220,13 +214,13 @@ def _mode_named(text: str) -> Mode:
 
 @dataclass(frozen=True)
 class Budget:
-    """Error budget and the table of errors to count it by."""
+    """Error budget with its error table."""
 
     asked: ErrorBudget
     table: ErrorTable = ASSUMED
 
     def limit(self, shapes: Shapes, cluster: Cluster) -> float:
-        """Return the limit on the relative squared error of the whole gradient."""
+        """Return the limit of the relative squared error."""
         return self.asked.limit_of(shapes, cluster, self.table)
 
 

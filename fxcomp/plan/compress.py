@@ -1,11 +1,11 @@
 """The `compress=` argument of every frontend and of the command line, and a job's warm-up.
 
-    "balanced"                             name of a mode
-    "int8", "topk(0.01)", "plan.json"      plan: one compressor for all, a strategy's text, or a path
+    "balanced"                             mode
+    "int8", "topk(0.01)", "plan.json"      plan: a compressor for all, a strategy, or a path
     Plan(...)                              plan
-    Compress(within=like("topk(0.01)"))    all options: error budget, pins, warm-up, error feedback
+    Compress(within=like("topk(0.01)"))    all options
 
-docs/decisions/0031-one-argument-says-how-gradients-travel.md has the reasons.
+See docs/decisions/0031-one-argument-says-how-gradients-travel.md.
 """
 
 from __future__ import annotations
@@ -28,22 +28,19 @@ from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 
 AUTO = "auto"
-"""Value of `at=` that leaves the choice to the mode."""
 
 WARM_SHARE, LEAST_WARM = 5, 20
-"""Default warm-up before momenta are exchanged: 1/5 of the job's steps in int4, at least 20 (measured,
+"""Default warm-up before exchanging momenta: 1/5 of the steps in int4, at least 20 (measured,
 docs/where_the_mean_stands.md).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
-    """Numbers of warm-up steps of a job; none by default.
+    """Warm-up steps of a job; none by default.
 
-    `dense_steps` come first: the same buckets uncompressed; residuals stay zero. `int8_steps` follow, with int8 in
-    place of each compressor except bf16 and f16, then `int4_steps`, with int4.
-
-    Each stage is compiled beforehand, because shapes are static.
+    `dense_steps` come first, uncompressed, with zero residuals. `int8_steps` replace each compressor but bf16 and f16
+    by int8, then `int4_steps` by int4. Each stage is compiled beforehand, because shapes are static.
     """
 
     dense_steps: int = 0
@@ -60,7 +57,7 @@ class Warmup:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
-        """Return the plans by their first step. The last one is `plan`."""
+        """Return the plans by their first step; the last one is `plan`."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
@@ -78,12 +75,11 @@ NO_WARMUP = Warmup()
 
 
 def _dense(plan: Plan) -> Plan:
-    """Return the plan without compression, over the same levels and at the gradient."""
     return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets]).at_gradients()
 
 
 def with_gradients_in_int8(plan: Plan) -> Plan:
-    """Return the plan at the gradient by int8, or uncompressed if a strategy does not allow int8."""
+    """Return the plan at the gradient by int8, or uncompressed if int8 does not fit."""
     try:
         return _by(Int8(), plan)
     except BadOption:
@@ -91,7 +87,7 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Return the plan at the gradient with every compressor but casts replaced. Raise BadOption."""
+    """Replace every compressor but casts, at the gradient. Raise BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)
@@ -117,26 +113,26 @@ class Compress:
 
     `within` bounds the error: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error of the
     whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode offers its
-    own compressors; a number and `like` offer every family.
+    own compressors, the others every family.
 
-    `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms then stay dense), a strategy's
-    text, the path of a saved plan, or a `Plan`.
+    `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms stay dense), a strategy's
+    text, a saved plan's path, or a `Plan`.
 
-    `measured` measures errors on this job's gradients, offers every family of compressors, and adapts the plan while
-    the job trains. Otherwise errors are computed for Gaussian values.
+    `measured` measures errors on this job's gradients, offers every family, and adapts the plan during training. By
+    default errors are computed for Gaussian values.
 
-    `pins` maps patterns of parameter names to compressors or strategies, like `{"*.embedding.weight": "dense",
-    "lm_head.*": "int8"}`. The last matching pattern decides. The remaining parameters are planned around the pins.
+    `pins` maps name patterns to compressors or strategies: `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`. The
+    last match decides; the rest is planned around the pins.
 
     `at` selects the exchanged tensor: the `gradient`, or the optimizer's `momentum` with a frozen second moment
-    (docs/where_the_mean_stands.md). `momentum` needs a given plan, and a warm-up at the gradient if there is a second
-    moment; a saved plan may set it bucket by bucket. With `auto` the mode decides: `aggressive` exchanges momenta if
-    the optimizer allows it and a job of `steps` steps ends sooner; all other modes exchange gradients.
+    (docs/where_the_mean_stands.md). `momentum` needs a given plan, and a warm-up if there is a second moment; a saved
+    plan may set it per bucket. With `auto` only `aggressive` exchanges momenta, if the optimizer allows it and a job of
+    `steps` steps ends sooner.
 
-    `steps` is the number of steps of the whole job. If momenta are exchanged and `warmup` is not given, the first fifth
-    sends gradients in int4, and reports include the job's bytes and time.
+    `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth sends gradients
+    in int4, and reports show the job's bytes and time.
 
-    `warmup` sets the first steps of a job, `feedback` the variant of error feedback.
+    `warmup` sets the first steps, `feedback` the variant of error feedback.
     """
 
     within: str | float | ErrorBudget = Mode.BALANCED.value
@@ -206,7 +202,7 @@ class Compress:
 
     @classmethod
     def parse(cls, text: str) -> Compress:
-        """Parse a command line's text, which may also be a number or `like(topk(0.01))`. Raise as `of` does."""
+        """Parse a command line's text, also a number or `like(topk(0.01))`. Raise as `of` does."""
         text = text.strip()
         if text.startswith("like(") and text.endswith(")"):
             return cls(within=like(text.removeprefix("like(")[:-1]))
@@ -217,7 +213,7 @@ class Compress:
         return cls(within=number)
 
     def check_is_of_gradients(self, whose: str) -> None:
-        """Raise BadOption for options that need whole steps or the optimizer; `whose` is the error's explanation."""
+        """Raise BadOption for options that need whole steps or the optimizer; `whose` explains the error."""
         if self.feedback.scale_with_lr:
             raise _needs_whole_steps("ErrorFeedback.scale_with_lr needs the optimizer", whose)
         if self.warmup:
@@ -229,56 +225,54 @@ class Compress:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
     def following(self, plan: Plan) -> Compress:
-        """Return these options with a plan in place of any choice."""
+        """Return these options with a given plan."""
         return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={})
 
     def warmup_for(self, plan: Plan) -> Warmup:
-        """Return the warm-up of a plan: the given one, or the default one if the plan exchanges momenta."""
+        """Return the given warm-up, or the default one if the plan exchanges momenta."""
         if self.warmup or self.steps is None or not plan.moves_exchange:
             return self.warmup
         return Warmup(int4_steps=max(LEAST_WARM, math.ceil(self.steps / WARM_SHARE)))
 
     @cached_property
     def mode(self) -> Mode:
-        """Mode that bounds the choice; balanced if none is named."""
+        """Mode; balanced if none is named."""
         return Mode(self.within) if isinstance(self.within, str) else Mode.BALANCED
 
     @property
     def point(self) -> ExchangePoint:
-        """Exchanged tensor under a plan that is given or chosen for gradients."""
+        """Exchanged tensor of a given plan, or of a plan chosen for gradients."""
         return ExchangePoint.GRADIENT if self.at == AUTO else ExchangePoint(self.at)
 
     @property
     def may_move(self) -> bool:
-        """True if the mode may exchange momenta."""
         is_aggressive = self.within == Mode.AGGRESSIVE.value and not self.measured
         return is_aggressive and self.at == AUTO and self.plan is None
 
     @property
     def chooses_point(self) -> bool:
-        """True if the exchanged tensor is part of the choice, which then compares the whole job both ways."""
+        """True if the choice compares the whole job with gradients and with momenta."""
         return self.may_move and self.steps is not None
 
     @cached_property
     def budget(self) -> ErrorBudget | None:
-        """Error budget of the choice; None if the mode itself bounds it."""
+        """Error budget; None if the mode itself bounds the choice."""
         is_mode = isinstance(self.within, str) and not self.measured
         return None if is_mode else within_budget(self.within)
 
     @cached_property
     def pinned(self) -> Pins:
-        """Parsed pins."""
         return Pins.read(self.pins)
 
     @property
     def offered(self) -> tuple[Compressor, ...]:
-        """Compressors whose prices are needed. bf16 is included because every choice is compared with it."""
+        """Compressors whose prices are needed; bf16 is always compared."""
         candidates = compressors_of(self.mode) if self.budget is None else LADDER_COMPRESSORS
         at_momenta = MOMENTUM_COMPRESSORS if self.chooses_point else ()
         return tuple(dict.fromkeys((BF16(), *candidates, *at_momenta, *self.pinned.compressors)))
 
     def facts(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks."""
+        """Return the options that must agree on all ranks."""
         return {
             "within": str(within_budget(self.within)),
             "the plan": asked_plan(self.plan),
@@ -292,7 +286,6 @@ class Compress:
 
 
 GivenCompress = Compress | Plan | str | Path
-"""Values that `compress=` accepts."""
 
 
 def _check_simple(measured: object, at: object, warmup: object) -> None:
@@ -319,4 +312,3 @@ def _written(budget: float | ErrorBudget) -> str:
 
 
 BALANCED = Compress()
-"""Default options."""

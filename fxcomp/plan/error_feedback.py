@@ -1,12 +1,10 @@
-"""Error feedback: add the part of a gradient that compression left out to the next gradient. Divergent plans are
-refused.
+"""Error feedback adds a compression's error to the next gradient. Divergent plans are refused.
 
     p = g + e            input of the compressor: gradient plus residual
     e <- p - C(p)        residual after the payload C(p)
 
-A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean of the
-payloads. Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al.
-2019).
+A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean. Over all
+steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from fxcomp.plan.route import route_of
 
 
 class UpdateKind(Enum):
-    """Dependence of an update on the gradient. Delayed errors sum correctly only if it is linear."""
+    """Update rule's dependence on the gradient. Delayed errors sum correctly only if linear."""
 
     PLAIN = "linear in the gradient"  # SGD
     MOMENTUM = "linear in a mean of gradients"  # SGD with momentum
@@ -49,38 +47,37 @@ BURST_SHARES = {
     UpdateKind.TRUST_RATIO: 0.1,  # measured: at 0.22 and at 0.31
     UpdateKind.OTHER: 0.1,  # assumed: the strictest measured kind
 }
-"""Share of all elements that may arrive in bursts before an update while the loss stays within 1 % of the dense loss.
+"""Share of all elements that may arrive in bursts while the loss stays within 1 % of the dense loss.
 
-docs/benchmarks/convergence.md has the table, with 1 % top-k on a share of all elements. Each entry is the largest
-measured share with which every seed of both tasks stays within 1 %. Linear updates are not limited here: the error
-budget covers their cost of delay, which fades. In 500 steps of the char-LM, momentum exceeded 1 % at 0.17 and plain SGD
-at 0.87. In 2,000 steps a share of 0.15 cost momentum 0.1 % and AdamW 1.1 %.
+Each entry is the largest measured share (1 % top-k, docs/benchmarks/convergence.md) with which every seed of both tasks
+stays within 1 %. Linear updates are not limited here, because the error budget covers their delay, which fades: in 500
+steps of the char-LM momentum exceeded 1 % at 0.17 and plain SGD at 0.87; in 2,000 steps a share of 0.15 cost momentum
+0.1 % and AdamW 1.1 %.
 """
 
 
 def burst_share(kinds: Collection[UpdateKind]) -> float:
-    """Return the share of all elements that may arrive in bursts before all these updates."""
+    """Return the share of elements that may arrive in bursts before all these updates."""
     return BURST_SHARES[strictest(kinds)] if kinds else 1.0
 
 
 def strictest(kinds: Collection[UpdateKind]) -> UpdateKind:
-    """Return the update kind that allows the smallest share of bursts."""
+    """Return the kind with the smallest share of bursts."""
     return min(sorted(kinds, key=list(UpdateKind).index), key=BURST_SHARES.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFeedback:
-    """Variant of error feedback. The default is classic error feedback for compressors that need it.
+    """Variant of error feedback; by default, around compressors that need it.
 
-    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual keeps the learning rate of its own step
-    (Zheng et al. 2019). This matters if the rate drops in steps. A rate of zero is skipped. A step with a changed rate
-    reads and writes the residuals once more; other steps do no extra work.
+    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual keeps its own step's learning rate (Zheng
+    et al. 2019). It matters if the rate drops in steps. A rate of zero is skipped. A changed rate costs one more read
+    and write of the residuals.
 
-    `everywhere`: also apply feedback to compressors with optional feedback, such as bf16 and int8, for one more pass.
-    Sums on the network still round.
+    `everywhere`: also around compressors with optional feedback, such as bf16 and int8, for one more pass. Sums on the
+    network still round.
 
-    `off`: no feedback. `allow_diverging`: run plans that are refused otherwise. Both are for experiments with a given
-    plan.
+    `off`: no feedback. `allow_diverging`: accept refused plans. Both are for experiments with a given plan.
     """
 
     scale_with_lr: bool = False
@@ -111,11 +108,9 @@ class ErrorFeedback:
 
 
 CLASSIC = ErrorFeedback()
-"""Default: feedback for compressors that need it, from the first step."""
 
 
 def check_is_feedback(options: object) -> None:
-    """Raise BadOption unless `options` is an ErrorFeedback."""
     if not isinstance(options, ErrorFeedback):
         raise BadOption(
             f"feedback is an ErrorFeedback, not a {type(options).__name__}.\n"
@@ -134,7 +129,7 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
 
 
 def check_rates(options: ErrorFeedback, optimizer: torch.optim.Optimizer) -> None:
-    """Raise BadOption if residuals scale with the learning rate but a parameter group has none."""
+    """Raise BadOption if a parameter group has no learning rate to scale by."""
     if not options.scale_with_lr:
         return
     for number, group in enumerate(optimizer.param_groups):
@@ -155,7 +150,7 @@ def check_plan(
     cluster: Cluster,
     kinds: Collection[UpdateKind] = (),
 ) -> None:
-    """Raise BadOption for a plan that diverges or trains badly. `kinds` are the known kinds of all updates."""
+    """Raise BadOption for a plan that diverges or trains badly under the known update kinds."""
     if options.allow_diverging:
         return
     for compressor in _compressors(plan, shapes, cluster):
@@ -186,7 +181,7 @@ def check_plan(
 
 
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
-    """Yield the compressors bound to shapes and ranks, on which their feedback may depend."""
+    """Yield the bound compressors, because feedback may depend on the number of ranks."""
     for bucket in plan.buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)

@@ -1,4 +1,4 @@
-"""Parse a plan given by a user: a Plan, a saved plan's path, or a compressor or strategy for all matrices."""
+"""Parse a user's plan: a Plan, a path, or a compressor or strategy for all matrices."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ _EXAMPLES = (
 
 
 def is_path(plan: str | Path) -> bool:
-    """Return whether the plan is the path of a saved plan."""
     return isinstance(plan, Path) or plan.endswith(".json") or "/" in plan
 
 
 def is_strategy(plan: str) -> bool:
-    """Return whether the text is a strategy's, not a compressor's."""
     return "@" in plan
 
 
 def strategy_named(plan: str) -> Strategy:
-    """Return the strategy of a text: `dense`, a compressor in one shot over all ranks, or a strategy."""
+    """Return the strategy of a text: `dense`, a one-shot compressor, or a strategy."""
     if plan == "dense":
         return DENSE
     return Strategy.parse(plan) if is_strategy(plan) else Strategy.flat(parse_compressor(plan))
 
 
 def is_named(plan: Plan, text: str) -> bool:
-    """Return whether a text describes a plan: every bucket is dense or uses the text's strategy."""
+    """Return whether every bucket is dense or uses the text's strategy."""
     return all(bucket.strategy in (DENSE, strategy_named(text)) for bucket in plan.buckets)
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise BadPlan or BadStrategy unless the value denotes a plan. Does not open files."""
+    """Raise BadPlan or BadStrategy unless the value denotes a plan; opens no file."""
     if isinstance(plan, str) and not is_path(plan):
         check_names_compressor(plan)
     elif not isinstance(plan, Plan | str | Path | None):
@@ -68,7 +66,7 @@ def check_names_compressor(plan: str) -> None:
 
 
 def asked_plan(plan: GivenPlan | None) -> str | None:
-    """Return the text that ranks must agree on before they read a plan."""
+    """Return the text that ranks agree on before reading a plan."""
     if plan is None:
         return None
     if isinstance(plan, Plan) or is_path(plan):
@@ -78,7 +76,7 @@ def asked_plan(plan: GivenPlan | None) -> str | None:
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """Return the facts that must be equal on all ranks, the most helpful to a user first."""
+    """Return the facts that must agree on all ranks, the most helpful first."""
     facts = {
         f"the strategy of {name!r} in the plan": str(bucket.strategy)
         for bucket in plan.buckets

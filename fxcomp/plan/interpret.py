@@ -1,19 +1,18 @@
-"""Steps of strategies, their text form, and the state of a bucket between two steps.
+"""Steps of strategies, their text form, and a bucket's state between two steps.
 
-    compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu; without a GPU, @main and @pool
-    all_gather@world        a collective and its level
+    compress(int8)@gpu      on the device or the host (@cpu); without a GPU, @main and @pool
+    all_gather@world        collective@level
     decompress@gpu
-    propose(powersgd(4))@gpu > all_reduce@world      agreement of the ranks before they compress
+    propose(powersgd(4))@gpu > all_reduce@world      agreement before compression
 
 State of a rank:
 
     summed      axes of the cluster along which gradients have been added
     splits      collectives that have cut the bucket, innermost last: a rank holds a shard, or the root holds all
-    compressor  encoding of the values; None while they are dense
+    compressor  encoding of the values; None if dense
 
-A strategy is legal if every step fits the state before it and every rank ends with the dense mean: all of it, or its
-own shard if the strategy ends as shards. `misfit` alone defines a fit; an error names the first step that does not fit
-and the steps that would. `route.py` does the same walk with sizes.
+A strategy is legal if every step fits the state before it (`misfit`) and every rank ends with the dense mean, or with
+its shard if the strategy ends as shards. `route.py` does the same walk with sizes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from fxcomp.plan.kinds import CollectiveKind
 class Device(Enum):
     """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool.
 
-    `main` and `pool` are parsed everywhere, and printed if there is no GPU. Plans and digests contain `gpu` and `cpu`
-    only.
+    `main` and `pool` are aliases, printed without a GPU. Plans and digests contain `gpu` and `cpu` only.
     """
 
     GPU = "gpu"
@@ -47,7 +45,7 @@ class Device(Enum):
 
 
 def without_gpu(text: str) -> str:
-    """Replace device names in a strategy's text, a short name or a key of costs by the names used without a GPU."""
+    """Replace device names by those used without a GPU."""
     return text.replace("@gpu", "@main").replace("@cpu", "@pool").replace(" on cpu", " on pool")
 
 
@@ -62,7 +60,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Compute the tensor that the ranks reduce to an agreement before they compress."""
+    """Step that computes the tensor to be reduced to an agreement."""
 
     compressor: Compressor
     device: Device = Device.GPU
@@ -96,7 +94,7 @@ def text_of(steps: tuple[Step, ...]) -> str:
 
 
 def parse_steps(text: str) -> tuple[Step, ...]:
-    """Parse the text form. Raise BadStrategy."""
+    """Parse a text of steps. Raise BadStrategy."""
     return tuple(_parse_step(part.strip(), text) for part in text.split(">"))
 
 
@@ -126,34 +124,32 @@ EVERYWHERE = frozenset(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """State of a bucket on every rank between two steps."""
+    """State of a bucket between two steps."""
 
     summed: frozenset[Axis] = frozenset()
-    """Axes along which gradients are summed, or gathered as payloads that are decoded to one sum."""
+    """Axes summed over, or gathered as payloads that decode to one sum."""
     splits: tuple[Collective, ...] = ()
     compressor: Compressor | None = None
     has_traveled: bool = False
-    """True if the payload was sent since it was encoded."""
     is_piled: bool = False
-    """True if payloads of several ranks for the same values are held; decoding averages them."""
+    """True if payloads of several ranks for the same values are held."""
     proposed: Compressor | None = None
-    """Compressor whose proposal must be reduced next."""
+    """Compressor whose proposal is reduced next."""
     agreed: tuple[Compressor, Level] | None = None
-    """Compressor of the last agreement, and its level."""
+    """Compressor and level of the agreement."""
 
     @property
     def is_complete(self) -> bool:
-        """True if the sum includes every rank's gradients."""
         return self.summed == EVERYWHERE
 
     @property
     def is_mean(self) -> bool:
-        """True if a strategy may end here with whole gradients."""
+        """True if a strategy may end with this state."""
         return self.is_complete and not self.splits and self.compressor is None
 
     @property
     def is_shards(self) -> bool:
-        """True if a strategy may end here with a shard of the mean on each rank."""
+        """True if a strategy that ends as shards may end with this state."""
         is_dealt = bool(self.splits) and not any(split.kind.is_rooted for split in self.splits)
         return self.is_complete and is_dealt and self.compressor is None
 
@@ -182,7 +178,7 @@ def interpret(steps: tuple[Step, ...], ends_as_shards: bool = False) -> tuple[St
 
 
 def misfit(held: Standing, step: Step) -> str | None:
-    """Return the reason why a step does not fit the state; None if it fits."""
+    """Return why a step does not fit; None if it fits."""
     if held.proposed is not None and not (isinstance(step, Collective) and step.kind is CollectiveKind.ALL_REDUCE):
         return f"what {held.proposed} proposes is reduced next, by an all_reduce"
     if held.agreed is not None and held.compressor is None and not _compresses(step, held.agreed[0]):
@@ -203,7 +199,6 @@ def misfit(held: Standing, step: Step) -> str | None:
 
 
 def after(held: Standing, step: Step) -> Standing:
-    """Return the state after a fitting step."""
     match step:
         case Propose():
             return replace(held, proposed=step.compressor)
@@ -236,7 +231,7 @@ COLLECTIVES = tuple(
 
 
 def travels_whole(compressor: Compressor) -> bool:
-    """Return whether payloads can only be summed whole: their parts have no meaning, or not on every rank."""
+    """Return whether payloads can only be summed whole."""
     facts = compressor.facts
     return (
         facts.needs_whole_parameters
@@ -247,7 +242,6 @@ def travels_whole(compressor: Compressor) -> bool:
 
 
 def _joins(held: Standing, step: Collective) -> bool:
-    """Return whether a collective undoes the last split."""
     return bool(held.splits) and held.splits[-1].level is step.level and held.splits[-1].kind.joined_by is step.kind
 
 

@@ -1,4 +1,4 @@
-"""Kinds used by plans and prices: streams, element types, and collectives with their properties, in torch's spelling."""
+"""Streams, element types and collectives of plans and prices, in torch's spelling."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fxcomp.errors import Unsupported
 class Stream(Enum):
     """Queue whose work runs in order."""
 
-    COMPUTE = "compute"  # the device, including its compressors
+    COMPUTE = "compute"  # the device, with its compressors
     INTRA = "intra"  # the links inside a host
     INTER = "inter"  # the links between hosts
     D2H = "d2h"
     H2D = "h2d"
-    CPU = "cpu"  # pool thread that compresses and launches
-    CPU_ARRIVING = "arriving"  # pool thread that waits and decompresses
-    HOST = "host"  # main thread, where it launches work for an asynchronous device
+    CPU = "cpu"  # pool thread: compress and launch
+    CPU_ARRIVING = "arriving"  # pool thread: wait and decompress
+    HOST = "host"  # main thread that launches device work
 
-    # Members are singletons; Enum's own hash runs in Python and took a third of the simulator's time.
+    # Enum's own hash runs in Python and took a third of the simulator's time.
     __hash__ = object.__hash__
 
 
@@ -31,12 +31,12 @@ POOL = (Stream.CPU, Stream.CPU_ARRIVING)
 
 
 def wire_of(level: Level, hosts: int) -> Stream:
-    """Return a collective's stream: links between hosts limit a flat collective over several hosts."""
+    """Return a collective's stream; links between hosts limit a flat collective."""
     return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER
 
 
 class ElementType(StrEnum):
-    """Element type of a gradient and its parameter. Dense gradients are sent in it; compressors get fp32."""
+    """Element type of gradients. Dense gradients are sent in it; compressors get fp32."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -47,7 +47,6 @@ class ElementType(StrEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> ElementType:
-        """Return the element type of a torch dtype."""
         return _BY_DTYPE[dtype]
 
     @property
@@ -69,7 +68,6 @@ _BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
 
 
 def check_is_trainable(name: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for a parameter whose type cannot be trained."""
     if dtype not in _BY_DTYPE:
         advice = (
             "Keep torch.view_as_real(p) as the parameter and compute with torch.view_as_complex, or train with"
@@ -84,7 +82,7 @@ def check_is_trainable(name: str, dtype: torch.dtype) -> None:
 
 
 class CollectiveKind(Enum):
-    """Kind of collective. All but point_to_point may occur in strategies."""
+    """Collective; all but point_to_point may occur in strategies."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -95,36 +93,35 @@ class CollectiveKind(Enum):
     BROADCAST = "broadcast"
     POINT_TO_POINT = "point_to_point"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and a search looks up many prices
+    __hash__ = object.__hash__  # Enum's own runs in Python
 
     @property
     def gathers(self) -> bool:
-        """True if the result on one rank is the number of ranks times one rank's input."""
+        """True if results are larger than inputs by the number of ranks."""
         return self in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
 
     @property
     def deals(self) -> bool:
-        """True if every rank's tensor is distributed to all ranks in equal parts."""
+        """True if every rank's tensor is distributed in equal parts."""
         return self in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 
     @property
     def splits(self) -> bool:
-        """True if each rank ends with a shard, or the root with everything."""
+        """True if it ends with a shard on each rank, or all on the root."""
         return self in _JOINED_BY
 
     @property
     def is_rooted(self) -> bool:
-        """True if the group's first rank is a root that holds everything before or after."""
+        """True if the root holds everything before or after."""
         return self in (CollectiveKind.REDUCE, CollectiveKind.GATHER, CollectiveKind.BROADCAST)
 
     @property
     def sums(self) -> bool:
-        """True if the network sums, which needs dense values or linear payloads."""
+        """True if the network sums: needs dense values or linear payloads."""
         return self in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
 
     @property
     def is_in_place(self) -> bool:
-        """True if the collective overwrites its input."""
         return self is CollectiveKind.ALL_REDUCE
 
     @property
@@ -146,10 +143,10 @@ _JOINED_BY = {
 }
 
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
-"""Collectives of most plans: every backend must have them. They are measured while compiling, an all_to_all only if the
-all_gather's time does not determine its time.
+"""Collectives of most plans, required of every backend. They are measured while compiling; an all_to_all only if the
+all_gather's time does not determine it.
 """
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with a peak of their own, prefixed by the element type: `bf16 attention`."""
+"""Kernels with their own peak, prefixed by the element type: `bf16 attention`."""

@@ -1,7 +1,7 @@
-"""Legs of a strategy that is bound to a bucket, a cluster and a rank, and the cuts of a bucket. `route.py` makes them.
+"""Legs of a strategy bound to a bucket, a cluster and a rank, and the cuts of a bucket. `route.py` makes them.
 
 Encode   pieces of the bucket, and the parameters' parts in each
-Send     one collective, and the part that each rank of the group owns
+Send     one collective, and each rank's part
 Decode   mean of the payloads of each piece
 """
 
@@ -22,7 +22,7 @@ from fxcomp.plan.interpret import Device
 from fxcomp.plan.kinds import CollectiveKind, ElementType
 
 Piece = range
-"""Range of a bucket's values."""
+"""Range of a bucket."""
 
 
 # Cached: a search binds many strategies to the same bucket.
@@ -30,7 +30,7 @@ Piece = range
 
 @lru_cache(maxsize=1024)
 def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
-    """Cut a piece of a bucket into one shard per rank; `edges` are the ends of the bucket's parameters."""
+    """Cut a piece into one shard per rank; `edges` are the parameters' ends."""
     borders = cut_points(segments_of(edges, piece), ranks, grain)
     return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
 
@@ -54,9 +54,9 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
         0         0|1       1|2       2       cut points 0, 6, 11, 16
 
     A border lies between two parameters, or at a multiple of the grain from the start of the parameter that it cuts.
-    b_i is the allowed place nearest to i / parts of the whole; the lower place wins a tie. If the grain is a
-    compressor's block, no block belongs to two shards, and a shard's payload encodes the shard's own segments. A shard
-    differs from an equal part by at most the grain; in a small bucket some shards are empty.
+    b_i is the allowed place nearest to i / parts of the whole; the lower place wins a tie. A shard differs from an
+    equal part by at most the grain and may be empty. If the grain is a compressor's block, no block belongs to two
+    shards.
     """
     assert parts >= 1, f"a bucket is cut into one part or more, not {parts}"
     assert grain >= 1, f"a grain is one value or more, not {grain}"
@@ -65,9 +65,9 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
 
 
 def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, range], ...]:
-    """Cut parameters along their rows, as fully_shard does; return (parameter's index, elements) pairs, rank by rank.
+    """Cut parameters by rows, as fully_shard does; return (index, elements) pairs, rank by rank.
 
-    Every rank has the same number of rows of a parameter; rows past its end are zeros.
+    Every rank has the same number of rows; rows past a parameter's end are zeros.
     """
     parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes]
     return tuple(
@@ -79,7 +79,7 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
-    """Return the allowed place nearest to index / parts of the whole, in integers."""
+    """Return the allowed place nearest to index / parts of the whole."""
     whole = edges[-1]
     ideal = index * whole  # divided by parts
     if ideal == parts * whole:
@@ -92,31 +92,30 @@ def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> 
 
 
 Cut = int | tuple[int, ...]
-"""Elements of each rank of a group, or the number of equal parts."""
+"""Elements of each rank, or the number of equal parts."""
 
 
 class Unit(NamedTuple):
     """Unit of a rank's values relative to the mean gradient's."""
 
     weight: Fraction
-    """The mean gradient is the sum of `weight` times the values, over all ranks that hold a place."""
+    """The mean gradient is the sum of `weight` times the values over all ranks that hold a place."""
     total: Fraction
-    """Sum of the weights of all ranks that hold a place. Values that are equal on several ranks count once per rank."""
+    """Sum of the weights of all ranks that hold a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Leg that proposes or compresses. `pieces` are contiguous in the value, and so are their payloads."""
+    """Leg that proposes or compresses. `pieces` and their payloads are contiguous."""
 
     slot: int
     compressor: Compressor
     device: Device
     pieces: tuple[Piece, ...]
     segments: tuple[tuple[int, ...], ...]
-    """Parameters' parts in each piece."""
     unit: Unit
     place: int
-    """Index of this rank among the ranks that compress different values for the same places."""
+    """Index among the ranks that compress different values for the same places."""
     is_proposal: bool = False
 
     @property
@@ -130,7 +129,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Leg of one collective. `turned` reorders payloads before it; see `Turn`."""
+    """Leg of one collective."""
 
     kind: CollectiveKind
     level: Level
@@ -138,7 +137,7 @@ class Send:
     place: int
     """Rank in the group."""
     ranks: int
-    """Size of the group. A group of one sends nothing."""
+    """Group size; a group of one sends nothing."""
     itemsize: int
     slot: int | None
     """Slot of the payload; None for dense values."""
@@ -150,16 +149,16 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that price the collective, given the bytes held: for a gather one rank's contribution."""
+        """Return the bytes that determine the price: for a gather one rank's contribution."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property
     def is_priced_by_largest(self) -> bool:
-        """True if ranks contribute unequal parts and the largest determines the price."""
+        """True if the largest of unequal parts determines the price."""
         return bool(self.parts) and not self.kind.splits
 
     def leaves(self, held: int) -> int:
-        """Return the bytes that this rank holds afterwards."""
+        """Return the bytes held afterwards."""
         if not self.kind.has_parts:
             return held
         if self.kind.splits:
@@ -196,14 +195,14 @@ Leg = Encode | Send | Decode
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Legs of one bucket on one rank, cut after each collective. The last stage follows the last collective."""
+    """Legs of one bucket on one rank, cut after each collective."""
 
     scale: Fraction
-    """Factor that packing applies to gradients."""
+    """Packing factor."""
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     element_type: ElementType = ElementType.F32
-    """Element type of dense values on the network."""
+    """Element type of dense values."""
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -211,13 +210,12 @@ class Route:
 
     @property
     def packs_fp32(self) -> bool:
-        """True if a compressor reads the packed values before any collective does."""
+        """True if a compressor, not a collective, reads the packed values."""
         first = next((leg for leg in self.legs if not isinstance(leg, Send) or leg.ranks > 1), None)
         return isinstance(first, Encode)
 
     @property
     def slots(self) -> tuple[Encode, ...]:
-        """Compressions, by slot."""
         return tuple(leg for leg in self.legs if isinstance(leg, Encode) and not leg.is_proposal)
 
 

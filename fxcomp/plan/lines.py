@@ -1,4 +1,4 @@
-"""Lines of a bucket's route: the operations in order, with the bytes of each.
+"""Lines of a bucket's route: the operations in order, with their bytes.
 
     reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra      2x2, bf16
 
@@ -8,8 +8,7 @@
     stage 3
     finally   (copy to the device, cast)
 
-`passes/lower_strategies.py` turns lines into nodes, `search/plan_tasks.py` into tasks, and `search/least_work.py` into
-bounds; `sent` lists the collectives.
+`passes/lower_strategies.py` makes nodes of lines, `search/plan_tasks.py` tasks, `search/least_work.py` bounds.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from fxcomp.plan.kinds import Stream
 from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
 
 FP32 = 4
-"""Bytes per element of a compressor's input and output."""
+"""Bytes per element of compressors' input and output."""
 
 
 class LineKind(Enum):
-    """Operation on a bucket; the value is its name in timelines."""
-
     PACK = "pack"
     CAST = "cast"
     D2H = "d2h"
@@ -44,18 +41,16 @@ class LineKind(Enum):
 
 
 class BucketLine(NamedTuple):
-    """One operation on a bucket on one rank."""
-
     kind: LineKind
     stream: Stream
-    """Stream that runs the operation, or starts it if it is a collective."""
+    """Stream that runs the operation, or starts a collective."""
     size: int
-    """Bytes that determine the price. Default: size of the result. Pack and cast: mean of bytes read and written. Copy
-    and turn: bytes moved. Gather: one rank's part. Other collectives: the whole.
+    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn: moved. Gather: one rank's
+    part. Other collectives: the whole. Others: the result.
     """
     leg: Leg | None = None
     of: Encode | None = None
-    """Encode leg of the payload or proposal; None for dense values."""
+    """Encode leg of the payload or proposal; None if dense."""
 
     @property
     def encode(self) -> Encode:
@@ -77,29 +72,29 @@ Stages = tuple[tuple[BucketLine, ...], ...]
 
 
 def lines_of(route: Route) -> Stages:
-    """Return the lines of each stage, then the lines that leave the mean on the device in the gradients' type."""
+    """Return the lines of each stage, then the lines that bring the mean to the device in the gradients' type."""
     return _LineWriter(route).stages()
 
 
 def sent(stages: Stages) -> list[BucketLine]:
-    """Return the collectives in order. Sizes are those on the route's rank; shards may differ between ranks."""
+    """Return the collectives in order; sizes may differ between ranks."""
     return [line for stage in stages for line in stage if line.kind in (LineKind.SEND, LineKind.AGREE)]
 
 
 class _LineWriter:
-    """Writes the lines of a route and tracks the tensor's device and size."""
+    """Writes the lines and tracks the tensor's device and size."""
 
     def __init__(self, route: Route) -> None:
         self.route = route
         self.dense = route.element_type.itemsize
         self.itemsize = FP32 if route.packs_fp32 else self.dense
-        """Bytes per element while the tensor is dense."""
+        """Bytes per dense element."""
         self.held = self.itemsize * len(route.whole)
-        """Current bytes of the tensor."""
+        """Bytes of the tensor."""
         self.payload_of: Encode | None = None
         self.proposal: Encode | None = None
         self.on_pool = False
-        """True while the pool holds the tensor, launches its collectives and waits for them."""
+        """True while the pool holds the tensor and launches its collectives."""
         self.lines: list[BucketLine] = []
 
     def stages(self) -> Stages:
@@ -133,7 +128,6 @@ class _LineWriter:
                 self._send(leg)
 
     def _bring_to(self, device: Device) -> None:
-        """Copy the tensor to a device unless it is there."""
         to_pool = device is Device.CPU
         if self.on_pool != to_pool:
             self.on_pool = to_pool
@@ -141,7 +135,6 @@ class _LineWriter:
             self._add(kind, self.held, stream=stream)
 
     def _cast(self, itemsize: int) -> None:
-        """Convert to `itemsize` bytes per element: compressors use fp32, dense values are sent in the gradients' type."""
         if self.itemsize != itemsize:
             read, self.held = self.held, self.held // self.itemsize * itemsize
             self.itemsize = itemsize
@@ -162,7 +155,7 @@ class _LineWriter:
             proposed = sum(map(made.compressor.proposal_bytes, made.segments))
             self.lines.append(BucketLine(LineKind.AGREE, self._thread, proposed, leg, made))
             return
-        if leg.ranks == 1:  # no transfer, so no cast either
+        if leg.ranks == 1:
             held = self.held if leg.slot is not None else self.held // self.itemsize * self.dense
             self._add(LineKind.SEND, leg.works_on(held), leg)
             return

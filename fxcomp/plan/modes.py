@@ -1,4 +1,4 @@
-"""Modes: the strategies of a bucket, and the error limit of the whole plan."""
+"""Modes: a bucket's strategies, and the plan's error limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mode(Enum):
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """Parse a mode. Raise BadOption."""
+        """Parse a mode's name. Raise BadOption."""
         if text in MODES:
             return cls(text)
         close = difflib.get_close_matches(text.lower(), MODES, n=1, cutoff=0.0)
@@ -36,7 +36,7 @@ MODES = tuple(mode.value for mode in Mode)
 
 
 class Content(Enum):
-    """Content of a bucket. Vectors (biases, norms) are small and the most sensitive to errors."""
+    """Content of a bucket. Vectors (biases, norms) are small and most sensitive to errors."""
 
     MATRICES = "matrices"
     VECTORS = "vectors"
@@ -47,15 +47,13 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Candidate of a mode: a compressor, or one for each of two shots, and the reason."""
+    """Candidate: a compressor, or one for each of two shots, and the reason."""
 
     first: str
     second: str | None
     reason: str
     vectors: bool = False
-    """Offered for buckets of vectors too."""
     mixed: bool = False
-    """Offered for mixed buckets too."""
 
 
 # By increasing error, because the first entry wins a tie.
@@ -82,7 +80,7 @@ ENTRIES: dict[Mode, tuple[Entry, ...]] = {
     Mode.AGGRESSIVE: _BALANCED,
     Mode.LOSSY: (*_BALANCED, *_LOSSY),
 }
-"""Candidates of each mode at gradients, in addition to dense strategies; see docs/strategies.md."""
+"""Candidates of each mode, without dense strategies; see docs/strategies.md."""
 
 
 def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
@@ -94,7 +92,7 @@ AT_MOMENTA = (
     Entry("cmax(8)", "cmax(8)", "a sixtieth, once the second moment is frozen"),
     Entry("cmax(8)", None, "the same between two ranks"),
 )
-"""Candidates for matrices if momenta are exchanged (measured, docs/where_the_mean_stands.md)."""
+"""Candidates for momenta (measured, docs/where_the_mean_stands.md)."""
 
 MOMENTUM_COMPRESSORS = _compressors(AT_MOMENTA)
 
@@ -111,7 +109,7 @@ _LADDER = (
     *(Entry(f"topk({density})", "int4", "the same on many ranks") for density in _DENSITIES),
     *(Entry(f"sidco({density})", None, "the same, sooner") for density in (0.001, 0.01)),
 )
-"""Candidates under an error budget: every family, with parameters a factor of 2 to 3 apart, as in error tables."""
+"""Candidates under an error budget: every family, parameters a factor of 2 to 3 apart, as in error tables."""
 
 _LIMIT_AT_DENSE_LOSS = 0.028  # int4 in blocks of 128, both shots, all gradients
 _ERROR_LIMITS = {
@@ -122,13 +120,11 @@ _ERROR_LIMITS = {
 }
 
 FEWEST_FOR_TWO_SHOTS = 3
-"""Minimum number of ranks for two shots. With two ranks the second shot sends the same bytes as one shot, with one more
-message.
-"""
+"""With two ranks the second shot only adds a message."""
 
 
 def error_limit(mode: Mode) -> float:
-    """Return a mode's limit on the relative squared error of the plan."""
+    """Return the plan's error limit."""
     return _ERROR_LIMITS[mode]
 
 
@@ -138,7 +134,6 @@ def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
 
 
 LADDER_COMPRESSORS = _compressors(_LADDER)
-"""Compressors offered under an error budget."""
 
 
 def strategies(
@@ -146,7 +141,7 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Return a bucket's strategies in a mode, dense first, then by error.
 
-    `offload` allows the pool, which does not help if the device's own work uses all processors.
+    `offload` allows the pool, which does not help if device work uses all processors.
     """
     entries = [entry for entry in ENTRIES[mode] if mode is Mode.LOSSY or _is_for(entry, content)]
     return _ways_of(tuple(entries), cluster, offload=offload)
@@ -155,9 +150,9 @@ def strategies(
 def strategies_within(
     limit: float, cluster: Cluster, content: Content = Content.MATRICES, *, offload: bool = True
 ) -> tuple[Strategy, ...]:
-    """Return a bucket's strategies under an error limit, of all families.
+    """Return a bucket's strategies under an error limit.
 
-    Vectors are treated as in balanced mode up to its limit, and as in lossy mode above.
+    Vectors are treated as in balanced mode up to its limit, above it as in lossy mode.
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
@@ -165,10 +160,7 @@ def strategies_within(
 
 
 def strategies_at_momenta(cluster: Cluster, content: Content, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return a bucket's strategies if momenta of matrices are exchanged, dense first.
-
-    Vectors stay at the gradient, with the strategies of `balanced`.
-    """
+    """Return a bucket's strategies if momenta are exchanged, dense first; vectors stay at the gradient."""
     beside = tuple(entry for entry in _BALANCED if entry.vectors)
     entries = {Content.MATRICES: AT_MOMENTA, Content.VECTORS: beside}
     return _ways_of(entries.get(content, ()), cluster, offload=offload)
@@ -185,7 +177,7 @@ def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> 
 
 @lru_cache(maxsize=1024)
 def worth_offering(offered: tuple[Strategy, ...], element_type: ElementType) -> tuple[Strategy, ...]:
-    """Replace strategies by their dense form if a cast does not shorten the gradients' type, such as bf16 on bf16."""
+    """Replace casts that do not shorten the gradients' type by dense strategies."""
     return tuple(dict.fromkeys(each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered))
 
 
@@ -197,7 +189,7 @@ def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
 
 
 def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return the one-shot strategies of a compressor: over all ranks first, then level by level."""
+    """Return a compressor's one-shot strategies: over all ranks first, then by level."""
     if cluster.world_size == 1:
         return (DENSE,)
     if compressor is None:
@@ -214,7 +206,6 @@ def _is_for(entry: Entry, content: Content) -> bool:
 
 
 def ways(cluster: Cluster) -> tuple[ByLevel, ...]:
-    """Return the hierarchies of this cluster."""
     if cluster.hosts == 1 or (cluster.ranks_per_host == 1 and not cluster.has_racks):
         return ()
     if not cluster.is_even:

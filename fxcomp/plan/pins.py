@@ -1,9 +1,9 @@
-"""Manual strategies for parameters: a mapping from name patterns, in which the last match decides.
+"""Manual strategies by parameter name; the last matching pattern decides.
 
     {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
 
-Patterns match a parameter's whole name from `model.named_parameters()` like shell patterns: `*` matches any text, also
-dots. A name always matches itself. See docs/decisions/0018-pinned-by-hand.md.
+Patterns match whole names of `model.named_parameters()` like shell patterns: `*` matches any text, also dots. A name
+always matches itself. See docs/decisions/0018-pinned-by-hand.md.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""Maximum number of pinned strategies. A search has 256 strands; matrices and vectors of each element type use two, and
-each pinned strategy uses one.
-"""
+"""Maximum of pinned strategies: of a search's 256 strands, matrices and vectors of each element type take two."""
 
 _SHOWN = 3  # names shown in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Pattern and the strategy of its parameters."""
-
     pattern: str
     text: str
     """Normalized text: `dense`, a compressor or a strategy."""
@@ -44,13 +40,13 @@ class Rule:
         return name == self.pattern or fnmatchcase(name, self.pattern)
 
     def strategies(self, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
-        """Return the strategies that a bucket may use: the named one, or all one-shot strategies of a compressor."""
+        """Return the named strategy, or all one-shot strategies of a compressor."""
         if is_strategy(self.text):
             return (strategy_named(self.text),)
         return one_shot_ways(strategy_named(self.text).compressor, cluster, offload=offload)
 
     def check_size(self, name: str, elements: int) -> None:
-        """Raise BadOption if a parameter has more values than the compressor can select from."""
+        """Raise BadOption if the compressor cannot select from this many values."""
         compressor = strategy_named(self.text).compressor
         is_cut = is_strategy(self.text) and not self.text.startswith("compress")
         if compressor is None or compressor.facts.needs_whole_parameters or is_cut:
@@ -70,13 +66,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Rules, in the order given."""
-
     rules: tuple[Rule, ...] = ()
 
     @classmethod
     def read(cls, given: object) -> Pins:
-        """Read `pins=`: a mapping from patterns to strategies. Raise BadOption."""
+        """Read `pins=`. Raise BadOption."""
         if given is None:
             return NO_PINS
         if not isinstance(given, Mapping):
@@ -98,21 +92,18 @@ class Pins:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Distinct strategies of the rules."""
         return tuple(dict.fromkeys(rule.text for rule in self.rules))
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """Compressors whose prices are needed."""
         found = (compressor for text in self.texts for compressor in strategy_named(text).compressors)
         return tuple(dict.fromkeys(found))
 
     def rule_for(self, name: str) -> Rule | None:
-        """Return the last rule that matches a name."""
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
-        """Return the parameters of each rule, without rules that decide none."""
+        """Return the parameters of each rule that decides any."""
         found: dict[Rule, list[str]] = {}
         for name in names:
             rule = self.rule_for(name)
@@ -121,15 +112,14 @@ class Pins:
         return {rule: found[rule] for rule in self.rules if rule in found}
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Return whether a bucket is pinned. No bucket mixes pinned gradients with others."""
+        """Return whether a bucket is pinned; none is mixed."""
         return self.rule_for(bucket.names[0]) is not None
 
     def leaves_dense(self, plan: Plan) -> bool:
-        """Return whether all buckets that are not pinned are dense."""
         return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise BadOption for a pattern without effect in a model, or for a tensor matched by its second name alone."""
+        """Raise BadOption for a pattern without effect in a model."""
         everything = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -140,9 +130,9 @@ class Pins:
                 rule.check_size(name, parameter.numel())
 
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
-        """Raise BadOption for a pattern without effect, or for a tensor matched by its second name alone.
+        """Raise BadOption for a pattern without effect.
 
-        `trained` maps each parameter to `requires_grad`, `shared` every name of a tensor to its first name.
+        `trained` maps parameters to `requires_grad`, `shared` every name of a tensor to its first name.
         """
         for rule in self.rules:
             matched = [name for name in trained if rule.matches(name)]
@@ -166,7 +156,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a tensor's second name but the first name is decided otherwise."""
+        """Raise BadOption if a rule matches a second name but does not decide the tensor."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)
@@ -178,7 +168,7 @@ class Pins:
             )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadOption for a strategy that the cluster's shape does not allow."""
+        """Raise BadOption for a strategy that the cluster does not allow."""
         for rule in self.rules:
             try:
                 for strategy in rule.strategies(cluster):
@@ -188,7 +178,7 @@ class Pins:
                 raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:
-        """Return the rules as texts, in order; they must be equal on all ranks."""
+        """Return the facts that must agree on all ranks, in order."""
         return [str(rule) for rule in self.rules]
 
     def to_json(self) -> list[list[str]]:
@@ -196,7 +186,6 @@ class Pins:
 
     @classmethod
     def from_json(cls, data: Iterable[Sequence[str]]) -> Pins:
-        """Build pins from the data of `to_json`."""
         return cls(tuple(Rule(pattern, text) for pattern, text in data))
 
 
@@ -251,7 +240,6 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
 
 
 def _sharing(asked: str, names: Sequence[str]) -> list[str]:
-    """List names that contain a word of the pattern or a similar one."""
     words = [word for word in asked.split(".") if len(word) > 2]
     return [name for name in names if any(difflib.get_close_matches(word, name.split("."), n=1) for word in words)][
         :_SHOWN

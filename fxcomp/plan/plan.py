@@ -31,10 +31,8 @@ class ExchangePoint(Enum):
 class Bucket:
     """Gradients of one element type that share collectives: parameter names, sizes in elements, and a strategy.
 
-    Each parameter is a segment of its own: a compressor's scales and counts never mix parameters.
-
-    A gradient may be cut into parts in several buckets. `starts` holds the offset of each part in its flattened
-    parameter, and `sizes` the part's elements. Without `starts` all offsets are 0.
+    Each parameter is a segment of its own, with its own scales and counts. A gradient may be cut into parts in several
+    buckets: `starts` holds each part's offset in the flattened parameter (default 0).
     """
 
     names: tuple[str, ...]
@@ -61,11 +59,11 @@ class Bucket:
 
     @property
     def extents(self) -> tuple[range, ...]:
-        """Elements of each parameter in this bucket."""
+        """Element range of each parameter in this bucket."""
         return tuple(range(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def shapes(self, whole: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-        """Return the shapes of the bucket's parts, given the shapes of whole parameters."""
+        """Return the shapes of the bucket's parts."""
         return [part_shape(whole[name], extent) for name, extent in zip(self.names, self.extents, strict=True)]
 
     def __str__(self) -> str:
@@ -75,7 +73,7 @@ class Bucket:
 
 
 def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
-    """Return the shape of a part of a parameter: whole rows stay rows, other parts are flat."""
+    """Return a part's shape: whole rows stay rows, other parts are flat."""
     if len(extent) == math.prod(shape):
         return tuple(shape)
     row = math.prod(shape[1:])
@@ -86,7 +84,7 @@ def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Entry of a plan's schedule: run stage `stage` of bucket `bucket` after compute region `region`."""
+    """Schedule entry: run stage `stage` of bucket `bucket` after compute region `region`."""
 
     region: int
     bucket: int
@@ -95,7 +93,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """Return the schedule, given each bucket's number of stages; see `Plan.schedule`."""
+    """Return the schedule for these numbers of stages per bucket; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
@@ -107,7 +105,7 @@ def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Buckets in launch order, with a strategy each. All ranks must use equal plans."""
+    """`buckets` in launch order, equal on all ranks."""
 
     buckets: tuple[Bucket, ...]
 
@@ -121,7 +119,7 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Parameters, in the order in which their first parts are sent."""
+        """Parameters, ordered by their first parts."""
         return tuple(dict.fromkeys(name for bucket in self.buckets for name in bucket.names))
 
     @property
@@ -135,12 +133,10 @@ class Plan:
 
     @property
     def types(self) -> dict[str, ElementType]:
-        """Element type of each parameter's gradient."""
         return {name: bucket.element_type for bucket in self.buckets for name in bucket.names}
 
     @property
     def parts(self) -> dict[str, tuple[range, ...]]:
-        """Parts of each parameter, in order; an uncut gradient has one."""
         found: dict[str, list[range]] = {}
         for bucket in self.buckets:
             for name, extent in zip(bucket.names, bucket.extents, strict=True):
@@ -148,7 +144,7 @@ class Plan:
         return {name: tuple(sorted(parts, key=lambda part: (part.start, part.stop))) for name, parts in found.items()}
 
     def labels(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the labels of a bucket's gradients; a part's label is like `fc.weight[0:65536]`."""
+        """Return the labels of a bucket's gradients, like `fc.weight[0:65536]` for a part."""
         sizes = self.sizes
         return tuple(
             name if len(extent) == sizes[name] else f"{name}[{extent.start}:{extent.stop}]"
@@ -157,6 +153,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
+        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
@@ -170,7 +167,7 @@ class Plan:
         return bool(self.moved)
 
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
-        """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
+        """Exchange momenta in compressed buckets and in buckets that share a parameter with them.
 
         Parameters in `staying` stay at the gradient, unless they share a bucket with parameters that move.
         """
@@ -182,7 +179,7 @@ class Plan:
         return self._at(points)
 
     def at_gradients(self) -> Plan:
-        """Return the plan that exchanges gradients in all buckets."""
+        """Exchange gradients in all buckets."""
         return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
 
     def _at(self, points: Sequence[ExchangePoint]) -> Plan:
@@ -190,25 +187,25 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Short hash; equal plans have equal digests on every machine."""
+        """Return a short hash, equal on every machine for equal plans."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def bucket_of(self, name: str) -> int:
-        """Return the index of the last bucket that holds a part of a gradient."""
+        """Return the index of the last bucket with a part of a gradient."""
         return max(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
 
     def schedule(self) -> tuple[Launch, ...]:
-        """Return the order in which stages start. It depends on the plan alone, so it is the same on every rank.
+        """Return the order in which stages start, a function of the plan alone.
 
-        Region k is the compute up to the last gradient of bucket k. After region k, stage 0 of bucket k starts, then
-        stage 1 of bucket k-1, and so on: each later stage waits for one more region, so that its collective can finish
-        meanwhile. The remaining stages follow the last region in the same order. The stage after the last collective is
-        included only if the pool runs it, because otherwise the main thread would have to wait.
+        Region k is the compute up to the last gradient of bucket k. After it stage 0 of bucket k starts, then stage 1
+        of bucket k-1, and so on, so that each collective has one region to finish. The remaining stages follow the last
+        region. The stage after the last collective is included only if the pool runs it: otherwise the main thread
+        would have to wait.
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
     def check_covers(self, sizes: Mapping[str, int], types: Mapping[str, ElementType] | None = None) -> None:
-        """Raise BadPlan unless the plan covers exactly these gradients with these sizes and, if given, these types."""
+        """Raise BadPlan unless the plan covers exactly these gradients, sizes and, if given, types."""
         planned = self.sizes
         unknown = [name for name in planned if name not in sizes]
         missing = [name for name in sizes if name not in planned]
@@ -235,7 +232,7 @@ class Plan:
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a collective needs equal hosts or racks and the cluster's are unequal."""
+        """Raise BadPlan if a collective needs equal hosts or racks."""
         for number, bucket in enumerate(self.buckets):
             for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
                 if isinstance(step, Collective) and not _is_even(held, step, cluster):
@@ -248,12 +245,11 @@ class Plan:
                     )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
-        """Return the plan with other strategies, one per bucket."""
         pairs = zip(self.buckets, strategies, strict=True)
         return Plan(tuple(replace(bucket, strategy=strategy) for bucket, strategy in pairs))
 
     def differs_in_parameters_only(self, other: Plan) -> bool:
-        """Return whether both plans differ in compressor parameters alone, so that one program can run both."""
+        """Return whether the plans differ in compressor parameters alone: one program can run both."""
         if len(self.buckets) != len(other.buckets):
             return False
         return all(
@@ -264,7 +260,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data that `save` writes."""
+        """Return the plan as plain data."""
         return {
             "version": 1,
             "buckets": [
@@ -278,7 +274,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Build a plan from the data of `to_json`. Raise BadPlan."""
+        """Build a plan from the `data` of `to_json`. Raise BadPlan."""
         try:
             if data["version"] != 1:
                 raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
@@ -299,12 +295,12 @@ class Plan:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path`, which `compress=` accepts."""
+        """Write the plan to `path`."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from `path`. Raise BadPlan naming the file."""
+        """Read the plan file `path`. Raise BadPlan."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
@@ -317,7 +313,7 @@ class Plan:
 
 
 def _check_parts(name: str, parts: Sequence[range]) -> None:
-    """Raise BadPlan unless the sorted parts cover the parameter from element 0 without gaps or overlap."""
+    """Raise BadPlan unless sorted parts cover a parameter without gaps or overlap."""
     end = 0
     for number, part in enumerate(parts):
         if part.start < end or (number and not part):
@@ -331,9 +327,7 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
 
 
 def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
-    """Return whether every rank has a counterpart at a collective's level, or one rank of each host communicates for
-    all.
-    """
+    """Return whether every rank has a counterpart, or one rank of each host acts for all."""
     match step.level:
         case Level.WORLD:
             return True

@@ -1,4 +1,4 @@
-"""Interface of prices for lines and tasks, and the sizes that they depend on. A cost table implements it."""
+"""Prices of lines and tasks, implemented by a cost table, and their sizes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fxcomp.plan.strategy import Device
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
-    """Time of a collective alone, in µs, and its interaction with overlapping compute."""
+    """Time of a collective alone, in µs, and its interaction with compute."""
 
     us: float
     load: float = 0.0
-    """Processors that the collective uses while it runs."""
+    """Processors used."""
     overlap_speed: float = 1.0
-    """Relative speed while compute runs and leaves no processor free."""
+    """Relative speed while compute leaves no processor free."""
 
 
 class Prices(Protocol):
-    """Prices in µs. Sizes are in bytes, or in elements if named so."""
+    """Prices in µs; sizes in bytes, or in elements if named so."""
 
     @property
     def launch_us(self) -> float: ...
@@ -40,8 +40,6 @@ class Prices(Protocol):
 
 
 class Measure(Enum):
-    """Property of a bucket that a size counts."""
-
     VALUES = "values"
     PAYLOAD = "payload"
     PROPOSAL = "proposal"
@@ -51,12 +49,11 @@ class Measure(Enum):
 
 
 class Size(int):
-    """Bytes of a bucket on a rank: of its values, or of a compressor's output."""
+    """Bytes of a bucket's values or of a compressor's output."""
 
     measure: Measure
     compressor: Compressor | None
     is_whole: bool
-    """True if the compressor got whole parameters, not a shard."""
 
     def __new__(
         cls,
@@ -75,7 +72,7 @@ class Size(int):
 
 
 class PriceQuestion(NamedTuple):
-    """Method of `Prices`, and its arguments before and after the size."""
+    """Method of `Prices` and its arguments around the size."""
 
     method: str
     before: tuple[Any, ...] = ()

@@ -9,12 +9,9 @@
     Send     all_gather, cut (29, 29, 29, 29)
     Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
 
-Passes lower the legs to nodes, the search prices them, and they define the layout of residuals and states. A *piece* is
-a range of the bucket's values; each piece is compressed by itself.
-
-Packing scales once, so that the result is the mean: decoding averages the payloads of a piece, and the network only
-adds. Dense values are sent in the gradients' type and compressors use fp32; casts lie in between, or in packing
-(`Route.packs_fp32`).
+The legs are lowered to nodes and priced, and define the layout of residuals and states. A *piece* is a range of the
+bucket's values; each piece is compressed by itself. Packing scales once, so that the result is the mean: decoding
+averages the payloads of a piece, and the network only adds.
 """
 
 from __future__ import annotations
@@ -53,20 +50,20 @@ def route_of(
     rank: int = 0,
     element_type: ElementType = ElementType.F32,
 ) -> Route:
-    """Return the route of one rank, for a bucket of parameters of these shapes."""
+    """Return one rank's route, for a bucket of parameters of these shapes."""
     return _Walk(strategy, shapes, cluster, rank, element_type).route()
 
 
 @dataclass(frozen=True, slots=True)
 class _RouteRow:
-    """Dimension of the payload layout: pieces of a split, or the payloads of several ranks for one piece."""
+    """Dimension of the payload layout: a split's pieces, or several ranks' payloads for one piece."""
 
     split: Collective | None
     count: int
 
 
 class _Walk:
-    """Builds the legs from one rank's gradients to their mean."""
+    """Builds the legs of one rank."""
 
     def __init__(
         self,
@@ -81,18 +78,18 @@ class _Walk:
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
-        """Nested ranges of this rank: the whole bucket, then its part of each open split."""
+        """Nested ranges: the bucket, then this rank's part of each open split."""
         self.rows: list[_RouteRow] = []
-        """Layout of payloads, outermost dimension first."""
+        """Outermost dimension first."""
         self.encoder: Encode | None = None
         self.slot = -1
         self.held = strategy.held
         self.leading = strategy.steps[: strategy.leading_splits]
-        # Caches: a route cuts and counts the same pieces many times.
+        # Caches
         self.parts: dict[tuple[Piece, int], list[Piece]] = {}
         self.segments: dict[Piece, tuple[int, ...]] = {}
         self.payloads: dict[tuple[int, ...], int] = {}
-        """Elements of the encoder's payloads, by segments."""
+        """Elements by segments."""
         self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
@@ -108,7 +105,7 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
-        """Return the group size of each collective. On uneven hosts first ranks have larger groups."""
+        """Return each collective's group size; on uneven hosts first ranks have larger groups."""
         counts: dict[Collective, int] = {}
         at = self.rank
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -119,7 +116,7 @@ class _Walk:
         return counts
 
     def _scale(self) -> Fraction:
-        """Return the factor of packing that makes the final weight 1; decoding alone divides."""
+        """Return the packing factor with a final weight of 1."""
         payloads = 1
         piled = 1
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -148,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """List the splits of a payload before it is decoded: each part is a payload of its own."""
+        """Return the splits of a payload before it is decoded: each part is a payload of its own."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):
@@ -187,13 +184,12 @@ class _Walk:
         return [(size,) for size in self._segments(extent)]
 
     def _ranks_missing(self, held: Standing) -> int:
-        """Count the ranks whose values are yet to be added to this rank's."""
+        """Count the ranks not yet summed over."""
         if not held.summed:
             return self.cluster.world_size
         return math.prod(self.cluster.length_of(axis) for axis in Level.WORLD.axes - held.summed)
 
     def _unit(self, held: Standing) -> Unit:
-        """Divide the weight among the ranks that hold the same values."""
         split = {axis for each in held.splits for axis in each.level.axes}
         same = math.prod(self.cluster.length_of(axis) for axis in held.summed if axis not in split)
         return Unit(self.weight / same, self.weight * self._ranks_missing(held))
@@ -257,7 +253,6 @@ class _Walk:
         return tuple(outer * size for size in sizes), turned
 
     def _payload(self, extent: Piece, rows: Sequence[_RouteRow]) -> int:
-        """Count the elements of the payloads in this layout."""
         assert self.encoder is not None, "a payload has been compressed"
         payloads = math.prod(row.count for row in rows if row.split is None)
         pieces = self._pieces(extent, [row for row in rows if row.split is not None])
@@ -290,12 +285,11 @@ class _Walk:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
-        # Leading splits cut values that are not compressed yet, so no compressor's block crosses their borders.
+        # Leading splits cut dense values, so no compressor's block crosses their borders.
         grain = 1 if split in self.leading else self.grain
         return shards(self.edges, extent, ranks, grain)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
-        """Return the sizes of the parameters' parts in a piece."""
         found = self.segments.get(piece)
         if found is None:
             found = self.segments[piece] = segments_of(self.edges, piece)

@@ -1,4 +1,4 @@
-"""Strategy of one bucket of gradients: its steps, and a text form that parses back.
+"""Strategy of one bucket: its steps, and a text form that parses back.
 
     all_reduce@world
     compress(int8)@gpu > all_gather@world > decompress@gpu
@@ -7,8 +7,8 @@
     propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
     compress(int4)@gpu > all_to_all@world > decompress@gpu > shards
 
-The last one leaves each rank a shard, for fully_shard. All others end with whole gradients. docs/strategies.md has a
-picture of each shape. `interpret.py` defines which steps fit together.
+The last one leaves each rank a shard, for fully_shard; all others end with whole gradients. docs/strategies.md has
+pictures. `interpret.py` defines which steps fit together.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """Levels at which dense values are summed before the outermost level, from the inside out.
+    """Levels of dense sums before the outermost level, from the inside out.
 
-    `rooted`: the first rank of each group sums for all, which hosts with unequal numbers of ranks need.
+    `rooted`: the first rank of each group sums for all, as uneven hosts need.
     """
 
     inner: tuple[Level, ...]
@@ -57,7 +57,6 @@ class ByLevel:
 
 
 _SHARDS = " > shards"
-"""Suffix of the text of a strategy that ends as shards."""
 
 FLAT = ByLevel((), Level.WORLD)
 HOSTS = ByLevel((Level.INTRA,), Level.INTER)
@@ -66,22 +65,23 @@ RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Steps of one bucket between the gradients' production and their use."""
+    """The `steps` of one bucket."""
 
     steps: tuple[Step, ...]
     ends_as_shards: bool = False
-    """True if each rank keeps the mean of its own shard."""
+    """True if each rank keeps the mean of its shard."""
 
     def __post_init__(self) -> None:
         interpret(self.steps, self.ends_as_shards)
 
     @property
     def held(self) -> tuple[Standing, ...]:
-        """States of the bucket before each step and at the end."""
+        """States before each step and at the end."""
         return interpret(self.steps, self.ends_as_shards)
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
+        """Compressors, in order."""
         return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property
@@ -91,7 +91,6 @@ class Strategy:
 
     @property
     def devices(self) -> frozenset[Device]:
-        """Devices of the compressors."""
         return frozenset(step.device for step in self.steps if not isinstance(step, Collective))
 
     @property
@@ -100,7 +99,6 @@ class Strategy:
 
     @property
     def is_hierarchical(self) -> bool:
-        """True if a collective is not over all ranks."""
         return any(step.level is not Level.WORLD for step in self.collectives)
 
     @property
@@ -109,10 +107,7 @@ class Strategy:
 
     @property
     def stages(self) -> tuple[tuple[Step, ...], ...]:
-        """Steps, cut after each collective, where the next step waits for the network.
-
-        The last stage holds the steps after the last collective and may be empty.
-        """
+        """Steps, cut after each collective. The last stage may be empty."""
         stages: list[tuple[Step, ...]] = []
         current: list[Step] = []
         for step in self.steps:
@@ -124,16 +119,14 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-        """True if the pool sends last and decompresses the arrivals, so that the main thread does not wait for the
-        network.
-        """
+        """True if the pool sends last and decompresses the arrivals: the main thread does not wait."""
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]
 
     @property
     def started_stages(self) -> int:
-        """Number of stages that start during backward; others start when the main thread waits for their input."""
+        """Number of stages that start during backward."""
         return len(self.collectives) + self.pool_takes_arrivals
 
     @property
@@ -146,7 +139,7 @@ class Strategy:
 
     @property
     def uncompressed(self) -> Strategy:
-        """The dense strategy over the same levels."""
+        """Dense strategy over the same levels."""
         if self.ends_as_shards:
             return Strategy.scattered(None)
         begun = self.steps[: self.leading_splits]
@@ -156,7 +149,6 @@ class Strategy:
         return Strategy((*begun, *middle, *joins))
 
     def check_is_whole(self) -> None:
-        """Raise BadStrategy if gradients end as shards."""
         if self.ends_as_shards:
             raise BadStrategy(
                 f"the strategy {str(self)!r} leaves each rank a part of the mean, and all of it is needed here: only"
@@ -165,7 +157,7 @@ class Strategy:
             )
 
     def differs_in_parameters_only(self, other: Strategy) -> bool:
-        """Return whether both strategies differ in compressor parameters alone."""
+        """Return whether the strategies differ in compressor parameters alone."""
         is_alike = len(self.steps) == len(other.steps) and self.ends_as_shards == other.ends_as_shards
         return is_alike and all(map(_is_retuned, self.steps, other.steps))
 
@@ -174,7 +166,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Parse the text of `str(strategy)`. Raise BadStrategy."""
+        """Parse the `text` of a strategy. Raise BadStrategy."""
         steps = text.rstrip().removesuffix(_SHARDS)
         return cls(parse_steps(steps), ends_as_shards=steps != text.rstrip())
 
@@ -182,24 +174,23 @@ class Strategy:
     def flat(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
     ) -> Strategy:
-        """Return a strategy that reduces over all ranks at once."""
+        """Reduce over all ranks at once."""
         return cls(_one_shot(compressor, device, level))
 
     @classmethod
     def hierarchical(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = HOSTS
     ) -> Strategy:
-        """Return a strategy that reduces inside hosts dense, between hosts compressed, and then gathers inside hosts."""
+        """Reduce inside hosts, exchange between hosts (compressed), and gather inside hosts."""
         return cls((*by.splits, *_one_shot(compressor, device, by.outermost), *by.joins))
 
     @classmethod
     def two_shots(
         cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = FLAT
     ) -> Strategy:
-        """Return a strategy that reduces shards, compressed by `first`, and then gathers them, compressed by `second`.
+        """Reduce shards, compressed by `first`, then gather them, compressed by `second`.
 
-        By level, both shots are between hosts. Values are dense inside a host, and arriving payloads are forwarded
-        unchanged.
+        By level, both shots are between hosts; values inside a host are dense, and arriving payloads are forwarded.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]
@@ -209,7 +200,7 @@ class Strategy:
 
     @classmethod
     def scattered(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
-        """Return a strategy that leaves each rank the mean of its shard, like reduce_scatter: the first of two shots."""
+        """Leave each rank the mean of its shard: the first of two shots."""
         if compressor is None:
             return cls((Collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD),), ends_as_shards=True)
         deal = Collective(CollectiveKind.ALL_TO_ALL, Level.WORLD)
@@ -217,7 +208,7 @@ class Strategy:
 
 
 def _levels_along(axes: frozenset[Axis]) -> list[Level]:
-    """Return the levels that span these axes: a single one if possible, else one for each axis."""
+    """Return one level that spans these axes, else one for each axis."""
     whole = [level for level in Level if level.axes == axes]
     return whole or [level for level in Level if len(level.axes) == 1 and level.axes <= axes]
 
@@ -246,7 +237,7 @@ def _is_retuned(before: Step, after: Step) -> bool:
 
 
 def _lines_of(compressor: Compressor) -> tuple[object, ...]:
-    """Return the properties that determine a compressor's lines and the values that each rank keeps."""
+    """Return the properties that determine lines and per-rank state."""
     return (
         compressor.grain,
         compressor.feedback,

@@ -1,4 +1,4 @@
-"""Selection of the steps that are compared with eager PyTorch."""
+"""Steps that are compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAMPLED = "sampled"
 NEVER = "never"
 
 OFTEN = 500
-"""Largest interval of the sample, in steps. An eager step takes as long as two or three compiled steps."""
+"""Largest interval of the sample, in steps: an eager step takes as long as two or three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class VerifiedSteps:
     """Verified steps of a job, counted from 0; equal on every rank."""
 
     every: int | None = 0
-    """Interval in steps; 0 for none, None for a sample that thins out to one in `OFTEN`."""
+    """Interval; 0 for none, None for a sample."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
@@ -52,7 +52,6 @@ class VerifiedSteps:
 
     @property
     def is_all(self) -> bool:
-        """True if every step is verified, so that no step can be timed."""
         return self.every == 1
 
 
