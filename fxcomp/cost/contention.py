@@ -23,13 +23,13 @@ class TransportCost:
 
     us: float
     us_per_mb: float
-    """Per 10⁶ bytes sent, including as many received."""
+    """Time per 10⁶ bytes sent, which includes receiving the same number."""
     speed: float = 1.0
     """While compute leaves no processor free, t µs become t / speed + more_us."""
     more_us: float = 0.0
 
     def overlap_speed(self, alone_us: float) -> float:
-        """Return the relative speed during compute of a collective with this time alone."""
+        """Return the relative speed during compute of a collective that takes `alone_us` alone."""
         return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
 
 
@@ -54,7 +54,7 @@ NOISE = 0.02
 """Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL = 0.5
-"""Prior's width around 1, in logarithms (assumed)."""
+"""Prior's width around 1, in logarithms (assumed): without evidence the factor stays near 1."""
 
 
 def under_contention(tasks: Sequence[Task], factor: float) -> list[Task]:

@@ -40,7 +40,7 @@ COPY_SHARE = 0.8
 
 ERROR = 0.75
 """Relative error of compute priced by a preset (measured on the example jobs on a CPU with its own peaks, 2026-11: 11
-to 75 % below the measured step; assumed on a GPU).
+to 75 % below the measured step; assumed no worse on a GPU).
 """
 
 ERROR_OF_TOLD_STEP = 0.15

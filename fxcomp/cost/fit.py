@@ -307,7 +307,7 @@ def _half_width(weights: Vector, covariance: Vector | None, quantile: float) -> 
 
 
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t at 97.5 % for 1 to 10 degrees of freedom."""
+"""Student's t at 97.5 % for 1 to 10 degrees of freedom (statistical tables)."""
 
 
 def student(degrees: int) -> float:

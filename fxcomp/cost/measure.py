@@ -27,11 +27,11 @@ TimeCollective = Callable[[CollectiveKind, Level, int], float]
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 16 << 20
 MOST_RECEIVED = 256 << 20
-"""Maximum output of a gather on one rank."""
+"""Maximum bytes of a gather's output on one rank, which training's memory must allow."""
 GROWTH = 4
 REPEATS = 3
 LONG = 1 / 16
-"""Larger fractions of the budget are sampled once."""
+"""Samples longer than this fraction of the budget are not repeated."""
 SLOWER = 1.1
 """Maximum slowdown per byte of a longer transfer (assumed)."""
 RANKS = 2  # for binding a compressor
@@ -145,7 +145,7 @@ def _sample(
 # Compressors
 
 SIZES = (8_192, 1_048_576, 4_194_304)
-"""Elements: these sizes predict ten others best (measured, 2026-11)."""
+"""In elements. Lines through these three sizes predict ten other sizes best (measured, 2026-11)."""
 
 
 def measure_compressors(

@@ -32,7 +32,7 @@ def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
 
     def read(value: Any, place: str) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:  # false for NaN
+        if not is_number or not least <= value <= most:  # NaN is in no range
             raise wrong(place, f"a number from {least:g} to {most:g}", value)
         return float(value)
 

@@ -6,7 +6,7 @@ may share processors; if demand exceeds supply, each gets a fair share and takes
     compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by the transport
     inter                 ░░░░░░░░░░              two processors would allow full speed
 
-`step_time_us` returns the length alone, in C++ if kernels are built (csrc/timeline.cpp), as this Python specifies.
+`step_time_us` returns the length alone, in C++ if kernels are built (csrc/timeline.cpp). The Python code specifies it.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ LEAST = 1e-9
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
     """Return each task's speed: its limit if there are enough processors, otherwise a fair share.
 
-    A task that requests less than an equal share gets its request; the others share the rest. A task weighs as many as
-    the processors that it requests, at least 1.
+    A task that requests less than an equal share gets its request; the others share the rest. A task's weight is the
+    number of processors that it requests, at least 1.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]

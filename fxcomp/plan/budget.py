@@ -39,7 +39,7 @@ POLLUTING_ERROR = 0.5
 
 
 ErrorOf = Callable[[Compressor, int], float]
-"""Relative squared error of a compressor and a number of ranks."""
+"""Relative squared error of a compressor on a number of ranks."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
@@ -172,7 +172,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Return the budget that a uniform `setting` uses: "topk(0.01)", "int4 > int4". Raise BadOption."""
+    """Return the error budget equal to a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"

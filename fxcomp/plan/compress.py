@@ -87,7 +87,7 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Replace every compressor but casts, at the gradient. Raise BadOption."""
+    """Return the plan at the gradient with every compressor but casts replaced. Raise BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)

@@ -3,8 +3,9 @@
     p = g + e            input of the compressor: gradient plus residual
     e <- p - C(p)        residual after the payload C(p)
 
-A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean. Over all
-steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al. 2019).
+A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean of the
+payloads. Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al.
+2019).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fxcomp.plan.route import route_of
 
 
 class UpdateKind(Enum):
-    """Update rule's dependence on the gradient. Delayed errors sum correctly only if linear."""
+    """Update rule's dependence on the gradient. Delayed errors sum correctly only if the update is linear."""
 
     PLAIN = "linear in the gradient"  # SGD
     MOMENTUM = "linear in a mean of gradients"  # SGD with momentum

@@ -107,7 +107,7 @@ class CollectiveKind(Enum):
 
     @property
     def splits(self) -> bool:
-        """True if it ends with a shard on each rank, or all on the root."""
+        """True if each rank ends with a shard, or the root with everything."""
         return self in _JOINED_BY
 
     @property

@@ -1,8 +1,10 @@
-"""Legs of a strategy bound to a bucket, a cluster and a rank, and the cuts of a bucket. `route.py` makes them.
+"""Legs of a strategy bound to a bucket, a cluster and a rank, and the cuts of a bucket.
 
-Encode   pieces of the bucket, and the parameters' parts in each
-Send     one collective, and each rank's part
-Decode   mean of the payloads of each piece
+    Encode   pieces of the bucket, and the parameters' parts in each
+    Send     one collective, and each rank's part
+    Decode   mean of the payloads of each piece
+
+`route.py` makes the legs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from fxcomp.plan.interpret import Device
 from fxcomp.plan.kinds import CollectiveKind, ElementType
 
 Piece = range
-"""Range of a bucket."""
+"""Range of a bucket's values."""
 
 
 # Cached: a search binds many strategies to the same bucket.
@@ -198,7 +200,7 @@ class Route:
     """Legs of one bucket on one rank, cut after each collective."""
 
     scale: Fraction
-    """Packing factor."""
+    """Factor applied to gradients while packing."""
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     element_type: ElementType = ElementType.F32

@@ -92,7 +92,7 @@ AT_MOMENTA = (
     Entry("cmax(8)", "cmax(8)", "a sixtieth, once the second moment is frozen"),
     Entry("cmax(8)", None, "the same between two ranks"),
 )
-"""Candidates for momenta (measured, docs/where_the_mean_stands.md)."""
+"""Candidates for matrices if momenta are exchanged (measured, docs/where_the_mean_stands.md)."""
 
 MOMENTUM_COMPRESSORS = _compressors(AT_MOMENTA)
 
@@ -120,7 +120,7 @@ _ERROR_LIMITS = {
 }
 
 FEWEST_FOR_TWO_SHOTS = 3
-"""With two ranks the second shot only adds a message."""
+"""Minimum number of ranks: with two, the second shot sends the bytes of one shot in one more message."""
 
 
 def error_limit(mode: Mode) -> float:

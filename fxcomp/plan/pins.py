@@ -25,7 +25,9 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""Maximum of pinned strategies: of a search's 256 strands, matrices and vectors of each element type take two."""
+"""Maximum number of pinned strategies. Of a search's 256 strands, matrices and vectors of each element type take two,
+and each pinned strategy takes one.
+"""
 
 _SHOWN = 3  # names shown in an error
 
@@ -70,7 +72,7 @@ class Pins:
 
     @classmethod
     def read(cls, given: object) -> Pins:
-        """Read `pins=`. Raise BadOption."""
+        """Parse `pins=`. Raise BadOption."""
         if given is None:
             return NO_PINS
         if not isinstance(given, Mapping):
@@ -103,7 +105,7 @@ class Pins:
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
-        """Return the parameters of each rule that decides any."""
+        """Return each rule's parameters, without rules that decide none."""
         found: dict[Rule, list[str]] = {}
         for name in names:
             rule = self.rule_for(name)
@@ -112,7 +114,7 @@ class Pins:
         return {rule: found[rule] for rule in self.rules if rule in found}
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Return whether a bucket is pinned; none is mixed."""
+        """Return whether a bucket is pinned. No bucket mixes pinned gradients with others."""
         return self.rule_for(bucket.names[0]) is not None
 
     def leaves_dense(self, plan: Plan) -> bool:

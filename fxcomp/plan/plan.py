@@ -167,7 +167,7 @@ class Plan:
         return bool(self.moved)
 
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
-        """Exchange momenta in compressed buckets and in buckets that share a parameter with them.
+        """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
 
         Parameters in `staying` stay at the gradient, unless they share a bucket with parameters that move.
         """
@@ -179,7 +179,7 @@ class Plan:
         return self._at(points)
 
     def at_gradients(self) -> Plan:
-        """Exchange gradients in all buckets."""
+        """Return the plan that exchanges gradients in all buckets."""
         return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
 
     def _at(self, points: Sequence[ExchangePoint]) -> Plan:

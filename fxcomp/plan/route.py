@@ -186,7 +186,7 @@ class _Walk:
     def _ranks_missing(self, held: Standing) -> int:
         """Count the ranks not yet summed over."""
         if not held.summed:
-            return self.cluster.world_size
+            return self.cluster.world_size  # hosts may be uneven
         return math.prod(self.cluster.length_of(axis) for axis in Level.WORLD.axes - held.summed)
 
     def _unit(self, held: Standing) -> Unit:

@@ -174,21 +174,23 @@ class Strategy:
     def flat(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
     ) -> Strategy:
-        """Reduce over all ranks at once."""
+        """Return a strategy that reduces over all ranks at once."""
         return cls(_one_shot(compressor, device, level))
 
     @classmethod
     def hierarchical(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = HOSTS
     ) -> Strategy:
-        """Reduce inside hosts, exchange between hosts (compressed), and gather inside hosts."""
+        """Return a strategy that reduces inside hosts, exchanges compressed values between hosts, and gathers inside
+        hosts.
+        """
         return cls((*by.splits, *_one_shot(compressor, device, by.outermost), *by.joins))
 
     @classmethod
     def two_shots(
         cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = FLAT
     ) -> Strategy:
-        """Reduce shards, compressed by `first`, then gather them, compressed by `second`.
+        """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
         By level, both shots are between hosts; values inside a host are dense, and arriving payloads are forwarded.
         """
@@ -200,7 +202,7 @@ class Strategy:
 
     @classmethod
     def scattered(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
-        """Leave each rank the mean of its shard: the first of two shots."""
+        """Return a strategy that leaves each rank the mean of its shard: the first of two shots."""
         if compressor is None:
             return cls((Collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD),), ends_as_shards=True)
         deal = Collective(CollectiveKind.ALL_TO_ALL, Level.WORLD)

@@ -18,7 +18,7 @@ class VerifiedSteps:
     """Verified steps of a job, counted from 0; equal on every rank."""
 
     every: int | None = 0
-    """Interval; 0 for none, None for a sample."""
+    """Interval; 0 for none, None for a sample that thins out to one in `OFTEN`."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
