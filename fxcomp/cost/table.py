@@ -262,7 +262,7 @@ class CostTable:
         return (key, self.compressors[key]) if key else ("", None)
 
 
-# Words
+# Formatting
 
 
 def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
