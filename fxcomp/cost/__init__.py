@@ -1,1 +1,1 @@
-"""Price compute, collectives and compressors, and simulate the step that they make."""
+"""Prices of compute, collectives and compressors, and the step's simulator."""

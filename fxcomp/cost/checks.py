@@ -1,4 +1,4 @@
-"""Check the numbers of a cost table that was made in Python; those of a file are checked where they are read."""
+"""Checks of cost tables created in Python; files are checked while they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxcomp.cost.reading import MOST, Reader, number, positive, wrong
 
-if TYPE_CHECKING:  # which imports this
+if TYPE_CHECKING:  # circular import
     from fxcomp.cost.table import CostTable
 
 _TIME, _RATE = number(), positive()
@@ -30,7 +30,7 @@ _OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
 
 
 def check_numbers(costs: CostTable) -> None:
-    """Raise BadOption where a number of a cost table is none that a file may hold: infinite, negative, or not one."""
+    """Raise BadOption if a number of a cost table is out of range, infinite or NaN."""
     parts: list[tuple[str, object, _Readers]] = [("", costs, _OWN), ("roofline.", costs.roofline, _OF_ROOFLINE)]
     parts += [(f"transport[{kind.value!r}].", taken, _OF_TRANSPORT) for kind, taken in costs.transport.items()]
     parts += [
@@ -50,7 +50,7 @@ def check_numbers(costs: CostTable) -> None:
         _RATE(costs.copy_gb_per_s, _place("copy_gb_per_s"))
     for name, gflops in costs.roofline.others.items():
         _RATE(gflops, _place(f"roofline.others[{name!r}]"))
-    for key, each in costs.compute.items():  # hundreds: their places are written only where one is wrong
+    for key, each in costs.compute.items():  # hundreds, so places are formatted only for errors
         if not (0 <= each.us <= MOST and 0 <= each.spread <= MOST):
             name = "spread" if 0 <= each.us <= MOST else "us"
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))

@@ -1,15 +1,15 @@
-"""Price collectives on ideal links by one table of formulas.
+"""Prices of collectives on ideal links.
 
     steps · α + messages · o + wire / B
 
-p is the number of ranks. n is what the collective works on in bytes: for a gather what *one* rank contributes, for the
-others what a rank has in full. α is a step's latency, o what the processor spends on a message, and B the bandwidth
-that one rank gets, in bytes a µs; a `GroupTopology` knows all three for ranks that sit somewhere. Of a rooted
-collective, which has the group's first rank as its root, messages and wire are the root's: its link is the slowest.
+p is the number of ranks, and n the input in bytes: for a gather *one* rank's contribution, otherwise a rank's full
+tensor. α is a step's latency, o the processor time of a message, and B the bandwidth of one rank in bytes per µs; a
+`GroupTopology` provides all three. A rooted collective counts the root's messages and bytes, because its link is the
+slowest; the root is the group's first rank.
 
-The forms are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in
-MPICH" (2005), but for trees, which pass large messages on in pieces while more come in, as NCCL's do (P. Sanders, J.
-Speck and J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009).
+The formulas are from R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in
+MPICH" (2005). Trees are pipelined as in NCCL (P. Sanders, J. Speck and J. L. Träff, "Two-tree algorithms for full
+bandwidth broadcast, reduction and scan", 2009).
 """
 
 from __future__ import annotations
@@ -30,32 +30,30 @@ from fxcomp.plan.kinds import CollectiveKind
 _sympy = cast(Any, sympy)  # untyped
 
 ALPHA, MESSAGE, BANDWIDTH, RANKS, BYTES = _sympy.symbols("α o B p n", positive=True)
-CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ through floats is wrong for p = 2²⁹
+CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ in floats is wrong for p = 2²⁹
 
 
 class Library(Enum):
-    """Name what runs collectives, and so decides how."""
+    """Library that runs collectives."""
 
-    GLOO = "gloo"  # on the host; fxcomp sends by itself what must not take turns
-    NCCL = "nccl"  # between GPUs; no formula was checked on one
+    GLOO = "gloo"  # on the host; fxcomp implements concurrent transfers
+    NCCL = "nccl"  # between GPUs; formulas not verified
 
     __hash__ = object.__hash__  # Enum's own runs in Python
 
 
 class Algorithm(Enum):
-    """Name how a collective is run."""
-
     RING = "ring"
     TREE = "tree"  # pipelined
-    HALVING_DOUBLING = "halving_doubling"  # in Bruck's form, for any number of ranks
-    DIRECT = "direct"  # every message at once, straight to whom it is for
+    HALVING_DOUBLING = "halving_doubling"  # Bruck's form, for any number of ranks
+    DIRECT = "direct"  # all messages at once, straight to their receivers
 
     __hash__ = object.__hash__  # Enum's own runs in Python
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """One algorithm: steps one after the other, messages and bytes of the busiest rank, and its traffic pattern."""
+    """Cost of one algorithm: sequential steps, messages and bytes of the busiest rank, and traffic pattern."""
 
     steps: Any
     messages: Any
@@ -64,14 +62,13 @@ class Formula:
 
     @property
     def time(self) -> Any:
-        """In µs."""
         return self.steps * ALPHA + self.messages * MESSAGE + self.wire / BANDWIDTH
 
 
 _one, _others = _sympy.Integer(1), RANKS - 1
 _doublings = CEIL_LOG2(RANKS)
 _share = _others / RANKS * BYTES
-_TREE_SHARE = _sympy.Rational(9, 10)  # of a ring's bandwidth: NCCL tuning.cc
+_TREE_SHARE = _sympy.Rational(9, 10)  # fraction of a ring's bandwidth: NCCL tuning.cc
 _A, _K, _P = Algorithm, CollectiveKind, TrafficPattern
 
 FORMULAS: dict[CollectiveKind, dict[Algorithm, Formula]] = {
@@ -102,7 +99,7 @@ FORMULAS: dict[CollectiveKind, dict[Algorithm, Formula]] = {
     _K.GATHER: {_A.DIRECT: Formula(_one, _others, _others * BYTES, _P.ROOT)},
     _K.POINT_TO_POINT: {_A.DIRECT: Formula(_one, _one, BYTES, _P.ONE)},
 }
-"""The algorithms of every collective; the first is the default."""
+"""Algorithms of each collective; the first is the default."""
 
 CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
     Library.GLOO: {
@@ -126,11 +123,11 @@ CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
         _K.POINT_TO_POINT: (_A.DIRECT,),
     },
 }
-"""The algorithms that a library chooses from.
+"""Algorithms that a library chooses from.
 
-NCCL: its tuning.cc; gathers go as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct
-unless ranks share a link, which a ring crosses with fewer bytes. gloo's own broadcast, which buffers take, is a
-binomial tree (its broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md says what the price is off by.
+NCCL: its tuning.cc; gathers as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct, or a ring if
+ranks share a link, which sends fewer bytes over it. gloo's own broadcast of buffers is a binomial tree (its
+broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md has the price's error.
 """
 
 
@@ -138,17 +135,14 @@ binomial tree (its broadcast.cc), whose root sends ⌈log₂ p⌉ times at once;
 
 
 def default_algorithm(kind: CollectiveKind) -> Algorithm:
-    """Return the algorithm that prices a collective unless another is named."""
     return next(iter(FORMULAS[kind]))
 
 
 def steps(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None) -> float:
-    """Count the latencies of one collective, one after the other."""
     return counts(kind, ranks, algorithm)[0]
 
 
 def wire_bytes(kind: CollectiveKind, ranks: int, size: float, algorithm: Algorithm | None = None) -> float:
-    """Count the bytes that one rank sends over its link."""
     return counts(kind, ranks, algorithm)[2] * size
 
 
@@ -161,7 +155,7 @@ def time_us(
     message_us: float = 0.0,
     algorithm: Algorithm | None = None,
 ) -> float:
-    """Time one collective at the bandwidth that one rank gets. A group of one rank has nothing to do."""
+    """Return the time of a collective, in µs; 0 for one rank. `gb_per_s` is the bandwidth of one rank."""
     latencies, sent, share = counts(kind, ranks, algorithm)
     return latencies * alpha_us + sent * message_us + share * size / (gb_per_s * 1e3)
 
@@ -173,14 +167,14 @@ def collective_us(
     algorithm: Algorithm | None = None,
     library: Library = Library.NCCL,
 ) -> float:
-    """Time one collective in a group by this algorithm, or by the one that the library takes."""
+    """Return the time of a collective in a group, by default with the library's algorithm."""
     return _collective_us(kind, size, group, algorithm or chosen_algorithm(kind, size, group, library))
 
 
 def chosen_algorithm(
     kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL
 ) -> Algorithm:
-    """Return the algorithm that the library takes in a group: NCCL the fastest for the size, gloo one for all sizes."""
+    """Return the library's algorithm in a group: NCCL uses the fastest for the size, gloo one for all sizes."""
     if library is Library.GLOO:
         return large_algorithm(kind, group, library)
     return _least(kind, library, lambda algorithm: _collective_us(kind, size, group, algorithm))
@@ -192,7 +186,7 @@ def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algo
 
 
 def large_algorithm(kind: CollectiveKind, group: GroupTopology, library: Library) -> Algorithm:
-    """Return the algorithm that the library takes where only bytes count."""
+    """Return the library's algorithm for large sizes."""
     return _least(kind, library, lambda algorithm: _us_per_byte(kind, group, algorithm))
 
 
@@ -207,17 +201,17 @@ def _us_per_byte(kind: CollectiveKind, group: GroupTopology, algorithm: Algorith
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """A collective in terms of another one, which was measured in the same group."""
+    """Conversion of another collective's measured time."""
 
     bytes_per_byte: float
-    """Bytes of the measured one that occupy the links as long as a byte of this one."""
+    """Bytes of the measured collective that take as long as one byte of this collective."""
     known_steps: float
     more_steps: float
-    """The steps that this one has beyond the known one's; below 0 if fewer."""
+    """Steps of this collective minus the measured one's."""
 
 
 def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology, library: Library) -> Likeness:
-    """Compare two collectives as a library runs them: bytes by their patterns' bandwidths, and steps."""
+    """Compare two collectives in a library."""
     known_way, asked_way = (large_algorithm(kind, group, library) for kind in (known, asked))
     known_steps, asked_steps = (
         counts(*way)[0] for way in ((known, group.ranks, known_way), (asked, group.ranks, asked_way))
@@ -228,21 +222,20 @@ def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology,
 
 
 def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
-    """List the collectives whose measurements may price another one: first those that the library runs in its way."""
+    """Return the collectives whose measurements may price another one, those with the same algorithm first."""
     way = large_algorithm(kind, group, library)
     others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
     return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)
 
 
 def added_bytes(kind: CollectiveKind, size: float, ranks: int, library: Library) -> float:
-    """Count the bytes of the parts that fxcomp adds up after a collective, on the busiest rank."""
+    """Return the bytes that fxcomp sums after a collective, on the busiest rank."""
     if ranks == 1 or library is not Library.GLOO:
         return 0.0
     return {_K.REDUCE: ranks * size, _K.REDUCE_SCATTER: size}.get(kind, 0.0)
 
 
 def pattern_of(kind: CollectiveKind, algorithm: Algorithm | None = None) -> TrafficPattern:
-    """Return who sends to whom at once while a collective runs."""
     return _formula(kind, algorithm).pattern
 
 
@@ -255,7 +248,7 @@ Counts = tuple[float, float, float]
 
 @cache
 def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None) -> Counts:
-    """Return steps, messages, and wire bytes per byte of n. Kept: a search asks thousands of times."""
+    """Return steps, messages, and wire bytes per byte of n."""
     if ranks == 1:
         return 0.0, 0.0, 0.0
     latencies, sent, share = _compiled(kind, algorithm)(ranks)
@@ -264,9 +257,8 @@ def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None)
 
 @cache
 def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> Callable[[int], Counts]:
-    """Make plain Python of a formula: steps, messages and bytes by the number of ranks."""
     formula = _formula(kind, algorithm)
-    share = formula.wire.subs(BYTES, 1)  # every formula is proportional to n
+    share = formula.wire.subs(BYTES, 1)  # formulas are proportional to n
     return _sympy.lambdify((RANKS,), (formula.steps, formula.messages, share), modules=_NAMES)
 
 
@@ -283,7 +275,7 @@ _NAMES = [{"ceil_log2": _ceil_log2}, "math"]
 def format_collective_us(
     kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL, added_us: float = 0.0
 ) -> str:
-    """Write `collective_us` as its formula and the numbers put in, with what adding up takes afterwards."""
+    """Format `collective_us` as a formula with numbers; `added_us` is the time of sums."""
     algorithm = chosen_algorithm(kind, size, group, library)
     speed = group.gb_per_s(pattern_of(kind, algorithm))
     text = format_price(kind, group.ranks, size, group.alpha_us, speed, group.message_us, algorithm)
@@ -303,7 +295,7 @@ def format_price(
     message_us: float = 0.0,
     algorithm: Algorithm | None = None,
 ) -> str:
-    """Write a formula with the numbers put in: `... = 6·25 us + 1.5·8 MB/3.12 GB/s = 4 ms`."""
+    """Format a formula with numbers: `... = 6·25 us + 1.5·8 MB/3.12 GB/s = 4 ms`."""
     if ranks == 1:
         return f"{kind.value}: one rank, nothing to do"
     algorithm = algorithm or default_algorithm(kind)
@@ -324,7 +316,7 @@ def _time_text(formula: Formula, *, with_messages: bool) -> str:
 
 
 def _times(factor: Any, symbol: str) -> str:
-    """Write a factor before a symbol as by hand: `2(p-1)α`, `2(p-1)/p·n`."""
+    """Format a factor and a symbol: `2(p-1)α`, `2(p-1)/p·n`."""
     text = str(_sympy.factor(factor)).replace(" ", "").replace("*", "").replace("ceil_log2(p)", "⌈log₂ p⌉")
     text = "" if text == "1" else f"({text})" if text == "p-1" else text
     return f"{text}·{symbol}" if "/" in text else f"{text}{symbol}"

@@ -1,9 +1,9 @@
-"""Say how compute and communication slow each other, and correct it by steps that ran with a network and without.
+"""Contention between compute and communication, fitted to steps that ran with and without a network.
 
-The transport's processor time is measured while the main thread only waits. In a step it competes with compute for
-caches and memory, and takes longer. One factor on it, `contention`, is fitted: compute is slowed in the simulated step
-as it was in the measured one. The step's length is no part of the fit. How far it is off then is the prediction's
-error, and most of that is the links': a link that is slower than its table lengthens the step and slows no compute.
+The transport's processor time is measured while the main thread waits. In a step it competes with compute for caches
+and memory, and takes longer. `contention` is a factor on it, fitted so that compute is slowed in the simulated step as
+in the measured one. The step's length is not fitted: its residual is the prediction's error, mostly due to links, which
+lengthen the step without slowing compute.
 """
 
 from __future__ import annotations
@@ -19,63 +19,61 @@ from fxcomp.plan.kinds import WIRES, Stream
 
 @dataclass(frozen=True, slots=True)
 class TransportCost:
-    """The processor time of a collective's own software, and how overlapping compute slows the collective."""
+    """Processor time of a collective's software, and the collective's slowdown by compute."""
 
     us: float
     us_per_mb: float
-    """Per 10⁶ bytes that a rank sends; receiving as many is included."""
+    """Time per 10⁶ bytes sent, which includes receiving the same number."""
     speed: float = 1.0
-    """While compute leaves no processor free, what takes t µs alone takes t / speed + more_us."""
+    """While compute leaves no processor free, t µs become t / speed + more_us."""
     more_us: float = 0.0
 
     def overlap_speed(self, alone_us: float) -> float:
-        """Return the relative speed, while compute runs, of a collective that takes so long alone."""
+        """Return the relative speed during compute of a collective that takes `alone_us` alone."""
         return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
 
 
 NO_TIME_US = 1e-9
-"""A shorter time counts as none: nothing is divided by it."""
+"""Shorter times count as 0, to avoid division by them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step as it is predicted without contention, and as it ran on one network."""
+    """Step as predicted without contention, and as measured on one network."""
 
     tasks: tuple[Task, ...]
     step_us: float
     slowed_us: float
-    """Measure by how much the network lengthens the main thread's compute."""
+    """Time by which the network lengthens the main thread's compute."""
 
 
 FACTORS = tuple(2 ** (k / 8) for k in range(-8, 25))
-"""The grid: half to eight times the transport's processor time."""
+"""Grid: 1/2 to 8 times the transport's processor time."""
 
 NOISE = 0.02
-"""The relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
+"""Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL = 0.5
-"""The prior's width around 1, in logarithms (assumed): steps that hardly depend on the factor leave it near 1."""
+"""Prior's width around 1, in logarithms (assumed): without evidence the factor stays near 1."""
 
 
 def under_contention(tasks: Sequence[Task], factor: float) -> list[Task]:
-    """Multiply the processor time of everything on links."""
     return [replace(task, load=task.load * factor) if task.stream in WIRES else task for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)
 class FittedContention:
-    """The factor that steps on several networks tell, and how far predictions are off then."""
-
     factor: float
     error: float
-    """The largest relative error of a step's length. Each step is predicted with the factor that the others tell; one
-    alone with its own, for which its length did not count."""
+    """Largest relative error of a step's length, predicted with the factor of the other steps, or with its own if it is
+    the only step.
+    """
 
 
 def fit_contention(steps: Sequence[SeenStep], processors: Processors) -> FittedContention:
-    """Fit the factor with which compute is slowed in simulated steps as it was in measured ones.
+    """Fit the factor with which simulated steps slow compute as measured steps do.
 
-    A maximum a posteriori estimate over a grid. With a processor to spare nothing is slowed, and the factor is 1.
+    Maximum a posteriori estimate over a grid. With a spare processor the factor is 1.
     """
     factors = (1.0,) if processors.has_spare else FACTORS
     slowed = [[_slowed_us(step, factor, processors) for factor in factors] for step in steps]

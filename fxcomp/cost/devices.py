@@ -1,7 +1,7 @@
-"""Describe devices that are not here by their data sheets, and make cost tables for them.
+"""Presets of devices that are not present, from data sheets, and cost tables for them.
 
-Peaks are those of dense matrices; data sheets print twice as much for sparse ones. What a kernel reaches of them is
-assumed, and so is what starting one costs: everything priced by a preset is an estimate, and reports call it so.
+Peaks are for dense matrices; data sheets print twice as much for sparse ones. The reached fraction of a peak and the
+launch time are assumed, so reports label all prices of a preset as estimates.
 """
 
 from __future__ import annotations
@@ -21,64 +21,58 @@ from fxcomp.plan.kinds import ATTENTION, CUDNN_ATTENTION
 from fxcomp.plan.strategy import Device
 
 PRODUCT_SHARE = 0.7
-"""Of the peak that a matrix product reaches (assumed: vendors' libraries reach 0.6 to 0.9 of it on large matrices)."""
+"""Fraction of peak of matrix products (assumed: vendor libraries reach 0.6 to 0.9 on large matrices)."""
 
 MEMORY_SHARE = 0.85
-"""Of the peak bandwidth that a stream of reads and writes reaches (assumed: 0.8 to 0.93 is usual)."""
+"""Fraction of peak memory bandwidth (assumed: 0.8 to 0.93 is usual)."""
 
 FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 0.7, 0.34, 0.5
-"""Of the peak in 16 bits that fused attention reaches: flash attention 230 of 312 TFLOP/s on an A100, and 335 of 989 on
-an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5); cuDNN's
-373 to 574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5)."""
+"""Fractions of 16-bit peak of fused attention. Flash attention: 230 of 312 TFLOP/s on an A100, 335 of 989 on an H100,
+whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5). cuDNN: 373 to
+574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5).
+"""
 
 LAUNCH_US = 5.0
-"""One operator: torch's dispatch and the launch of a kernel, which follow each other faster than kernels shorter than
-this can run (assumed)."""
+"""Minimum time of one operator: torch's dispatch and kernel launch (assumed)."""
 
 COPY_SHARE = 0.8
-"""Of PCIe's bandwidth that a copy from pinned memory reaches (assumed)."""
+"""Fraction of PCIe bandwidth of copies from pinned memory (assumed)."""
 
 ERROR = 0.75
-"""The relative error of compute that a preset prices (measured on the example jobs on a CPU, 2026-11: the same
-model with the machine's own peaks told 11 to 75 % less than the step took; that it is no worse on a GPU is assumed)."""
+"""Relative error of compute priced by a preset (measured on the example jobs on a CPU with its own peaks, 2026-11: 11
+to 75 % below the measured step; assumed no worse on a GPU).
+"""
 
 ERROR_OF_TOLD_STEP = 0.15
-"""The same where the user says how long the step takes: what is left to guess is how it is shared out (assumed)."""
+"""Relative error if the user gives the step's time and only its distribution is estimated (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A device by its data sheet."""
-
     name: str
     title: str
     tflops: Mapping[str, float]
-    """Peak of dense products, by type of numbers: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
+    """Peak of dense products by element type: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
     gb_per_s: float
-    """Peak of the device's memory."""
     host_gb_per_s: float
     """Peak between host and device, one way."""
     capability: tuple[int, int]
-    """CUDA's compute capability."""
     memory_gb: float
-    """Size of the device's memory, 10^9 bytes."""
     multiprocessors: int
     source: str
 
     @property
     def facts(self) -> compat.DeviceFacts:
-        """Return the properties that torch.cuda would report."""
+        """Device properties, as torch.cuda reports them."""
         return compat.DeviceFacts(self.title, self.capability, int(1e9 * self.memory_gb), self.multiprocessors)
 
     @property
     def description(self) -> str:
-        """The source and assumptions of an estimate, for reports."""
         shares = f"{PRODUCT_SHARE:.0%} in products and {MEMORY_SHARE:.0%} of the bandwidth"
         return f"{self.source}; of its peaks {shares} assumed"
 
     @property
     def roofline(self) -> Roofline:
-        """The performance that its operators are assumed to reach."""
         reached = {name: 1e3 * PRODUCT_SHARE * peak for name, peak in self.tflops.items()}
         flash = FLASH_SHARE_ON_HOPPER if self.capability >= (9, 0) else FLASH_SHARE
         for kernel, share in ((ATTENTION, flash), (CUDNN_ATTENTION, CUDNN_SHARE)):
@@ -92,14 +86,14 @@ class Preset:
         )
 
     def costs(self, compressors: Sequence[Compressor]) -> CostTable:
-        """Make a table for a job on this device. Its host is unknown, so nothing is offloaded to it."""
+        """Return a cost table. The host is unknown, so nothing is offloaded."""
         roofline = self.roofline
         return CostTable(
             hardware=self.title,
             source="estimate",
             roofline=roofline,
             compressors={f"{c}@{Device.GPU.value}": compressor_cost(c, roofline) for c in dict.fromkeys(compressors)},
-            pack_gb_per_s=roofline.gb_per_s / 2,  # what is filled is read elsewhere first
+            pack_gb_per_s=roofline.gb_per_s / 2,  # each byte is also read
             copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
             compute_error=ERROR,
             estimate=self.description,
@@ -107,7 +101,7 @@ class Preset:
 
 
 def compressor_cost(compressor: Compressor, roofline: Roofline) -> CompressorCost:
-    """Price a compressor by memory bandwidth, at sizes from where launching is all to a large one."""
+    """Price a compressor by memory bandwidth, at sizes from launch-bound to large."""
     return CompressorCost.of(*(_point(compressor, roofline, elements) for elements in _SIZES))
 
 
@@ -115,10 +109,10 @@ _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
 
 
 def _point(compressor: Compressor, roofline: Roofline, elements: int) -> CompressorPoint:
-    """Price the bytes that must move, through memory as often as the compressor's facts say (`passes`).
+    """Price the bytes that move through memory (`passes` of the compressor's facts).
 
-    Encoding reads the gradient and, with error feedback, the residual in every pass, then writes the residual and the
-    payload. Decoding reads all payloads and writes their mean. Every pass is a launch of its own.
+    Each encoding pass reads the gradient and, with error feedback, the residual; then residual and payload are written.
+    Decoding reads all payloads and writes their mean. Each pass is a launch.
     """
     facts = compressor.facts
     bound = compressor.bound_to([near_square(elements)], 2)
@@ -139,27 +133,27 @@ _PRESETS = (
     # "NVIDIA A100 Tensor Core GPU" data sheet, 2022: SXM, 80 GB HBM2e, PCIe 4.
     Preset("a100", "NVIDIA A100 SXM 80 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
            2039.0, 32.0, (8, 0), 80.0, 108, "NVIDIA's A100 data sheet"),
-    # The same with 40 GB of HBM2.
+    # 40 GB HBM2.
     Preset("a100-40gb", "NVIDIA A100 SXM 40 GB", {"f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0, "f64": 9.7},
            1555.0, 32.0, (8, 0), 40.0, 108, "NVIDIA's A100 data sheet"),
-    # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM5; it prints products of sparse matrices, halved here. PCIe 5.
+    # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM5, sparse peaks halved, PCIe 5.
     Preset("h100", "NVIDIA H100 SXM",
            {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f8": 1979.0, "f64": 34.0},
            3350.0, 64.0, (9, 0), 80.0, 132, "NVIDIA's H100 data sheet"),
-    # "NVIDIA H200 Tensor Core GPU" data sheet, 2023: the H100's processor, 141 GB of HBM3e; halved likewise.
+    # "NVIDIA H200 Tensor Core GPU" data sheet, 2023: the H100's processor, 141 GB HBM3e, sparse peaks halved.
     Preset("h200", "NVIDIA H200 SXM",
            {"f32": 67.0, "tf32": 494.5, "bf16": 989.5, "f16": 989.5, "f8": 1979.0, "f64": 34.0},
            4800.0, 64.0, (9, 0), 141.0, 132, "NVIDIA's H200 data sheet"),
     # "NVIDIA L40S" data sheet, 2023: 48 GB GDDR6, PCIe 4.
     Preset("l40s", "NVIDIA L40S", {"f32": 91.6, "tf32": 183.0, "bf16": 362.05, "f16": 362.05, "f8": 733.0, "f64": 1.4},
            864.0, 32.0, (8, 9), 48.0, 142, "NVIDIA's L40S data sheet"),
-    # "NVIDIA L4" data sheet, 2023: 24 GB GDDR6, PCIe 4; halved likewise.
+    # "NVIDIA L4" data sheet, 2023: 24 GB GDDR6, PCIe 4, sparse peaks halved.
     Preset("l4", "NVIDIA L4", {"f32": 30.3, "tf32": 60.0, "bf16": 121.0, "f16": 121.0, "f8": 242.5, "f64": 0.5},
            300.0, 32.0, (8, 9), 24.0, 58, "NVIDIA's L4 data sheet"),
     # "NVIDIA A10" data sheet, 2021: 24 GB GDDR6, PCIe 4.
     Preset("a10", "NVIDIA A10", {"f32": 31.2, "tf32": 62.5, "bf16": 125.0, "f16": 125.0, "f64": 1.0},
            600.0, 32.0, (8, 6), 24.0, 72, "NVIDIA's A10 data sheet"),
-    # "NVIDIA V100" data sheet, 2020: SXM2; neither TF32 nor bfloat16 in its tensor cores. PCIe 3.
+    # "NVIDIA V100" data sheet, 2020: SXM2, tensor cores without TF32 and bfloat16, PCIe 3.
     Preset("v100", "NVIDIA V100 SXM2", {"f32": 15.7, "f16": 125.0, "f64": 7.8},
            900.0, 16.0, (7, 0), 32.0, 80, "NVIDIA's V100 data sheet"),
 )  # fmt: skip
@@ -168,7 +162,7 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 
 
 def preset_named(name: str) -> Preset:
-    """Return the preset that `--device` names. Raises BadOption listing all."""
+    """Return the preset of a `--device` name. Raise BadOption."""
     found = PRESETS.get(name.lower())
     if found is not None:
         return found

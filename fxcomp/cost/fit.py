@@ -1,21 +1,18 @@
-"""Fit times against sizes: one line, or several where caches, bursts or another algorithm make one line err.
+"""Fit times by size with one line, or several if caches, bursts or another algorithm require it.
 
     time
-      |                      . '      A piece is a line from some size on. It may be steeper or flatter than the one
-      |                  . '          before, and it may start higher, never lower. A piece that starts higher is a
-      |              | '              switch: from there on another algorithm runs, or another protocol.
+      |                      . '      A piece is a line from its size on, with any slope. It may
+      |                  . '          start higher than the previous piece ends, never lower: a
+      |              | '              higher start is a switch to another algorithm or protocol.
       |     . - ' - '
       | . '
       +----------------------- size
 
-What is fitted are the medians of the samples of each size, so that another job's traffic bends nothing. Errors are
-relative: 1 µs too much at 10 µs is as bad as 1 ms too much at 10 ms. Sizes whose error is above the usual weigh less
-(Huber's weights), so that one bad size among good ones bends little.
+The fit uses the median of each size's samples, which is robust against other jobs' traffic. Errors are relative. Sizes
+with unusual errors get Huber's weights.
 
-A fitted time never falls with size: every line rises, and every jump goes up. How many pieces there are follows from
-Schwarz's criterion for errors with Laplace's distribution: each piece must pay for its slope, its place and its jump.
-
-Everything here is a pure function of samples. The same samples give the same fit on every rank.
+Fitted times never fall with size. The number of pieces follows from Schwarz's criterion for errors with Laplace's
+distribution. All functions are pure: equal samples give equal fits on all ranks.
 """
 
 from __future__ import annotations
@@ -36,23 +33,23 @@ Vector = NDArray[np.float64]
 
 MOST_PIECES = 4
 FEWEST_POINTS = 3
-"""A piece needs so many sizes: two make a line out of any noise."""
+"""Minimum number of sizes of a piece; two would fit any noise."""
 
 FINEST = 0.01
-"""Relative errors below this are not told apart (assumed: the same call twice differs by as much)."""
+"""Smaller relative errors count as equal (assumed repeatability of a call)."""
 
 DISTURBED = 0.15
-"""One time that is further off the line, or several that are twice as far off, are another job's doing (assumed)."""
+"""A single time further off the line, or several twice as far off, count as disturbed by another job (assumed)."""
 
-_ROUNDS = 5  # of reweighting at most, until no weight changes by more than `_SETTLED` (both assumed)
+_ROUNDS = 5  # maximum of reweighting rounds (assumed)
 _SETTLED = 0.01
-_NOTHING = 1e-9  # of what a time is made of: rounding
-_HUBER = 1.5  # times the median error: where a size's error counts as unusual; 1.345 σ is 2 median errors of a Gaussian
+_NOTHING = 1e-9  # relative rounding error
+_HUBER = 1.5  # unusual error, in median errors; 1.345 σ is 2 median errors of a Gaussian
 
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """The place where one piece ends and the next begins."""
+    """Border of two pieces."""
 
     at: float
     jumps: bool
@@ -62,7 +59,7 @@ Breaks = tuple[_Break, ...]
 
 
 def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
-    """Fit pieces to (size, µs). Needs one sample at least; from one size alone, time grows in proportion to size."""
+    """Fit pieces to (size, µs). Needs at least one sample; with a single size, time is proportional to size."""
     points = medians(samples)
     assert points, "a fit needs a sample"
     x, y = (np.array(values, dtype=np.float64) for values in zip(*points, strict=True))
@@ -80,10 +77,10 @@ def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
 
 
 def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
-    """Let a fit's end pass through the largest size's shortest time: the rate of long transfers continues beyond it.
+    """Move a fit's end to the largest size's shortest time, so that the rate of long transfers continues beyond it.
 
-    A line that errs least over all sizes gives small ones as much weight. Over 100 Mbit/s it told 2 % less than 4 MiB
-    took, and 5 to 7 % less than 24 MB (measured, 2026-11). A largest size far off the line is taken as disturbed.
+    A fit over all sizes weighs small sizes equally. Over 100 Mbit/s it was 2 % too low at 4 MiB, and 5 to 7 % at 24 MB
+    (measured, 2026-11). A largest size far off the line counts as disturbed.
     """
     points, last = medians(samples), found.pieces[-1]
     largest = points[-1][0]
@@ -102,7 +99,7 @@ def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
 
 
 def medians(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the median time of each size, by size. A time of nothing counts as a nanosecond."""
+    """Return the sorted median times by size, at least 1 ns each."""
     by_size: dict[float, list[float]] = {}
     for size, us in samples:
         by_size.setdefault(float(size), []).append(max(us, 1e-3))
@@ -115,7 +112,7 @@ def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:
 
 
 def _chosen_breaks(x: Vector, y: Vector, most_pieces: int) -> Breaks:
-    """Add the break that helps most, one after the other, move each to where it helps most, and keep what pays."""
+    """Add the best break repeatedly, move each to its best place, and keep the best score."""
 
     @cache
     def score(breaks: Breaks) -> float:
@@ -141,7 +138,7 @@ def _with(breaks: Breaks, new: _Break) -> Breaks:
 
 
 def _candidates(x: Vector) -> Iterator[_Break]:
-    """Propose bends at measured sizes and between two, and jumps between two: at their geometric mean."""
+    """Yield bends at measured sizes, and bends and jumps at geometric means of neighbors."""
     for k in range(len(x) - 1):
         if k:
             yield _Break(float(x[k]), jumps=False)
@@ -151,7 +148,7 @@ def _candidates(x: Vector) -> Iterator[_Break]:
 
 
 def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
-    """Return whether every piece has sizes enough, and that more sizes are known than numbers are sought."""
+    """Return whether every piece has enough sizes, and there are more sizes than parameters."""
     if len(x) <= _parameters(breaks):
         return False
     first = [0, *(int(np.searchsorted(x, new.at, "left")) for new in breaks)]
@@ -160,14 +157,14 @@ def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
 
 
 def _parameters(breaks: Sequence[_Break]) -> int:
-    """Count height and slope; each break has a place and a slope, and a jump a height as well."""
+    """Count height and slope, and for each break its place, slope and jump."""
     return 2 + sum(3 if new.jumps else 2 for new in breaks)
 
 
 def _score(x: Vector, y: Vector, breaks: Sequence[_Break]) -> float:
     """Score by Schwarz's criterion for errors with Laplace's distribution: 2 n ln(mean error) + parameters · ln n.
 
-    A break's place counts twice: the best of many places fits noise better than one parameter would.
+    A break's place counts twice, because the best of many places fits noise better than one parameter would.
     """
     _, errors = _solve(x, y, breaks)
     n = len(x)
@@ -175,7 +172,7 @@ def _score(x: Vector, y: Vector, breaks: Sequence[_Break]) -> float:
 
 
 def _columns(x: Vector, breaks: Sequence[_Break]) -> Vector:
-    """Return the regressors of height, slopes and jumps: with no coefficient below 0, time never falls."""
+    """Return the regressors of height, slopes and jumps; non-negative coefficients make times non-decreasing."""
     edges = [0.0, *(new.at for new in breaks), math.inf]
     columns = [np.ones_like(x)]
     columns += [np.minimum(np.maximum(x, low), high) - low for low, high in pairwise(edges)]
@@ -184,7 +181,7 @@ def _columns(x: Vector, breaks: Sequence[_Break]) -> Vector:
 
 
 def _solve(x: Vector, y: Vector, breaks: Sequence[_Break]) -> tuple[Vector, Vector]:
-    """Return the height, slopes and jumps that err least, and the relative error at each size."""
+    """Return height, slopes and jumps of least error, and the relative error at each size."""
     if len(x) == 1:
         return np.array([0.0, y[0] / x[0]]) if x[0] > 0 else np.array([y[0], 0.0]), np.zeros(1)
     rows = _columns(x, breaks) / y[:, None]
@@ -201,13 +198,13 @@ def _solve(x: Vector, y: Vector, breaks: Sequence[_Break]) -> tuple[Vector, Vect
 
 
 def _huber_weights(errors: Vector) -> Vector:
-    """Weigh sizes whose error is above the usual by usual / error, the others by 1."""
+    """Return weights: usual / error for sizes of unusual error, otherwise 1."""
     usual = max(_HUBER * float(np.median(errors)), FINEST)
     return np.minimum(1.0, usual / np.maximum(errors, 1e-12))
 
 
 def _non_negative(rows: Vector, targets: Vector) -> Vector:
-    """Solve least squares without a coefficient below 0, by Lawson and Hanson's active sets."""
+    """Solve non-negative least squares by Lawson and Hanson's active sets."""
     scale = np.sqrt(np.sum(rows * rows, axis=0))
     scale[scale == 0] = 1.0
     rows = rows / scale
@@ -217,7 +214,7 @@ def _non_negative(rows: Vector, targets: Vector) -> Vector:
         solution: Vector = np.linalg.solve(gram, moment).astype(np.float64)
         if solution.min() >= 0:
             return _without_dust(solution) / scale
-    except np.linalg.LinAlgError:  # two columns say the same: one of them enters below, the other stays out
+    except np.linalg.LinAlgError:  # collinear columns: only one enters below
         pass
     free = np.zeros(count, dtype=bool)
     solution = np.zeros(count)
@@ -247,7 +244,7 @@ def _non_negative(rows: Vector, targets: Vector) -> Vector:
 
 
 def _without_dust(coefficients: Vector) -> Vector:
-    """Set coefficients to 0 that are rounding alone."""
+    """Set coefficients that are only rounding to 0."""
     return np.where(coefficients > _NOTHING, coefficients, 0.0)
 
 
@@ -255,12 +252,12 @@ def _without_dust(coefficients: Vector) -> Vector:
 
 
 def _pieces(x: Vector, y: Vector, breaks: Sequence[_Break], coefficients: Vector, errors: Vector) -> tuple[Piece, ...]:
-    """Turn heights, slopes and jumps into lines. Pieces that differ in nothing become one."""
+    """Convert heights, slopes and jumps to lines, merging equal neighbors."""
     covariance = _covariance(x, y, breaks, errors)
     quantile = student(len(x) - len(coefficients))
     starts = [0.0, *(new.at for new in breaks)]
     jump_column = len(starts) + 1
-    height = np.zeros(len(coefficients))  # the line's height at 0, as a sum of coefficients
+    height = np.zeros(len(coefficients))  # coefficients of the line's height at 0
     height[0] = 1.0
     pieces: list[Piece] = []
     for k, start in enumerate(starts):
@@ -289,7 +286,7 @@ def _pieces(x: Vector, y: Vector, breaks: Sequence[_Break], coefficients: Vector
 
 
 def _covariance(x: Vector, y: Vector, breaks: Sequence[_Break], errors: Vector) -> Vector | None:
-    """Estimate the coefficients' covariance from the residuals; None if no degree of freedom is left."""
+    """Estimate the coefficients' covariance from the residuals; None without a degree of freedom."""
     rows = _columns(x, breaks) / y[:, None]
     left_over = len(x) - rows.shape[1]
     if left_over < 1:
@@ -310,11 +307,11 @@ def _half_width(weights: Vector, covariance: Vector | None, quantile: float) -> 
 
 
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t at 97.5 % for 1 to 10 degrees of freedom (any statistical table)."""
+"""Student's t at 97.5 % for 1 to 10 degrees of freedom (statistical tables)."""
 
 
 def student(degrees: int) -> float:
-    """Return the standard errors in half a 95 % interval."""
+    """Return half a 95 % interval, in standard errors."""
     if degrees < 1:
         return math.inf
     if degrees <= len(_STUDENT):

@@ -1,4 +1,4 @@
-"""Measure what a cost table holds, on this machine: the only file here with a clock."""
+"""Measurements for a cost table; the only clock of this package."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from fxcomp.plan.kinds import IN_STEPS, CollectiveKind
 from fxcomp.plan.strategy import Device
 
 TimeCollective = Callable[[CollectiveKind, Level, int], float]
-"""Runs one collective over so many bytes; returns seconds, the slowest rank's, the same number on every rank."""
+"""Runs one collective of this many bytes and returns the slowest rank's seconds, equal on every rank."""
 
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 16 << 20
 MOST_RECEIVED = 256 << 20
-"""A gather fills no more than this on one rank, so that measuring needs no memory that training would miss."""
+"""Maximum bytes of a gather's output on one rank, which training's memory must allow."""
 GROWTH = 4
 REPEATS = 3
 LONG = 1 / 16
-"""A sample that takes more than this part of the budget is not repeated: what disturbs it is small beside it."""
+"""Samples longer than this fraction of the budget are not repeated."""
 SLOWER = 1.1
-"""A byte of a long transfer may take so many times what one of a shorter one took (assumed)."""
-RANKS = 2  # that a compressor is bound to
+"""Maximum slowdown per byte of a longer transfer (assumed)."""
+RANKS = 2  # for binding a compressor
 MANY = 8
-"""Decoding is timed with one payload and with so many; others lie on the line through both. One through 1 and 4 tells
-34 % less than 16 payloads take, because four still fit a cache (int8, measured, 2026-11)."""
+"""Decoding is timed with 1 and 8 payloads and interpolated linearly. With 1 and 4, which fit a cache, 16 payloads would
+be 34 % too low (int8, measured, 2026-11).
+"""
 
 
 # Collectives
@@ -53,13 +54,11 @@ def measure_collectives(
     largest: int = LARGEST_BYTES,
     rounds: int = 1,
 ) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
-    """Fit live timings of collectives at each level of the cluster, filed under how its ranks sit.
+    """Fit timings of collectives at each level, keyed by collective and topology. Every rank calls it.
 
-    The first round takes sizes that grow by `GROWTH`, the second those between, a third all of them once more. What is
-    measured next depends on the returned numbers alone: ranks that took different decisions would wait for each other
-    for ever. So time is what `time_collective` says has passed, never a clock; what one collective leaves of its share
-    of the budget is for the ones after it. Given the library, what it runs like a gather, message by message, is left
-    out.
+    Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. Decisions depend only on the
+    times that `time_collective` returns: local clocks would deadlock the ranks. Unused budget passes on. If `library`
+    is given, collectives that it runs like a gather are skipped.
     """
     pairs = [
         (kind, level)
@@ -87,7 +86,6 @@ def _is_told_by_gather(kind: CollectiveKind, group: GroupTopology, library: Libr
 
 
 def fitted_collective(ranks: int, samples: Sequence[tuple[int, float]]) -> MeasuredCollective:
-    """Fit (bytes, seconds)."""
     times = [(size, 1e6 * seconds) for size, seconds in samples]
     found = anchored(fit(times), times)
     largest = max(size for size, _ in samples)
@@ -113,13 +111,13 @@ def _rounds(largest: int, rounds: int) -> list[list[int]]:
 def _sample(
     timed: Callable[[int], float], rounds: Sequence[Sequence[int]], budget_s: float
 ) -> tuple[list[tuple[int, float]], float]:
-    """Time every size of every round while the budget lasts; the samples, and what they took, in seconds.
+    """Time every size of every round within the budget; return the samples and the seconds spent.
 
-    A size is expected to take what it took before, or `GROWTH` times the next smaller one's time at most. One that
-    takes long is timed once a round. What is left in the end goes into one sample as large as it allows, because the
-    rate of long transfers is not quite that of short ones; if that is not twice as large, the largest size is repeated.
+    A size's expected time is its previous one, or the next smaller size's scaled. The remaining budget pays for one
+    larger sample, because long transfers have another rate, or repeats the largest size if twice that size does not
+    fit.
     """
-    spent = timed(SMALLEST_BYTES)  # the first one opens connections: not a sample
+    spent = timed(SMALLEST_BYTES)  # opens connections; not a sample
     samples: list[tuple[int, float]] = []
     known: dict[int, float] = {}
     for sizes in rounds:
@@ -147,7 +145,7 @@ def _sample(
 # Compressors
 
 SIZES = (8_192, 1_048_576, 4_194_304)
-"""In elements. Of any three up to these, lines through these err least at ten other sizes (measured, 2026-11)."""
+"""In elements. Lines through these three sizes predict ten other sizes best (measured, 2026-11)."""
 
 
 def measure_compressors(
@@ -158,15 +156,12 @@ def measure_compressors(
     on: torch.device | None = None,
     each_s: float = 0.25,
 ) -> dict[str, CompressorCost]:
-    """Time proposing, encoding and decoding at growing sizes, keyed as a cost table wants it.
+    """Time proposing, encoding and decoding at growing sizes, with the keys of a cost table.
 
-    Each as a step finds it: the bucket has just been filled, and everything else has left the caches since the step
-    before. (bf16 of 65,536 values takes 0.02 ms again and again, and 0.14 ms like this; in a step it took 0.1 to 0.2;
-    measured, 2026-11.)
-    `device` is the name to file the numbers under, `on` is where the tensors lie (default: the CPU, and then the
-    threads are those that the caller allows, and part of the key). A compressor is timed at the two smallest
-    sizes, and at each larger one while timing it is expected to take at most `each_s` seconds. One that knows shapes is
-    given a matrix, as square as its size allows.
+    Calls run as in a step, with a bucket just filled and cold caches (bf16 of 65,536 values: 0.02 ms repeated, 0.14 ms
+    so, 0.1 to 0.2 ms in a step; measured, 2026-11). `device` is the key's name, `on` the tensors' device (default CPU;
+    torch's threads are then part of the key). Two sizes are always timed, larger ones if expected to take at most
+    `each_s` seconds. Compressors that use shapes get a nearly square matrix.
     """
     on = on or torch.device("cpu")
     values = torch.zeros(4, max(sizes), device=on)
@@ -180,7 +175,7 @@ def measure_compressors(
 
 
 CPU_CACHES, GPU_CACHES = 64 << 20, 256 << 20
-"""More bytes than caches hold for one rank (assumed)."""
+"""Bytes that exceed one rank's caches (assumed)."""
 
 
 def _measure_compressor(
@@ -195,9 +190,9 @@ def _measure_compressor(
 
 
 def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
-    """Time one size; all ranks bring the same. `other` is what caches hold meanwhile.
+    """Time one size with equal payloads. `other` fills the caches in between.
 
-    `values` has a row of gradients, and three that all compressors use: touching new memory takes longer than timing.
+    `values` has a gradient row and three rows of scratch, because touching new memory would dominate.
     """
     source, bucket, residual, out = values
     facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
@@ -206,7 +201,7 @@ def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Te
         return median_us(run, on=on, repeats=REPEATS, before=other.sum)
 
     def median_after_packing(run: Callable[[], object]) -> float:
-        # Packing is part of what goes through the caches.
+        # Packing fills the caches too.
         rest = other[2 * len(bucket) :]
         return median_us(run, on=on, repeats=REPEATS, before=lambda: (rest.sum(), bucket.copy_(source)))
 
@@ -230,7 +225,6 @@ def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Te
 
 
 def _cost_of_s(last: CompressorPoint, size: int) -> float:
-    """Estimate the seconds of timing a size from the last one; emptying caches in between is not counted."""
     once_us = last.propose_us + last.encode_us + 2 * last.decode_us + (MANY - 1) * (last.decode_more_us or 0.0)
     return 1e-6 * size / last.elements * (REPEATS + 1) * once_us
 
@@ -239,9 +233,9 @@ def _cost_of_s(last: CompressorPoint, size: int) -> float:
 
 
 def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
-    """Measure how fast a bucket is filled (its bytes, in GB/s), and the roofline of matrix products and copies."""
+    """Measure the fill rate of a bucket (GB/s) and the roofline."""
     on = on or torch.device("cpu")
-    source = torch.ones(16 << 20, device=on)  # 64 MiB: a cache must not hold it
+    source = torch.ones(16 << 20, device=on)  # 64 MiB, larger than caches
     target = torch.zeros_like(source)
     pack_us = median_us(lambda: torch.mul(source, 0.5, out=target), on=on)
     size = source.numel() * source.element_size()
@@ -252,7 +246,7 @@ def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
 
 
 def _gflops(dtype: torch.dtype, on: torch.device) -> float:
-    """Measure a product of square matrices that fill the device: a CPU's cores are busy at 512 rows."""
+    """Measure a product of square matrices that fill the device; 512 rows suffice on a CPU."""
     side = 512 if on.type == "cpu" else 4096
     square = torch.ones(side, side, device=on, dtype=dtype)
     product = torch.zeros_like(square)
@@ -260,7 +254,7 @@ def _gflops(dtype: torch.dtype, on: torch.device) -> float:
 
 
 def measure_copy(on: torch.device) -> float | None:
-    """Measure the slower direction between pinned host memory and a device, in GB/s; None if they are the same."""
+    """Measure the slower direction between pinned host memory and a device, in GB/s; None on the CPU."""
     if on.type == "cpu":
         return None
     host = torch.zeros(4 << 20, pin_memory=True)
@@ -279,10 +273,7 @@ def median_us(
     repeats: int = 2 * REPEATS - 1,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the median time of a call after a warm-up; `before` runs ahead of each, and is not counted.
-
-    On a GPU until the device is done.
-    """
+    """Return the median time of a call after a warm-up, in µs; `before` runs untimed."""
     run()
     times: list[float] = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Hold measurements of a cost table: a collective in a group of ranks, and a compressor on a device, by its key."""
+"""Measured entries of a cost table: collectives and compressors, with their keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 def compressor_key(compressor: str, device: str, threads: int | None) -> str:
-    """Write `int8(block=128)@cpu*2`: the compressor, the device, and how many threads it may use (on a GPU none)."""
+    """Return a key such as `int8(block=128)@cpu*2`: compressor, device, and threads (None on a GPU)."""
     return f"{compressor}@{device}{'' if threads is None else f'*{threads}'}"
 
 
 @cache
 def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
-    """Read a key as the compressor's text, the device and the threads. Raises ValueError."""
+    """Parse a key as compressor, device and threads. Raise ValueError."""
     match = re.fullmatch(r"(.+)@(\w+)(?:\*(\d+))?", key)
     if match is None:
         raise ValueError(f"{key!r} is not a compressor on a device, like int8@cpu*2")
@@ -33,10 +33,7 @@ def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
 
 
 def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads: int | None) -> str | None:
-    """Return the key of this very compressor on this device, with these threads, or without a number of threads.
-
-    Without `threads`, any number will do.
-    """
+    """Return a compressor's key with these threads or none, or with any if `threads` is None."""
     text = _text(compressor)
     for budget in (threads, None):
         key = compressor_key(text, place, budget)
@@ -51,7 +48,7 @@ def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads
 def nearest_key(
     keys: Collection[str], compressor: Compressor, places: Sequence[str], threads: int | None
 ) -> str | None:
-    """Return this compressor's key on the first of `places` that has it, else one of its name with other numbers."""
+    """Return a compressor's key on the first of `places` that has it, else with other parameters."""
     if not keys:
         return None
     for place in places:
@@ -77,12 +74,12 @@ def _is_like(key: str, name: str, place: str) -> bool:
 
 @cache
 def _text(compressor: Compressor) -> str:
-    """Write a compressor, cached: a search asks for the same few thousands of times."""
+    """Cached for searches."""
     return str(compressor)
 
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
-"""Nothing measured here is faster (a time that does not grow with size says no more), or slower: a byte in 12 days."""
+"""Bounds of measured rates; a time independent of size counts as the fastest."""
 
 
 # Collectives
@@ -90,7 +87,7 @@ FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """A collective's time by the bytes that it works on, among so many ranks. The table's key says how they sit."""
+    """Time of a collective by its bytes, for a number of ranks; the table's key has the topology."""
 
     ranks: int
     fit: Fit
@@ -106,16 +103,16 @@ class MeasuredCollective:
         spread: float = 0.0,
         source: str = "measured",
     ) -> MeasuredCollective:
-        """Make one from the collective's formula, with α per step and the bandwidth that one rank gets."""
+        """Return a collective from its formula, α and one rank's bandwidth."""
         us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
         return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
 
     def alpha_us(self, kind: CollectiveKind) -> float:
-        """Return the latency of one step of `kind`, which was measured: its smallest messages' time over its steps."""
+        """Return α per step of `kind`."""
         return self.fit.pieces[0].at_zero_us / max(1.0, formulas.steps(kind, self.ranks))
 
     def gb_per_s(self, kind: CollectiveKind) -> float:
-        """Return a rank's bandwidth with large messages of `kind`, which was measured."""
+        """Return one rank's bandwidth for large messages of `kind`."""
         return self._gb_per_s(kind, self.fit.pieces[-1].us_per_unit)
 
     def _gb_per_s(self, kind: CollectiveKind, us_per_byte: float) -> float:
@@ -124,23 +121,21 @@ class MeasuredCollective:
 
     @property
     def spread(self) -> float:
-        """The fit's median relative error over sizes."""
+        """Median relative error over sizes."""
         return self.fit.residual
 
     def us(self, size: float) -> float:
-        """Time the collective that was measured over `size` bytes."""
         return self.fit.at(size)
 
     def us_of_another(self, size: float, like: formulas.Likeness) -> float:
-        """Time another collective over `size` bytes.
-
-        Its bytes travel as fast as the known one's would, and each of its own steps takes the known one's latency.
+        """Return the time of another collective over `size` bytes: bytes at the measured rate, steps at the measured
+        latency.
         """
         alpha_us = self.fit.pieces[0].at_zero_us / max(1.0, like.known_steps)
         return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
 
     def describe(self, kind: CollectiveKind) -> str:
-        """Write α per step, the bandwidth of every piece, half of their 95 % intervals, and the error."""
+        """Format α per step, bandwidths with half 95 % intervals, and the error."""
         alpha, *speeds = self.parts(kind)
         texts = [f"{alpha} us a step, {speeds[0]} a rank"]
         texts += [
@@ -150,7 +145,7 @@ class MeasuredCollective:
         return f"{'; '.join(texts)}; off by {100 * self.spread:.1f} % ({self.source})"
 
     def parts(self, kind: CollectiveKind) -> list[str]:
-        """Write α per step in µs, then the bandwidth of each piece."""
+        """Format α per step in µs, then each piece's bandwidth."""
         steps = max(1.0, formulas.steps(kind, self.ranks))
         first = self.fit.pieces[0]
         texts = [f"{first.at_zero_us / steps:.4g}{_plus_minus(first.at_zero_error / steps)}"]
@@ -167,12 +162,12 @@ class MeasuredCollective:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the collective") -> MeasuredCollective:
-        """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
+        """Build from the data of `to_json` at `place`. Raise BadOption."""
         return record(cls, ranks=whole(2, MOST_RANKS), fit=Fit.from_json, source=TEXT)(data, place)
 
 
 def format_bytes(size: float) -> str:
-    """Write a size the way buffers are: `64 KiB`, `1.5 MiB`."""
+    """Format bytes: `64 KiB`, `1.5 MiB`."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -192,20 +187,18 @@ def _percent_off(margin: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompressorPoint:
-    """A compressor at one size: what a rank needs to propose, to encode, and to decode."""
-
     elements: int
     encode_us: float
     decode_us: float
-    """Decoding one payload."""
+    """Time to decode one payload."""
     propose_us: float = 0.0
     decode_more_us: float | None = None
-    """Decoding each further payload together with the first; None if not measured: as long as the first."""
+    """Time to decode each further payload; None if not measured: the first one's."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressorCost:
-    """A compressor as it was measured; its times lie on lines from point to point, and go on beyond them."""
+    """Measured compressor; times are linear between points and beyond."""
 
     points: tuple[CompressorPoint, ...]
 
@@ -215,14 +208,13 @@ class CompressorCost:
 
     @property
     def breaks(self) -> list[float]:
-        """The numbers of elements between which its times are lines."""
         return [float(p.elements) for p in self.points]
 
     def encode_us(self, elements: float) -> float:
         return interpolate([(p.elements, p.encode_us) for p in self.points], elements)
 
     def decode_us(self, elements: float, payloads: int = 1) -> float:
-        """Time decoding the payloads of so many ranks into their mean: first + (payloads - 1) · further."""
+        """Return the time of decoding payloads to their mean: first + (payloads - 1) · further."""
         first_us = interpolate([(p.elements, p.decode_us) for p in self.points], elements)
         if payloads == 1:
             return first_us
@@ -237,7 +229,7 @@ class CompressorCost:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the compressor") -> CompressorCost:
-        """Build one from `to_json`'s data, which stands at `place`. Raises BadOption."""
+        """Build from the data of `to_json` at `place`. Raise BadOption."""
         cost = record(cls, points=listed(_POINT))(data, place)
         for k, (one, after) in enumerate(pairwise(cost.points), start=1):
             if after.elements <= one.elements:

@@ -1,4 +1,4 @@
-"""Merge two cost tables, and list where they contradict each other."""
+"""Merge of two cost tables, with their conflicts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
 SIZES = tuple(1 << k for k in range(10, 27, 2))
-"""The sizes at which two measurements of a collective are compared: 1 KiB to 64 MiB."""
+"""Sizes at which collectives are compared: 1 KiB to 64 MiB."""
 
 CONFLICT = 0.25
-"""Two measurements that differ by more than this, and by more than they err, contradict each other (assumed)."""
+"""Two measurements conflict if they differ by more than this and by more than their errors (assumed)."""
 
 
 # Conflicts
@@ -25,18 +25,15 @@ CONFLICT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One entry that two tables do not agree on."""
-
     what: str
     first: float
     second: float
     unit: str = "us"
     expected: float = 0.0
-    """By how much two such measurements may differ, relative."""
+    """Expected relative difference."""
 
     @property
     def apart(self) -> float:
-        """The relative excess of the larger one."""
         low, high = sorted((abs(self.first), abs(self.second)))
         return high / low - 1 if low else float(high > 0) * float("inf")
 
@@ -47,7 +44,7 @@ class Difference:
 
 
 def _conflicts(first: CostTable, second: CostTable) -> list[Difference]:
-    """List the entries that both tables have and that contradict each other, the largest differences first."""
+    """Return the conflicting entries, largest differences first."""
     found = [one for one in _differences(first, second) if one.apart > max(CONFLICT, one.expected)]
     return sorted(found, key=lambda one: (-one.apart, one.what))
 
@@ -56,7 +53,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if field.name in _SHARING:
-            continue  # it depends on the job: never a conflict
+            continue  # depends on the job
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
             unit = "GB/s" if field.name.endswith("gb_per_s") else ""
             yield Difference(field.name, float(mine), float(theirs), unit)
@@ -78,7 +75,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
 
 
 def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
-    """Compare at the size where they are furthest apart, among those that both know."""
+    """Compare at the size of the largest difference within both ranges."""
     largest = min(mine.fit.largest, theirs.fit.largest) or SIZES[-1]
     expected = 2 * (mine.spread + theirs.spread)
     return max(
@@ -105,7 +102,6 @@ def _of_compressors(key: str, mine: CompressorCost, theirs: CompressorCost) -> I
 
 
 _PAYLOADS = 8
-"""The number of payloads that decoding is compared with, besides one."""
 
 
 # Merging
@@ -113,20 +109,16 @@ _PAYLOADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Two tables in one, and where they contradict each other."""
-
     table: CostTable
     conflicts: tuple[str, ...]
 
 
 def merge(first: CostTable, second: CostTable) -> Merged:
-    """Put two tables of one machine together.
+    """Merge two tables of one machine.
 
-    Where both have an entry, a measured one wins over an assumed one; then the newer table's wins, and the second's if
-    they are of one day. A single number that differs from the default wins over the default.
-    A roofline is taken whole. What collectives take of the processors, how many of these there are, and the contention
-    that a job showed with both were measured together, and come from one table: the winning one, if it has any of it.
-    Raises BadOption for tables of different machines.
+    A measured entry wins over an assumed one, then the newer table wins, then `second`. A number that differs from the
+    default wins over the default. Roofline entries are not mixed. Transport, processors and contention were measured
+    together and come from one table: the winning one if it has any of them. Raises BadOption for different machines.
     """
     default = CostTable()
     known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))
@@ -159,11 +151,11 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
 
 _SHARING = ("transport", "processors", "contention")
-"""Entries about shared processors, which are measured together."""
+"""Entries measured together."""
 
 
 def _filled(one: CostTable, other: CostTable) -> CostTable:
-    """Replace a table's assumptions by the other's numbers, which then contradict nothing."""
+    """Replace defaults by the other table's values, which avoids conflicts."""
     default = CostTable()
     assumed = {f.name: getattr(other, f.name) for f in fields(one) if getattr(one, f.name) == getattr(default, f.name)}
     return replace(one, **assumed)

@@ -1,8 +1,7 @@
-"""Represent times by size as lines, each from some size on: made by fits and kept in tables.
+"""Piecewise linear times by size.
 
-Between two measured sizes a time lies on a line. Below the smallest the first line goes on down to size 0. Beyond the
-largest the last line goes on, or the chord over all that was measured, whichever is steeper: a table never promises
-that more is cheaper than what it has seen. `trace` makes such lines of any price, for code that knows no cost table.
+Below the smallest measured size the first line continues to 0. Beyond the largest, time grows by the steeper of the
+last line and the chord over all measurements. `trace` approximates any price by lines.
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ from typing import Any
 from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
 
 SMALLEST = 64.0
-"""Up to this size a price is taken for a line."""
+"""Prices up to this size are assumed linear."""
 
 TOLERANCE = 1e-4
-"""Relative: the middle of a line lies no further from the price."""
+"""Maximum relative error at a line's middle."""
 
-_NARROW = 1.001  # a jump lies between two sizes of this ratio, and is cut no further
+_NARROW = 1.001  # ratio of sizes below which a jump is not refined
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Lines from size to size; the last one goes on."""
-
     sizes: tuple[float, ...]
     values: tuple[float, ...]
     slopes: tuple[float, ...]
-    """Of the line that starts at each size."""
+    """Slope from each size."""
 
     def at(self, size: float) -> float:
         number = bisect_right(self.sizes, size) - 1
@@ -41,9 +38,9 @@ class Curve:
 
 
 def trace(price: Callable[[float], float], largest: float) -> Curve:
-    """Follow a price from size 0 to the largest, which must be above 0.
+    """Approximate a price from 0 to `largest` (above 0) by lines.
 
-    Sizes four times as large as the one before, and more of them where a line between two does not meet the price.
+    Sizes grow by a factor of 4, denser if lines do not match the price.
     """
     sizes = [0.0]
     size = SMALLEST
@@ -64,7 +61,6 @@ Point = tuple[float, float]
 
 
 def _refine(price: Callable[[float], float], before: Point, after: Point, found: list[Point]) -> None:
-    """Append the points that are needed between two."""
     if after[0] <= max(SMALLEST, before[0] * _NARROW):
         return
     size = (before[0] + after[0]) / 2
@@ -78,12 +74,12 @@ def _refine(price: Callable[[float], float], before: Point, after: Point, found:
 
 
 Sample = tuple[float, float]
-"""A size and its time, in µs."""
+"""Size and time in µs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A line over sizes: `at_zero_us + us_per_unit * size` from `start` on. Errors are half of the 95 % interval."""
+    """Line `at_zero_us + us_per_unit * size` from `start` on. Errors are half 95 % intervals."""
 
     start: float
     at_zero_us: float
@@ -91,33 +87,30 @@ class Piece:
     at_zero_error: float = math.inf
     us_per_unit_error: float = math.inf
     is_switch: bool = False
-    """The line starts higher than the one before it ends."""
+    """True if the line starts above the previous one's end."""
 
     def at(self, size: float) -> float:
         return self.at_zero_us + self.us_per_unit * size
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; an interval that is not known is None."""
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Times by size, and how well they fit the samples. `noise` is how far samples of one size lie apart."""
-
     pieces: tuple[Piece, ...]
     smallest: float
     largest: float
     samples: int
     residual: float = 0.0
-    """The median relative error over the sizes it was fitted to."""
+    """Median relative error over sizes."""
     worst: float = 0.0
-    """The largest relative error over the sizes it was fitted to."""
+    """Largest relative error over sizes."""
     noise: float = 0.0
-    """The median relative distance of a sample from its size's median."""
+    """Median relative distance of samples from their size's median."""
 
     def at(self, size: float) -> float:
-        """Return the time for a size, in µs. It never falls."""
+        """Return the non-decreasing time for a size, in µs."""
         pieces = self.pieces
         piece = pieces[max(0, bisect_right(pieces, size, key=attrgetter("start")) - 1)]
         if size <= self.largest:
@@ -129,7 +122,7 @@ class Fit:
 
     @property
     def breaks(self) -> list[float]:
-        """The sizes between which it is a line."""
+        """Sizes between which times are linear."""
         return [*(piece.start for piece in self.pieces), self.largest]
 
     def to_json(self) -> dict[str, Any]:
@@ -137,14 +130,14 @@ class Fit:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the fit") -> Fit:
-        """Build a fit from `to_json`'s data, which stands at `place`. Raises BadOption, also for times that fall."""
+        """Build from the data of `to_json` at `place`. Raise BadOption, also for times that fall."""
         fit = _FIT(data, place)
         _check_rises(fit, place)
         return fit
 
     @classmethod
     def line(cls, at_zero_us: float, us_per_unit: float, residual: float = 0.0) -> Fit:
-        """Make a line that holds everywhere."""
+        """Return a fit of one line."""
         return cls((Piece(0.0, at_zero_us, us_per_unit),), 0.0, 0.0, 0, residual, residual)
 
 
@@ -170,12 +163,11 @@ _FIT = record(
 )
 
 _ROUNDING = 1e-6
-"""Relative: by so much a piece may start lower than the one before it ends (a float's rounding is far smaller); where a
-time is a small difference of large numbers, by its square of those."""
+"""Relative tolerance of a piece's start below the previous piece's end; its square applies to `at_zero_us`."""
 
 
 def _check_rises(fit: Fit, place: str) -> None:
-    """Raise BadOption where a time would fall with size, or be below 0."""
+    """Raise BadOption if times are negative or fall with size."""
     first, last = fit.pieces[0], fit.pieces[-1]
     if first.at_zero_us < 0:
         raise wrong(f"{place}.pieces[0].at_zero_us", "0 or more", first.at_zero_us)
@@ -195,10 +187,10 @@ def _check_rises(fit: Fit, place: str) -> None:
 
 
 def interpolate(points: Sequence[Sample], size: float) -> float:
-    """Follow lines from point to point instead of a fit: believe every one. Points lie by size.
+    """Interpolate linearly between points sorted by size, without a fit.
 
-    Constant below the first point; beyond the last along the chord over all; in proportion to size if there is but one.
-    Never falling: a point below an earlier one counts as high as that.
+    Constant below the first point; beyond the last along the chord, or proportional to size for a single point. Never
+    falls: a point below an earlier one is raised to it.
     """
     rising = list(accumulate((us for _, us in points), max))
     first, last = points[0][0], points[-1][0]

@@ -1,11 +1,11 @@
-"""Read plain data, as JSON gives it, into frozen data: every value is checked, and an error says where it stands.
+"""Readers of JSON data into frozen data, with checks and the place of each error.
 
     POINT = record(Point, x=number(), name=TEXT)
     POINT({"x": -1.0, "name": "a"}, "points[3]")
  -->
     BadOption: points[3].x must be a number from 0 to 1e+18, not -1.0
 
-A reader takes a value and its place, and returns what the value stands for.
+A reader takes a value and its place, and returns the parsed value.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 Reader = Callable[[Any, str], T]
 
 MOST = 1e18
-"""No time, size or rate comes near it or its inverse, and the product of two still is a float (assumed)."""
+"""Bound of times, sizes, rates and their inverses; a product of two is still a float (assumed)."""
 
 
 # Values
 
 
 def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
-    """Make a reader of numbers in this range, the ends included."""
+    """Return a reader of numbers in this closed range."""
 
     def read(value: Any, place: str) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:  # a NaN is in no range
+        if not is_number or not least <= value <= most:  # NaN is in no range
             raise wrong(place, f"a number from {least:g} to {most:g}", value)
         return float(value)
 
@@ -40,12 +40,12 @@ def number(least: float = 0.0, most: float = MOST) -> Reader[float]:
 
 
 def positive(most: float = MOST) -> Reader[float]:
-    """Make a reader of numbers above 0 that something may be divided by."""
+    """Return a reader of numbers above 0 that are safe to divide by."""
     return number(1 / MOST, most)
 
 
 def whole(least: int, most: int = int(MOST)) -> Reader[int]:
-    """Make a reader of whole numbers in this range, the ends included."""
+    """Return a reader of integers in this closed range."""
 
     def read(value: Any, place: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -56,21 +56,19 @@ def whole(least: int, most: int = int(MOST)) -> Reader[int]:
 
 
 def TEXT(value: Any, place: str) -> str:
-    """Read a text."""
     if not isinstance(value, str):
         raise wrong(place, "a text", value)
     return value
 
 
 def FLAG(value: Any, place: str) -> bool:
-    """Read true or false."""
     if not isinstance(value, bool):
         raise wrong(place, "true or false", value)
     return value
 
 
 def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
-    """Make a reader of what `reader` reads, and of null as `null`."""
+    """Return a reader that also accepts null, as `null`."""
     return lambda value, place: null if value is None else reader(value, place)
 
 
@@ -78,7 +76,7 @@ def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
 
 
 def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
-    """Make a reader of lists of such values, one at least."""
+    """Return a reader of non-empty lists."""
 
     def read(value: Any, place: str) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or not value:
@@ -89,7 +87,7 @@ def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
 
 
 def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
-    """Make a reader of objects of such values, under keys that `key` reads."""
+    """Return a reader of objects with arbitrary keys, parsed by `key`."""
 
     def read(value: Any, place: str) -> dict[Any, T]:
         entries = _object(value, place)
@@ -99,7 +97,7 @@ def keyed(reader: Reader[T], key: Reader[Any] = TEXT) -> Reader[dict[Any, T]]:
 
 
 def record(make: Callable[..., T], **readers: Reader[Any]) -> Reader[T]:
-    """Make a reader of objects with these entries alone, which `make` takes."""
+    """Return a reader of objects with exactly these entries, the arguments of `make`."""
 
     def read(value: Any, place: str) -> T:
         entries = dict(_object(value, place))
@@ -126,17 +124,17 @@ def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
 
 
 def wrong(place: str, expected: str, value: object) -> BadOption:
-    """Make the error for a wrong value."""
+    """Return the error for a wrong value."""
     text = "null" if value is None else repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return BadOption(f"{place or 'it'} must be {expected}, not {shown}")
 
 
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters
 
 
 def _inside(place: str, name: object) -> str:
-    """Write a place: `collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` where a dot would not be clear."""
+    """Format a place: `collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` for other characters."""
     if not re.fullmatch(r"[\w@*()=,+~-]+", str(name)):
         return f"{place}[{name!r}]"
     return f"{place}.{name}" if place else str(name)

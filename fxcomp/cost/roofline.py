@@ -1,4 +1,4 @@
-"""Time operations that were not measured, by the peaks of a device."""
+"""Roofline prices of operations that were not measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ ASSUMED = "assumed"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A time, how much it varied (relative), and where it is from."""
-
     us: float
     spread: float = 0.0
     source: str = ASSUMED
@@ -19,21 +17,20 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The device's peaks, which time operations that were never run."""
-
     gflops: float
-    """Of float32 products, in GFLOP/s."""
+    """GFLOP/s of float32 products."""
     gb_per_s: float
     launch_us: float = 5.0  # assumed: torch's dispatch of one op
     source: str = ASSUMED
     others: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GFLOP/s of products in other types of numbers, and of attention in them: `{"bf16": 312_000.0, "bf16 attention":
-    230_000.0}`. Attention that is missing here is as other products, another type as float32."""
+    """GFLOP/s of other products and of attention: `{"bf16": 312_000.0, "bf16 attention": 230_000.0}`. Missing attention
+    uses its type's products, missing types use float32.
+    """
 
     def us(self, flops: float, size: float, math_type: str = "f32") -> float:
-        """Time an operation of so many floating-point operations that touches so many bytes.
+        """Return the time of an operation of `flops` that moves `size` bytes.
 
-        The largest of three: starting it, its arithmetic, and moving its bytes (Williams and others, "Roofline", 2009).
+        The maximum of launch, arithmetic and memory time (Williams and others, "Roofline", 2009).
         """
         gflops = self.others.get(math_type) or self.others.get(math_type.split()[0], self.gflops)
         return max(self.launch_us, flops / (gflops * 1e3), size / (self.gb_per_s * 1e3))

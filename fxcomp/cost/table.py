@@ -1,4 +1,4 @@
-"""Price everything on a machine: by measured numbers with their source, and by estimates where none was measured."""
+"""Cost tables: measured prices with their sources, and estimates where measurements are missing."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Every number that a prediction is made of. Its estimates never fail: what was not measured is assumed.
+    """Numbers for predictions. Estimates never fail: missing measurements are assumed.
 
-    `hardware`, `versions`, `date` and `source` say on what and when it was measured. `compute` has operations with
-    their shapes, `aten.mm f32[512,384] f32[384,384]`; `roofline` prices all others. `collectives` are keyed by
-    topology, `all_reduce@4x1`, and win over the cluster's links. `transport` is their processor time, `contention` the
-    factor on it with which the job's steps slow compute as measured, and `launch_us` what starting one takes.
-    `compressors` are keyed as strategies write them, with threads, `int8@cpu*2`; they may use `threads`.
-    `pack_gb_per_s` fills buckets, `copy_gb_per_s` copies between host and device, `processors` are a rank's. `feed_us`
-    is what a step takes around its nodes, `host_us` the host's time where a device hides it; there `feed_us` is 0.
-    `error` is the prediction's relative error, `compute_error` is added for estimated compute, `estimate` its source.
+    `hardware`, `versions`, `date` and `source` describe the measurement. `compute` is keyed by operation and shapes,
+    `aten.mm f32[512,384] f32[384,384]`; `roofline` prices other operations. `collectives`, keyed by topology as
+    `all_reduce@4x1`, win over the cluster's links. `transport` is collectives' processor time, `contention` a factor on
+    it fitted to the job's steps, `launch_us` the time to start a collective. `compressors` are keyed by text, device
+    and threads, `int8@cpu*2`; `threads` is their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s`
+    between host and device, `processors` are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the
+    host's time hidden by a device, where `feed_us` is 0. `error` is the prediction's relative error, `compute_error` is
+    added for estimated compute, `estimate` is the source of estimates.
     """
 
     hardware: str = "unknown"
@@ -63,41 +63,40 @@ class CostTable:
         default_factory=dict[tuple[CollectiveKind, str], MeasuredCollective]
     )
     compressors: Mapping[str, CompressorCost] = field(default_factory=dict[str, CompressorCost])
-    threads: int | None = None  # that a compressor may use; None: as many as it was measured with
-    pack_gb_per_s: float = 5.0  # assumed: bytes of a bucket filled in a second by a scaled copy
-    launch_us: float = 20.0  # assumed: what a thread spends on starting a collective
+    threads: int | None = None  # allowed for compressors; None: as measured
+    pack_gb_per_s: float = 5.0  # assumed
+    launch_us: float = 20.0  # assumed
     transport: Mapping[CollectiveKind, TransportCost] = field(default_factory=dict[CollectiveKind, TransportCost])
-    copy_gb_per_s: float | None = None  # between host and device; None where the device is the host
-    processors: Processors = UNSHARED  # assumed: nothing that runs beside compute slows it
+    copy_gb_per_s: float | None = None  # None if the device is the host
+    processors: Processors = UNSHARED  # assumed: no contention
     contention: float = 1.0
     feed_us: float = 0.0
     host_us: float = 0.0
-    error: float = 0.1  # assumed: the prediction's own relative error; measured, most of it is the links'
+    error: float = 0.1  # assumed; a measured error is mostly due to links
     compute_error: float = 0.0
     estimate: str = ""
 
     __post_init__ = check_numbers
 
     def shown(self, text: str) -> str:
-        """Write a strategy or a key of compressors with the devices of this machine."""
+        """Format a strategy or a compressor's key with this machine's devices."""
         return text if self.copy_gb_per_s is not None else without_gpu(text)
 
     # Estimates
 
     def pack_us(self, size: float) -> float:
-        """Time gathering gradients of `size` bytes into a bucket, scaled; or another copy of as many."""
+        """Return the time of packing `size` bytes of gradients, or of a similar copy."""
         return size / (self.pack_gb_per_s * 1e3)
 
     def copy_us(self, size: float) -> float:
-        """Time moving `size` bytes between host and device; nothing if they are the same."""
         return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
-        """Time one operation: as measured, or by the roofline."""
+        """Return an operation's measured time, or the roofline's."""
         return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
     def collective(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> CollectivePrice:
-        """Price one collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
+        """Price a collective over `size` bytes: one rank's contribution (all_gather) or the full tensor."""
         group, measured, library = cluster.topology_at(level), self.measured(kind, level, cluster), self.library
         if measured is not None and measured[0] is kind:
             us = measured[1].us(size)
@@ -109,7 +108,7 @@ class CostTable:
                 us = found.us_of_another(size, formulas.likeness(known, kind, group, library))
             us += self.pack_us(formulas.added_bytes(kind, size, group.ranks, library))
         taken = self.transport.get(kind)
-        if taken is None and kind is not CollectiveKind.ALL_REDUCE:  # what is sent straight takes as much as a gather
+        if taken is None and kind is not CollectiveKind.ALL_REDUCE:  # direct sends cost as much as a gather
             taken = self.transport.get(CollectiveKind.ALL_GATHER)
         taken = taken or self.transport.get(CollectiveKind.ALL_REDUCE)
         if taken is None:
@@ -122,11 +121,11 @@ class CostTable:
 
     @property
     def library(self) -> Library:
-        """The library that runs collectives: gloo where compute's device is the host."""
+        """Library of collectives: gloo if the device is the host."""
         return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
     def collective_breaks(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> list[float]:
-        """List the sizes between which its time is a line, or the lower of several."""
+        """Return the sizes between which the time is linear or a minimum of lines."""
         measured = self.measured(kind, level, cluster)
         if measured is None:
             return []
@@ -137,68 +136,63 @@ class CostTable:
 
     @property
     def offloads(self) -> bool:
-        """The pool may compress: it finds a processor, and its times are known."""
+        """True if the pool may compress: a processor is free, and times are known."""
         is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
         return is_known and self.processors.has_spare
 
     @property
     def pool_load(self) -> float:
-        """The share of compute's processors that the pool takes: none if compute has a device of its own."""
+        """Compute's processors used by the pool: 0 if compute has a separate device."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
-        """Time a rank's compression of its own gradient."""
         _, known = self._compressor(compressor, device)
         if known:
             return known.encode_us(elements)
-        # g in, residual in, residual out: what error feedback must touch at least.
+        # Read gradient and residual, write residual: error feedback's minimum.
         return self.roofline.us(0.0, 12.0 * elements)
 
     def propose_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
-        """Time a rank's proposal for what the ranks agree on before they compress."""
         if compressor.facts.agreement is None:
             return 0.0
         _, known = self._compressor(compressor, device)
         if known:
             return known.propose_us(elements)
-        # g in, residual in.
+        # Read gradient and residual.
         return self.roofline.us(0.0, 8.0 * elements)
 
     def decode_us(self, compressor: Compressor, elements: int, ranks: int, device: Device = Device.GPU) -> float:
-        """Time a rank's turning all ranks' payloads into their mean."""
         _, known = self._compressor(compressor, device)
         if known:
             return known.decode_us(elements, ranks)
-        # Every payload in, a byte a value (assumed), the mean out.
+        # Read payloads of a byte per value (assumed), write the mean.
         return self.roofline.us(0.0, (ranks + 4.0) * elements)
 
     def compressor_breaks(self, compressor: Compressor, device: Device, payloads: int) -> list[float]:
-        """List the numbers of elements between which its times are lines."""
         _, known = self._compressor(compressor, device)
         if known:
             return known.breaks
-        at_launch = self.roofline.launch_us * self.roofline.gb_per_s * 1e3  # the bytes that take as long
+        at_launch = self.roofline.launch_us * self.roofline.gb_per_s * 1e3
         return [at_launch / touched for touched in (8.0, 12.0, payloads + 4.0)]
 
     def has_measured(self, compressor: Compressor, device: Device = Device.GPU) -> bool:
-        """Return whether this very compressor was timed there."""
         return exact_key(self.compressors, compressor, device.value, self.threads) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
-        """Write `measured` if this very compressor was timed, or what its cost was taken from."""
+        """Return `measured`, or the source of the compressor's cost."""
         if self.has_measured(compressor, device):
             return f"estimated: {self.estimate}" if self.estimate else "measured"
         key, _ = self._compressor(compressor, device)
         return f"{ASSUMED}, as {self.shown(key)}" if key else f"{ASSUMED}, by memory bandwidth"
 
     def error_of(self, free_us: float, step_us: float) -> float:
-        """Return the relative error of a predicted step that takes `free_us` without communication."""
+        """Return the relative error of a predicted step; `free_us` is its time without communication."""
         return self.error + self.compute_error * min(1.0, free_us / step_us if step_us > 0 else 1.0)
 
     # Text and files
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `save` writes."""
+        """Return the table as plain data."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": VERSION,
@@ -215,7 +209,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from `data` of `to_json`. Raises BadOption, which says where in it a value is wrong."""
+        """Build a table from the `data` of `to_json`. Raise BadOption with the place of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
@@ -230,12 +224,12 @@ class CostTable:
             raise BadOption(f"this is not a cost table: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the table to `path`, whole or not at all: other ranks may read or write the same file."""
+        """Write the table to `path` atomically, since several ranks may read or write it."""
         compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """Read the table at `path`. Raises BadOption."""
+        """Read the table at `path`. Raise BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except BadOption as error:
@@ -248,7 +242,7 @@ class CostTable:
     def measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
-        """Find this collective as measured in the same topology, or another one over the same links."""
+        """Return the measurement of this topology, or of another collective over the same links."""
         if not self.collectives:
             return None
         group = cluster.topology_at(level)
@@ -262,17 +256,17 @@ class CostTable:
         return None
 
     def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
-        """Find this compressor here, else elsewhere if device and host are one, else one of its name; with its key."""
+        """Return the nearest measured compressor, on any device if host and device are one."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         key = nearest_key(self.compressors, compressor, places, self.threads)
         return (key, self.compressors[key]) if key else ("", None)
 
 
-# Words
+# Formatting
 
 
 def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
-    """Write how a collective was measured, or what its price was taken from."""
+    """Return the source of a collective's price."""
     measured = costs.measured(kind, level, cluster)
     if measured is None:
         return f"the cluster's link, {cluster.link_at(level)}"
@@ -281,7 +275,7 @@ def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, clus
 
 
 def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> str:
-    """Write how `collective` gets its time: the formula, and the numbers put in."""
+    """Format the price of `collective`: the formula with numbers, or the measurement."""
     group, measured = cluster.topology_at(level), costs.measured(kind, level, cluster)
     if measured is not None:
         known, found = measured
@@ -294,12 +288,12 @@ def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, siz
 
 
 def link_of(costs: CostTable, *, between_hosts: bool) -> Link | None:
-    """Return the link that all_reduce was measured on, one rank on each host or all on one; None if on none."""
+    """Return the link of a measured all_reduce, with one rank per host or all on one host; None if not measured."""
     shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
     for (kind, topology), measured in costs.collectives.items():
         match = re.fullmatch(shape, topology)
         if kind is CollectiveKind.ALL_REDUCE and match:
-            beside = int(match[1] or 1)  # groups that shared the link while it was measured
+            beside = int(match[1] or 1)  # groups sharing the link
             return Link(measured.alpha_us(kind), beside * measured.gb_per_s(kind))
     return None
 

@@ -1,4 +1,4 @@
-"""Keep cost tables in the user's cache, one for each hardware and software."""
+"""Cache of cost tables, one per hardware and software."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxcomp.cost.table import VERSION, CostTable
 
 
 def load_table(path: str | Path) -> CostTable | None:
-    """Read a saved table; None if there is none. Set one aside that cannot be read, with a warning."""
+    """Return a saved table; None if missing. Rename an unreadable file, with a warning."""
     path = Path(path)
     try:
         return CostTable.from_json(json.loads(path.read_text()))
@@ -27,7 +27,7 @@ def load_table(path: str | Path) -> CostTable | None:
 
 
 def cached_table(hardware: str, versions: str, complete: Callable[[CostTable | None], CostTable]) -> CostTable:
-    """Return this machine's table from the user's cache, made or completed, and put back if that changed it."""
+    """Return this machine's cached table, completed by `complete` and saved if that changed it."""
     path = cache_path(hardware, versions)
     known = load_table(path)
     table = complete(known)
@@ -40,14 +40,12 @@ def cached_table(hardware: str, versions: str, complete: Callable[[CostTable | N
 
 
 def cache_path(hardware: str, versions: str) -> Path:
-    """Return where the user's cache keeps the table of this hardware and software."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(f"{hardware}\n{versions}\ntable {VERSION}".encode()).hexdigest()[:16]
     return Path(home) / "fxcomp" / f"costs-{key}.json"
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a file that cannot be read, never over an older one."""
     kept = path.with_name(path.name + ".corrupt")
     for attempt in count(2):
         if not kept.exists():
@@ -55,6 +53,6 @@ def _set_aside(path: Path) -> Path:
         kept = path.with_name(f"{path.name}.corrupt.{attempt}")
     try:
         path.rename(kept)
-    except OSError:  # another rank was faster, or the folder is read-only
+    except OSError:  # renamed by another rank, or read-only folder
         return path
     return kept

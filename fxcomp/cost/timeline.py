@@ -1,14 +1,12 @@
-"""Run tasks on streams, on paper: the only simulator and the only clock that we predict with.
+"""Simulator of a step: tasks on streams.
 
-A stream runs its tasks in the order given, each when its predecessors are done. Compute, the compressor pool and the
-network's own software may share processors: where they ask for more than there are, each gets its fair share, and what
-gets less takes longer.
+A stream runs its tasks in order, each after its predecessors. Compute, the compressor pool and the network's software
+may share processors; if demand exceeds supply, each gets a fair share and takes longer.
 
-    compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by what the transport takes
-    inter                 ░░░░░░░░░░              two processors would let both run at full speed
+    compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by the transport
+    inter                 ░░░░░░░░░░              two processors would allow full speed
 
-A timeline tells its critical path and what compute waits for. `step_time_us` is its length alone, for a search that
-asks thousands of times: in C++ where kernels are built (csrc/timeline.cpp), to which the Python is the specification.
+`step_time_us` returns the length alone, in C++ if kernels are built (csrc/timeline.cpp). The Python code specifies it.
 """
 
 from __future__ import annotations
@@ -27,41 +25,34 @@ from fxcomp.plan.kinds import Stream
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that occupies one stream for a while, after other work."""
-
     name: str
     stream: Stream
     duration_us: float
-    """Its time with all the processors that it asks for."""
+    """Time with all requested processors."""
     after: tuple[str, ...] = ()
     load: float = 0.0
-    """The processors that it takes meanwhile; compute's are in `Processors`."""
+    """Requested processors; compute's are in `Processors`."""
     overlap_speed: float = 1.0
-    """Its speed while compute runs and leaves no processor to it: a thread that is woken waits for its turn."""
+    """Relative speed while compute leaves no processor free: a woken thread waits for a time slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task with its start and end."""
-
     task: Task
     start_us: float
     end_us: float
 
     @property
     def slowed_us(self) -> float:
-        """The time lost for want of processors."""
+        """Time lost for lack of processors."""
         return max(0.0, self.end_us - self.start_us - self.task.duration_us)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All spans of a step: the prediction."""
-
     spans: tuple[Span, ...]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """List the tasks, with their streams and times in ms."""
         return [
             {
                 "task": span.task.name,
@@ -77,26 +68,25 @@ class Timeline:
         return max((span.end_us for span in self.spans), default=0.0)
 
     def busy_us(self, stream: Stream) -> float:
-        """Sum the time that a stream has work, slowed as it is."""
+        """Return a stream's busy time, including slowdown."""
         return sum(span.end_us - span.start_us for span in self.spans if span.task.stream is stream)
 
     def slowed_us(self, stream: Stream) -> float:
-        """Sum the time that a stream loses for want of processors."""
         return sum(span.slowed_us for span in self.spans if span.task.stream is stream)
 
     @property
     def done_us(self) -> float:
-        """The end of all but the host's own work."""
+        """End of all spans except the host's."""
         return max((span.end_us for span in self.spans if span.task.stream is not Stream.HOST), default=0.0)
 
     @property
     def exposed_us(self) -> float:
-        """The time that compute waits for others than the host."""
+        """Time that compute waits for streams other than the host."""
         return self.done_us - self.busy_us(Stream.COMPUTE)
 
 
 def simulate(tasks: Sequence[Task], processors: Processors = UNSHARED) -> Timeline:
-    """Run tasks, each as soon as its stream and its predecessors allow."""
+    """Run each task as early as possible."""
     starts, ends = _run(tasks, processors)
     return Timeline(tuple(map(Span, tasks, starts, ends)))
 
@@ -111,7 +101,7 @@ def step_time_us(tasks: Sequence[Task], processors: Processors = UNSHARED) -> fl
 def step_times_us(
     tasks: Sequence[Task], durations_us: Sequence[Sequence[float]], processors: Processors = UNSHARED
 ) -> list[float]:
-    """Return the step's time for each row of durations, one a task, with all else as the tasks say."""
+    """Return the step time for each row of task durations."""
     if kernels.available():
         return _step_times(tasks, [array("d", row) for row in durations_us], processors)
     varied = ([replace(task, duration_us=us) for task, us in zip(tasks, row, strict=True)] for row in durations_us)
@@ -120,7 +110,7 @@ def step_times_us(
 
 def _step_times(tasks: Sequence[Task], durations: Sequence[array[float]], processors: Processors) -> list[float]:
     number = {task.name: k for k, task in enumerate(tasks)}
-    # Arrays fill faster than ctypes'; `_demand` and `_overlap_speed` are written out, which saves calling them.
+    # Arrays fill faster than ctypes'; `_demand` and `_overlap_speed` are inlined to save calls.
     compute, count, is_alone = processors.compute, processors.count, processors.has_spare
     columns = (
         array("i", [_PLACE[task.stream] for task in tasks]),
@@ -151,7 +141,6 @@ def _overlap_speed(task: Task, processors: Processors) -> float:
 
 
 def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], list[float]]:
-    """Compute when each task starts and ends."""
     state = _State(tasks)
     rates = [1.0] * len(tasks)
     ends, running = state.ends, state.running
@@ -175,7 +164,7 @@ def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], li
 
 
 class _State:
-    """The tasks that run and that have run, by number, and the clock."""
+    """State of the simulation."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         number = {task.name: k for k, task in enumerate(tasks)}
@@ -187,7 +176,7 @@ class _State:
         self.clock = 0.0
 
     def start_what_may(self) -> None:
-        """Start the head of every idle stream whose predecessors are done; what takes no time is done at once."""
+        """Start every possible task; tasks without duration end at once."""
         moved = True
         while moved:
             moved = False
@@ -205,7 +194,6 @@ class _State:
                         self.ends[k], self.done[k] = self.clock, True
 
     def end_at(self, clock: float) -> None:
-        """Advance the clock, and end what is over by then."""
         self.clock = clock
         for place, k in enumerate(self.running):
             if k >= 0 and self.ends[k] <= clock:
@@ -213,18 +201,18 @@ class _State:
 
 
 LEAST = 1e-9
-"""A smaller demand for processors counts as none."""
+"""Smaller processor demands count as 0."""
 
 
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
-    """Return the speed of each of several that ask for so many processors: its limit if there are enough.
+    """Return each task's speed: its limit if there are enough processors, otherwise a fair share.
 
-    Else as a fair scheduler does it: who asks for less than an equal share gets what it asks for, the others share what
-    is left. One that asks for several processors has as many threads, and weighs as many.
+    A task that requests less than an equal share gets its request; the others share the rest. A task's weight is the
+    number of processors that it requests, at least 1.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]
-    for k, demand in enumerate(demands):  # not sum(): some versions of Python round it otherwise
+    for k, demand in enumerate(demands):  # not sum(), whose rounding depends on Python's version
         asked += demand * limits[k]
         weight += weights[k]
     if asked <= count:
@@ -239,10 +227,10 @@ def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> 
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """Return the spans that the step's length depends on, first to last.
+    """Return the spans that determine the step's length, in order.
 
-    Each one ends when the next may start: it makes what that needs, or occupies its stream until then. A span that only
-    slowed one of these, for want of processors, is not in it.
+    Each is a predecessor of the next, or the previous task of its stream. Spans that only took processors are not
+    included.
     """
     before, _ = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}
@@ -255,10 +243,9 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 
 
 def exposed_by_task(timeline: Timeline) -> dict[str, float]:
-    """Return the µs that compute waits for each task, by name; they add up to the timeline's exposed time.
+    """Return the µs that compute waits for each task; they sum to the timeline's exposed time.
 
-    Every moment in which compute waits belongs to the task it waits for just then: the last to arrive, and before that
-    whatever kept it from starting.
+    Each moment of a wait belongs to the last task to arrive, and before its start to the task that blocked it.
     """
     before, last = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}
@@ -275,7 +262,7 @@ def exposed_by_task(timeline: Timeline) -> dict[str, float]:
 
 
 def _queues(timeline: Timeline) -> tuple[dict[str, Span], dict[Stream, Span]]:
-    """Return the span that each one follows on its stream, and the last of each stream."""
+    """Return each span's predecessor on its stream, and each stream's last span."""
     before: dict[str, Span] = {}
     last: dict[Stream, Span] = {}
     for span in timeline.spans:
@@ -294,7 +281,7 @@ def _share_out(
     before: dict[str, Span],
     waits: dict[str, float],
 ) -> None:
-    """Go back from the end of a wait along what it waited for."""
+    """Distribute a wait over the tasks that caused it."""
     while blocker is not None and end_us > start_us:
         begun_us = max(start_us, blocker.start_us)
         if end_us > begun_us:
@@ -305,7 +292,6 @@ def _share_out(
 
 
 def _earlier(span: Span, spans: dict[str, Span], before: dict[str, Span]) -> list[Span]:
-    """Return the spans before a span: its predecessors, and the one ahead on its stream."""
     name = span.task.name
     return [spans[other] for other in span.task.after] + ([before[name]] if name in before else [])
 

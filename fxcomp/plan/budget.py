@@ -1,13 +1,12 @@
-"""Say how much of the gradient a plan may lose, and how much a plan loses: a relative squared error.
+"""Error budgets of plans, and the error of a plan: a relative squared error.
 
-    0.05                    a relative squared error of the whole gradient
-    like("topk(0.01)")      as much as this loses everywhere, by the same table of errors
-    like("int4 > int4")     the same of two shots
-    "balanced"              a mode's limit: as much as its uniform reference loses
+    0.05                    relative squared error of the whole gradient
+    like("topk(0.01)")      error of this compressor on all gradients
+    like("int4 > int4")     error of two shots
+    "balanced"              error of the mode's uniform reference
 
-A uniform setting is what `compress="topk(0.01)"` makes of it: vectors stay dense where balanced mode would not compress
-them. A mode's reference compresses all gradients. Where nothing has been measured a mode's limit is its number
-(`modes.py`).
+Under a uniform setting vectors stay dense unless balanced mode would compress them; a mode's reference compresses all
+gradients. Without measured errors a mode's limit is a constant (`modes.py`).
 """
 
 from __future__ import annotations
@@ -35,30 +34,28 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Above it, error feedback sends a value seldom and then in a burst: top-k. Sign, at 0.36, and low rank are below."""
+"""Error above which error feedback sends values rarely and in bursts, like top-k. Sign (0.36) and low rank are below.
+"""
 
 
 ErrorOf = Callable[[Compressor, int], float]
-"""A compressor's loss among so many ranks, relative and squared."""
+"""Relative squared error of a compressor on a number of ranks."""
 
 
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
-    Gradients are taken to be orthogonal from rank to rank. One compression loses e of what it is given, and averaging
-    loses none of that: sum and errors shrink alike. The next compression is given the sum with the error in it.
-    Rounding adds to it: (1 + e1) (1 + e2) - 1. What only leaves values out keeps 1 - e1 of it, of which the next loses
-    its share: 1 - (1 - e1) (1 - e2). `ErrorTable.error_of` has measured errors of one gradient; the next compression is
-    taken to lose as much of the sum as it would of that gradient.
+    Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and the next compression
+    gets the sum with its error. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2).
+    Measured errors of one gradient (`ErrorTable.error_of`) are used for the sum too.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
 
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
-    """Return the same for many gradients at once; `errors_of` gives an array with an entry for each.
+    """Return the errors of many gradients; `errors_of` returns an array.
 
-    What a compression that leaves values out loses beyond all that there is, by a strange table, is added up: nothing
-    is kept of it twice.
+    Biased errors may exceed 1 in a table; the excess is added.
     """
     kept: Any = 1.0
     grown: Any = 1.0
@@ -82,8 +79,8 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
 def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
     """Return the relative squared error of the whole gradient.
 
-    Every gradient weighs as much as its squares in the table, a part of one as much as its share of the elements.
-    Without a table every element weighs the same.
+    Gradients are weighted by their squares in the table, parts by their elements. Without a table all elements have
+    equal weight.
     """
     if not table.rows:
         elements = sum(bucket.elements for bucket in plan.buckets)
@@ -100,7 +97,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the share of all elements that error feedback sends in bursts before an update; a mean smooths them."""
+    """Return the share of all elements sent in bursts before an update. Momenta smooth bursts."""
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -108,7 +105,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether much is left out at a time, and fed back later."""
+    """Return whether error feedback sends large parts of a gradient in bursts."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -116,7 +113,6 @@ def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of gradients, by parameter."""
 
 _REFERENCES = {
     Mode.LOSSLESS: "dense",
@@ -124,19 +120,18 @@ _REFERENCES = {
     Mode.AGGRESSIVE: "int4 > int4",
     Mode.LOSSY: "topk(0.01) > int4",
 }
-"""The settings whose losses set the modes' limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """An error that a plan may have; users make one by `like`."""
+    """Error limit of a plan; see `like`."""
 
     text: str
-    """A number, a mode's name, or a uniform setting."""
+    """Number, mode's name, or uniform setting."""
 
     @classmethod
     def parse(cls, text: str) -> ErrorBudget:
-        """Read `text`, as one holds it. Raises BadOption."""
+        """Parse `text`. Raise BadOption."""
         number = _number_of(text)
         if number is not None:
             return within_budget(number)
@@ -144,11 +139,11 @@ class ErrorBudget:
 
     @property
     def is_uniform(self) -> bool:
-        """It names one compressor, or two, for everywhere."""
+        """True for a uniform setting."""
         return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:
-        """Return what matrices and vectors of the reference travel by; None for a number."""
+        """Return the reference's strategies for matrices and vectors; None for a number."""
         if _number_of(self.text) is not None:
             return None
         if self.text in MODES:
@@ -159,7 +154,7 @@ class ErrorBudget:
         return strategy, strategy if strategy in gentle else DENSE
 
     def limit_of(self, shapes: Shapes, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
-        """Return the relative squared error of the whole gradient that a plan may have."""
+        """Return the limit of the relative squared error."""
         reference = self.strategies(cluster)
         if reference is None:
             return float(self.text)
@@ -177,7 +172,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Allow as much as a uniform `setting` loses everywhere: "topk(0.01)", "int4 > int4". Raises BadOption."""
+    """Return the error budget equal to a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"
@@ -195,7 +190,7 @@ def like(setting: str) -> ErrorBudget:
 
 
 def within_budget(within: object) -> ErrorBudget:
-    """Read a mode's name, a number, or what `like` returned. Raises BadOption."""
+    """Convert a mode's name, a number, or a result of `like`. Raise BadOption."""
     if isinstance(within, ErrorBudget):
         return within
     if isinstance(within, str):
@@ -219,13 +214,13 @@ def _mode_named(text: str) -> Mode:
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget, with the errors that it is counted in."""
+    """Error budget with its error table."""
 
     asked: ErrorBudget
     table: ErrorTable = ASSUMED
 
     def limit(self, shapes: Shapes, cluster: Cluster) -> float:
-        """Return the relative squared error of the whole gradient that a plan may have."""
+        """Return the limit of the relative squared error."""
         return self.asked.limit_of(shapes, cluster, self.table)
 
 

@@ -1,11 +1,11 @@
-"""Say how gradients travel: what `compress=` takes, in every frontend and on the command line, and a job's warm-up.
+"""The `compress=` argument of every frontend and of the command line, and a job's warm-up.
 
-    "balanced"                             a mode's name is a mode
-    "int8", "topk(0.01)", "plan.json"      anything else names a plan: one setting for all, a strategy's text, a path
-    Plan(...)                              a plan
-    Compress(within=like("topk(0.01)"))    the rest: what may be lost, what is pinned, how it begins, what is fed back
+    "balanced"                             mode
+    "int8", "topk(0.01)", "plan.json"      plan: a compressor for all, a strategy, or a path
+    Plan(...)                              plan
+    Compress(within=like("topk(0.01)"))    all options
 
-docs/decisions/0031-one-argument-says-how-gradients-travel.md says why it is one argument.
+See docs/decisions/0031-one-argument-says-how-gradients-travel.md.
 """
 
 from __future__ import annotations
@@ -28,23 +28,19 @@ from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.plan.strategy import Strategy
 
 AUTO = "auto"
-"""Of `at=`: the mode decides."""
 
 WARM_SHARE, LEAST_WARM = 5, 20
-"""Before momenta are exchanged, one in so many steps of a job sends gradients in int4, and so many at least: what was
-measured (docs/where_the_mean_stands.md)."""
+"""Default warm-up before exchanging momenta: 1/5 of the steps in int4, at least 20 (measured,
+docs/where_the_mean_stands.md).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
-    """The first steps of a job, of which none are special by default.
+    """Warm-up steps of a job; none by default.
 
-    `dense_steps`: so many first steps send the same buckets uncompressed, and residuals stay zero.
-
-    `int8_steps`: so many steps, after the dense ones, send gradients with int8 in the place of each compressor
-    but bf16 and f16; `int4_steps`: so many after those, with int4.
-
-    Each stage is compiled beforehand: shapes are static.
+    `dense_steps` come first, uncompressed, with zero residuals. `int8_steps` replace each compressor but bf16 and f16
+    by int8, then `int4_steps` by int4. Each stage is compiled beforehand, because shapes are static.
     """
 
     dense_steps: int = 0
@@ -61,7 +57,7 @@ class Warmup:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
-        """Return the plans to follow one after the other, by the first step of each; the last one is the plan."""
+        """Return the plans by their first step; the last one is `plan`."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
@@ -79,12 +75,11 @@ NO_WARMUP = Warmup()
 
 
 def _dense(plan: Plan) -> Plan:
-    """Return the same buckets over the same levels, uncompressed."""
     return plan.with_strategies([bucket.strategy.uncompressed for bucket in plan.buckets]).at_gradients()
 
 
 def with_gradients_in_int8(plan: Plan) -> Plan:
-    """Return the same buckets at the gradient: by int8, or uncompressed where int8 cannot take the place."""
+    """Return the plan at the gradient by int8, or uncompressed if int8 does not fit."""
     try:
         return _by(Int8(), plan)
     except BadOption:
@@ -92,11 +87,11 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Return the same buckets and levels at the gradient, by one compressor; casts stay. Raises BadOption."""
+    """Return the plan at the gradient with every compressor but casts replaced. Raise BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)
-        is_exact_enough = before is None or isinstance(before, CastCompressor)  # and the network adds casts up
+        is_exact_enough = before is None or isinstance(before, CastCompressor)  # the network can sum casts
         return step if is_exact_enough else replace(step, compressor=compressor)
 
     def strategy_by(strategy: Strategy) -> Strategy:
@@ -114,32 +109,30 @@ def _by(compressor: Compressor, plan: Plan) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Compress:
-    """The way that gradients travel: a choice within what may be lost, or a plan in its place.
+    """Options of gradient compression: a choice within an error budget, or a given plan.
 
-    `within` bounds what may be lost: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error
-    of the whole gradient (`0.05`), or `like("topk(0.01)")`, as much as that setting would lose everywhere. A mode
-    offers its own compressors; a number and `like` offer every family.
+    `within` bounds the error: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error of the
+    whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode offers its
+    own compressors, the others every family.
 
-    `plan` replaces the choice: one setting for all matrices (`"int8"`; biases and norms then stay dense), a strategy's
-    text, the path of a saved plan, or a `Plan`.
+    `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms stay dense), a strategy's
+    text, a saved plan's path, or a `Plan`.
 
-    `measured` counts what is lost by this job's own gradients, offers every family of compressors, and lets the plan
-    follow the gradients while the job trains. Otherwise errors are those of Gaussian values.
+    `measured` measures errors on this job's gradients, offers every family, and adapts the plan during training. By
+    default errors are computed for Gaussian values.
 
-    `pins` decides about parameters by name: patterns with a compressor or strategy each, like
-    `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`; the last one that matches decides, and the rest is planned
-    around it.
+    `pins` maps name patterns to compressors or strategies: `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`. The
+    last match decides; the rest is planned around the pins.
 
-    `at` is where the mean over ranks stands: at the `gradient`, or at the `momentum` that the optimizer keeps, with its
-    second moment frozen (docs/where_the_mean_stands.md). `momentum` takes a given plan, and a warm-up at the gradient
-    where there is a second moment; a saved plan may say it by itself, bucket by bucket. By `auto` the mode decides:
-    `aggressive` exchanges momenta where the optimizer allows that and a job of so many `steps` is over sooner by it;
-    all others exchange gradients.
+    `at` selects the exchanged tensor: the `gradient`, or the optimizer's `momentum` with a frozen second moment
+    (docs/where_the_mean_stands.md). `momentum` needs a given plan, and a warm-up if there is a second moment; a saved
+    plan may set it per bucket. With `auto` only `aggressive` exchanges momenta, if the optimizer allows it and a job of
+    `steps` steps ends sooner.
 
-    `steps` is the number of steps of the whole job. Where momenta are exchanged and no `warmup` is given, the first
-    fifth of them is one, in int4, and reports tell bytes and time of the job.
+    `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth sends gradients
+    in int4, and reports show the job's bytes and time.
 
-    `warmup` has the first steps of a job, `feedback` the variants of error feedback.
+    `warmup` sets the first steps, `feedback` the variant of error feedback.
     """
 
     within: str | float | ErrorBudget = Mode.BALANCED.value
@@ -190,7 +183,7 @@ class Compress:
 
     @classmethod
     def of(cls, given: object) -> Compress:
-        """Read what `compress=` takes. Raises BadOption, BadPlan and BadStrategy."""
+        """Convert a value of `compress=`. Raise BadOption, BadPlan or BadStrategy."""
         if isinstance(given, Compress):
             return given
         if isinstance(given, str) and given in MODES:
@@ -209,7 +202,7 @@ class Compress:
 
     @classmethod
     def parse(cls, text: str) -> Compress:
-        """Read a command line's text: also a number and `like(topk(0.01))`. Raises BadOption, BadPlan, BadStrategy."""
+        """Parse a command line's text, also a number or `like(topk(0.01))`. Raise as `of` does."""
         text = text.strip()
         if text.startswith("like(") and text.endswith(")"):
             return cls(within=like(text.removeprefix("like(")[:-1]))
@@ -220,7 +213,7 @@ class Compress:
         return cls(within=number)
 
     def check_is_of_gradients(self, whose: str) -> None:
-        """Refuse what needs the optimizer, or whole steps, where they are the user's own; `whose` says so."""
+        """Raise BadOption for options that need whole steps or the optimizer; `whose` explains the error."""
         if self.feedback.scale_with_lr:
             raise _needs_whole_steps("ErrorFeedback.scale_with_lr needs the optimizer", whose)
         if self.warmup:
@@ -232,56 +225,54 @@ class Compress:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
     def following(self, plan: Plan) -> Compress:
-        """The same, with a plan in the place of any other choice."""
+        """Return these options with a given plan."""
         return replace(self, plan=plan, within=Mode.BALANCED.value, measured=False, pins={})
 
     def warmup_for(self, plan: Plan) -> Warmup:
-        """Return the first steps of a job under a plan: as asked for, else what an exchange of momenta begins with."""
+        """Return the given warm-up, or the default one if the plan exchanges momenta."""
         if self.warmup or self.steps is None or not plan.moves_exchange:
             return self.warmup
         return Warmup(int4_steps=max(LEAST_WARM, math.ceil(self.steps / WARM_SHARE)))
 
     @cached_property
     def mode(self) -> Mode:
-        """The mode that bounds a choice; balanced where none is named."""
+        """Mode; balanced if none is named."""
         return Mode(self.within) if isinstance(self.within, str) else Mode.BALANCED
 
     @property
     def point(self) -> ExchangePoint:
-        """The place where the mean over ranks stands under a plan that is given, or chosen for gradients."""
+        """Exchanged tensor of a given plan, or of a plan chosen for gradients."""
         return ExchangePoint.GRADIENT if self.at == AUTO else ExchangePoint(self.at)
 
     @property
     def may_move(self) -> bool:
-        """The mode lets ranks exchange momenta."""
         is_aggressive = self.within == Mode.AGGRESSIVE.value and not self.measured
         return is_aggressive and self.at == AUTO and self.plan is None
 
     @property
     def chooses_point(self) -> bool:
-        """The place where the mean stands is part of the choice: a job by gradients is compared with one by momenta."""
+        """True if the choice compares the whole job with gradients and with momenta."""
         return self.may_move and self.steps is not None
 
     @cached_property
     def budget(self) -> ErrorBudget | None:
-        """The error that bounds a choice; None where the mode itself does."""
+        """Error budget; None if the mode itself bounds the choice."""
         is_mode = isinstance(self.within, str) and not self.measured
         return None if is_mode else within_budget(self.within)
 
     @cached_property
     def pinned(self) -> Pins:
-        """The pins, read."""
         return Pins.read(self.pins)
 
     @property
     def offered(self) -> tuple[Compressor, ...]:
-        """The compressors that a choice needs the prices of. Any choice is compared with bf16 everywhere."""
+        """Compressors whose prices are needed; bf16 is always compared."""
         candidates = compressors_of(self.mode) if self.budget is None else LADDER_COMPRESSORS
         at_momenta = MOMENTUM_COMPRESSORS if self.chooses_point else ()
         return tuple(dict.fromkeys((BF16(), *candidates, *at_momenta, *self.pinned.compressors)))
 
     def facts(self) -> dict[str, Any]:
-        """List what must be the same on all ranks."""
+        """Return the options that must agree on all ranks."""
         return {
             "within": str(within_budget(self.within)),
             "the plan": asked_plan(self.plan),
@@ -295,7 +286,6 @@ class Compress:
 
 
 GivenCompress = Compress | Plan | str | Path
-"""The values that `compress=` takes."""
 
 
 def _check_simple(measured: object, at: object, warmup: object) -> None:
@@ -322,4 +312,3 @@ def _written(budget: float | ErrorBudget) -> str:
 
 
 BALANCED = Compress()
-"""The default: what balanced mode chooses."""

@@ -1,10 +1,10 @@
-"""Describe error feedback, which adds what compression leaves out of a gradient to the next one; refuse what diverges.
+"""Error feedback adds a compression's error to the next gradient. Divergent plans are refused.
 
-    p = g + e            what a rank compresses: its gradient and its residual
-    e <- p - C(p)        what the payload C(p) does not stand for
+    p = g + e            input of the compressor: gradient plus residual
+    e <- p - C(p)        residual after the payload C(p)
 
-A residual is in the gradient's unit, one fp32 value an element and rank, and the optimizer runs after the mean of the
-payloads. Over all steps, payloads and the last residual add up to the gradients (Stich et al. 2018, Karimireddy et al.
+A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean of the
+payloads. Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al.
 2019).
 """
 
@@ -26,7 +26,7 @@ from fxcomp.plan.route import route_of
 
 
 class UpdateKind(Enum):
-    """An update's dependence on the gradient. Delayed errors add up to the right sum only if it is linear."""
+    """Update rule's dependence on the gradient. Delayed errors sum correctly only if the update is linear."""
 
     PLAIN = "linear in the gradient"  # SGD
     MOMENTUM = "linear in a mean of gradients"  # SGD with momentum
@@ -44,41 +44,41 @@ class UpdateKind(Enum):
 BURST_SHARES = {
     UpdateKind.PLAIN: 1.0,
     UpdateKind.MOMENTUM: 1.0,
-    UpdateKind.SECOND_MOMENT: 0.1,  # measured: 1 % is passed at 0.15 by a char-LM, at 0.96 by a logistic regression
+    UpdateKind.SECOND_MOMENT: 0.1,  # measured: 1 % is exceeded at 0.15 (char-LM) and 0.96 (logistic regression)
     UpdateKind.TRUST_RATIO: 0.1,  # measured: at 0.22 and at 0.31
-    UpdateKind.OTHER: 0.1,  # not measured: as the strictest
+    UpdateKind.OTHER: 0.1,  # assumed: the strictest measured kind
 }
-"""The share of all elements that may come in bursts before an update, for a loss 1 % above the dense one.
+"""Share of all elements that may arrive in bursts while the loss stays within 1 % of the dense loss.
 
-docs/benchmarks/convergence.md has the table, with 1 % top-k on a share of all elements. The largest measured share
-at which every seed of both tasks keeps to 1 % is taken. A linear update is not limited here: what delay costs it is the
-error budget's, and fades. In 500 steps of the char-LM momentum passed 1 % at 0.17 and plain SGD at 0.87; in 2,000 steps
-a share of 0.15 cost momentum 0.1 % and AdamW still 1.1 %."""
+Each entry is the largest measured share (1 % top-k, docs/benchmarks/convergence.md) with which every seed of both tasks
+stays within 1 %. Linear updates are not limited here, because the error budget covers their delay, which fades: in 500
+steps of the char-LM momentum exceeded 1 % at 0.17 and plain SGD at 0.87; in 2,000 steps a share of 0.15 cost momentum
+0.1 % and AdamW 1.1 %.
+"""
 
 
 def burst_share(kinds: Collection[UpdateKind]) -> float:
-    """Return the share of all elements that may come in bursts before all these updates."""
+    """Return the share of elements that may arrive in bursts before all these updates."""
     return BURST_SHARES[strictest(kinds)] if kinds else 1.0
 
 
 def strictest(kinds: Collection[UpdateKind]) -> UpdateKind:
-    """Return the kind that takes the fewest bursts."""
+    """Return the kind with the smallest share of bursts."""
     return min(sorted(kinds, key=list(UpdateKind).index), key=BURST_SHARES.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFeedback:
-    """The variant of error feedback. The defaults are classic error feedback where it is needed.
+    """Variant of error feedback; by default, around compressors that need it.
 
-    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual weighs in the update what it would have
-    weighed when it was left out (Zheng et al. 2019). It matters where the learning rate drops in steps: without it,
-    what a large rate left out is applied at the small one. A rate of zero is passed over. A step whose rate did not
-    change does nothing more; otherwise residuals are read and written once.
+    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual keeps its own step's learning rate (Zheng
+    et al. 2019). It matters if the rate drops in steps. A rate of zero is skipped. A changed rate costs one more read
+    and write of the residuals.
 
-    `everywhere`: also around compressors that can do without, such as bf16 and int8: what a rank rounds away is not
-    lost, for one more pass. Sums on the wire still round.
+    `everywhere`: also around compressors with optional feedback, such as bf16 and int8, for one more pass. Sums on the
+    network still round.
 
-    `off`: no feedback. `allow_diverging`: run what is refused otherwise. Both are for experiments, with a given plan.
+    `off`: no feedback. `allow_diverging`: accept refused plans. Both are for experiments with a given plan.
     """
 
     scale_with_lr: bool = False
@@ -109,11 +109,9 @@ class ErrorFeedback:
 
 
 CLASSIC = ErrorFeedback()
-"""Around compressors that need it, from the first step on."""
 
 
 def check_is_feedback(options: object) -> None:
-    """Refuse anything but an ErrorFeedback, such as a dict of its options."""
     if not isinstance(options, ErrorFeedback):
         raise BadOption(
             f"feedback is an ErrorFeedback, not a {type(options).__name__}.\n"
@@ -122,7 +120,7 @@ def check_is_feedback(options: object) -> None:
 
 
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
-    """Refuse options for experiments where fxcomp chooses the plan: it chooses none that they are for."""
+    """Raise BadOption for experimental options without a given plan."""
     for name in ("off", "allow_diverging"):
         if getattr(options, name) and not planned:
             raise BadOption(
@@ -132,7 +130,7 @@ def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
 
 
 def check_rates(options: ErrorFeedback, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to scale residuals by learning rates where a parameter group has none."""
+    """Raise BadOption if a parameter group has no learning rate to scale by."""
     if not options.scale_with_lr:
         return
     for number, group in enumerate(optimizer.param_groups):
@@ -153,7 +151,7 @@ def check_plan(
     cluster: Cluster,
     kinds: Collection[UpdateKind] = (),
 ) -> None:
-    """Refuse a plan that diverges by design or trains badly. `kinds` are those of all updates, if they are known."""
+    """Raise BadOption for a plan that diverges or trains badly under the known update kinds."""
     if options.allow_diverging:
         return
     for compressor in _compressors(plan, shapes, cluster):
@@ -184,7 +182,7 @@ def check_plan(
 
 
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
-    """Yield compressors as they are bound: what they need may depend on the number of ranks."""
+    """Yield the bound compressors, because feedback may depend on the number of ranks."""
     for bucket in plan.buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)

@@ -1,4 +1,4 @@
-"""Read a plan as a user names it: a Plan, the path of a saved one, or one compressor or strategy for all matrices."""
+"""Parse a user's plan: a Plan, a path, or a compressor or strategy for all matrices."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ _EXAMPLES = (
 
 
 def is_path(plan: str | Path) -> bool:
-    """Tell a saved plan's path from a compressor's name."""
     return isinstance(plan, Path) or plan.endswith(".json") or "/" in plan
 
 
 def is_strategy(plan: str) -> bool:
-    """Tell a strategy's text from a compressor's name."""
     return "@" in plan
 
 
 def strategy_named(plan: str) -> Strategy:
-    """Make the strategy that a text means: `dense`, a compressor in one shot over all ranks, or what it says."""
+    """Return the strategy of a text: `dense`, a one-shot compressor, or a strategy."""
     if plan == "dense":
         return DENSE
     return Strategy.parse(plan) if is_strategy(plan) else Strategy.flat(parse_compressor(plan))
 
 
 def is_named(plan: Plan, text: str) -> bool:
-    """Return whether a text could have made a plan: what is not dense goes by the strategy that it names."""
+    """Return whether every bucket is dense or uses the text's strategy."""
     return all(bucket.strategy in (DENSE, strategy_named(text)) for bucket in plan.buckets)
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise BadPlan for what names no plan. Files are not opened yet."""
+    """Raise BadPlan or BadStrategy unless the value denotes a plan; opens no file."""
     if isinstance(plan, str) and not is_path(plan):
         check_names_compressor(plan)
     elif not isinstance(plan, Plan | str | Path | None):
@@ -53,7 +51,7 @@ def check_is_plan(plan: object) -> None:
 
 
 def check_names_compressor(plan: str) -> None:
-    """Raise BadPlan unless a plan's text is `dense`, a compressor or a strategy. Raises BadStrategy for a bad one."""
+    """Raise BadPlan unless a text is `dense`, a compressor or a strategy, and BadStrategy for an illegal strategy."""
     if is_strategy(plan):
         Strategy.parse(plan)
         return
@@ -68,7 +66,7 @@ def check_names_compressor(plan: str) -> None:
 
 
 def asked_plan(plan: GivenPlan | None) -> str | None:
-    """Say what ranks must agree on before they read a plan."""
+    """Return the text that ranks agree on before reading a plan."""
     if plan is None:
         return None
     if isinstance(plan, Plan) or is_path(plan):
@@ -78,7 +76,7 @@ def asked_plan(plan: GivenPlan | None) -> str | None:
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """List what must be the same on all ranks, what a user can do something about first."""
+    """Return the facts that must agree on all ranks, the most helpful first."""
     facts = {
         f"the strategy of {name!r} in the plan": str(bucket.strategy)
         for bucket in plan.buckets

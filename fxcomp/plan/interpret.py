@@ -1,20 +1,18 @@
-"""Give strategies their steps, their text and their meaning: what a rank holds of a bucket between two steps.
+"""Steps of strategies, their text form, and a bucket's state between two steps.
 
-    compress(int8)@gpu      on the device, or on the host: compress(int8)@cpu; without a GPU, @main and @pool
-    all_gather@world        a collective, and the ranks that meet in it
+    compress(int8)@gpu      on the device or the host (@cpu); without a GPU, @main and @pool
+    all_gather@world        collective@level
     decompress@gpu
-    propose(powersgd(4))@gpu > all_reduce@world      what ranks agree on before they compress
+    propose(powersgd(4))@gpu > all_reduce@world      agreement before compression
 
-A rank holds
+State of a rank:
 
-    summed      the axes of the cluster along which gradients have been added
-    splits      the collectives that have cut the bucket, innermost last: a rank holds a shard, or its root all
-    compressor  what the values are encoded by, None while they are dense
+    summed      axes of the cluster along which gradients have been added
+    splits      collectives that have cut the bucket, innermost last: a rank holds a shard, or the root holds all
+    compressor  encoding of the values; None if dense
 
-A strategy is legal if every step fits what is held before it, and every rank ends with the mean, dense: all of it, or
-where a strategy ends as shards its own part. What fits is said by `misfit` alone: an error names the first step that
-does not, and what would fit instead. The same walk is bound to sizes by `route.py`, and from there lowered to nodes,
-priced, and laid out as state.
+A strategy is legal if every step fits the state before it (`misfit`) and every rank ends with the dense mean, or with
+its shard if the strategy ends as shards. `route.py` does the same walk with sizes.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 class Device(Enum):
-    """The place where a compressor runs. Without a GPU, `gpu` is the main thread and `cpu` the pool.
+    """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool.
 
-    Both have these words too: `main` and `pool` are read everywhere, and printed where there is no GPU. Plans and their
-    digests hold `gpu` and `cpu` alone.
+    `main` and `pool` are aliases, printed without a GPU. Plans and digests contain `gpu` and `cpu` only.
     """
 
     GPU = "gpu"
@@ -48,7 +45,7 @@ class Device(Enum):
 
 
 def without_gpu(text: str) -> str:
-    """Write the devices in a strategy's text or short name, or in a key of costs, as where there is no GPU."""
+    """Replace device names by those used without a GPU."""
     return text.replace("@gpu", "@main").replace("@cpu", "@pool").replace(" on cpu", " on pool")
 
 
@@ -63,7 +60,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Make what the ranks reduce to an agreement before they compress."""
+    """Step that computes the tensor to be reduced to an agreement."""
 
     compressor: Compressor
     device: Device = Device.GPU
@@ -97,7 +94,7 @@ def text_of(steps: tuple[Step, ...]) -> str:
 
 
 def parse_steps(text: str) -> tuple[Step, ...]:
-    """Read the text form back. Raises BadStrategy."""
+    """Parse a text of steps. Raise BadStrategy."""
     return tuple(_parse_step(part.strip(), text) for part in text.split(">"))
 
 
@@ -127,34 +124,32 @@ EVERYWHERE = frozenset(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state of a bucket on every rank between two steps."""
+    """State of a bucket between two steps."""
 
     summed: frozenset[Axis] = frozenset()
-    """The axes along which gradients are added, or lie side by side as payloads that are decoded to one sum."""
+    """Axes summed over, or gathered as payloads that decode to one sum."""
     splits: tuple[Collective, ...] = ()
     compressor: Compressor | None = None
     has_traveled: bool = False
-    """The payload has been in a collective since it was made."""
     is_piled: bool = False
-    """Payloads of several ranks lie here for the same values: decoding adds them up."""
+    """True if payloads of several ranks for the same values are held."""
     proposed: Compressor | None = None
-    """Whose proposal is to be reduced next."""
+    """Compressor whose proposal is reduced next."""
     agreed: tuple[Compressor, Level] | None = None
-    """The compressor that the ranks have agreed for, and these ranks."""
+    """Compressor and level of the agreement."""
 
     @property
     def is_complete(self) -> bool:
-        """Every gradient is in the sum, on every rank that holds a part of it."""
         return self.summed == EVERYWHERE
 
     @property
     def is_mean(self) -> bool:
-        """A strategy may end here."""
+        """True if a strategy may end with this state."""
         return self.is_complete and not self.splits and self.compressor is None
 
     @property
     def is_shards(self) -> bool:
-        """A strategy that ends as shards may end here: each rank has the mean of a part of its own."""
+        """True if a strategy that ends as shards may end with this state."""
         is_dealt = bool(self.splits) and not any(split.kind.is_rooted for split in self.splits)
         return self.is_complete and is_dealt and self.compressor is None
 
@@ -168,7 +163,7 @@ class Standing:
 
 @lru_cache(maxsize=4096)
 def interpret(steps: tuple[Step, ...], ends_as_shards: bool = False) -> tuple[Standing, ...]:
-    """Return what is held before each step, and at the end. Raises BadStrategy where a step does not fit."""
+    """Return the state before each step and at the end. Raise BadStrategy if a step does not fit."""
     held = [Standing()]
     for number, step in enumerate(steps):
         problem = misfit(held[-1], step)
@@ -183,7 +178,7 @@ def interpret(steps: tuple[Step, ...], ends_as_shards: bool = False) -> tuple[St
 
 
 def misfit(held: Standing, step: Step) -> str | None:
-    """Say why a step does not fit what is held; None if it does."""
+    """Return why a step does not fit; None if it fits."""
     if held.proposed is not None and not (isinstance(step, Collective) and step.kind is CollectiveKind.ALL_REDUCE):
         return f"what {held.proposed} proposes is reduced next, by an all_reduce"
     if held.agreed is not None and held.compressor is None and not _compresses(step, held.agreed[0]):
@@ -204,7 +199,6 @@ def misfit(held: Standing, step: Step) -> str | None:
 
 
 def after(held: Standing, step: Step) -> Standing:
-    """Return the state after a step that fits."""
     match step:
         case Propose():
             return replace(held, proposed=step.compressor)
@@ -228,7 +222,6 @@ def after(held: Standing, step: Step) -> Standing:
 
 
 def fitting(held: Standing, steps: Sequence[Step]) -> list[Step]:
-    """Select the steps that fit the state."""
     return [step for step in steps if misfit(held, step) is None]
 
 
@@ -238,7 +231,7 @@ COLLECTIVES = tuple(
 
 
 def travels_whole(compressor: Compressor) -> bool:
-    """Return whether payloads can only be summed as they are: pieces of them mean nothing, or not to every rank."""
+    """Return whether payloads can only be summed whole."""
     facts = compressor.facts
     return (
         facts.needs_whole_parameters
@@ -249,7 +242,6 @@ def travels_whole(compressor: Compressor) -> bool:
 
 
 def _joins(held: Standing, step: Collective) -> bool:
-    """Return whether a collective puts the last split together again."""
     return bool(held.splits) and held.splits[-1].level is step.level and held.splits[-1].kind.joined_by is step.kind
 
 

@@ -1,8 +1,4 @@
-"""Name the kinds that plans and prices speak of: collectives with their facts, element types, and streams.
-
-Collectives have torch's spelling, and the facts about each that more than one file needs. A stream is a queue in which
-a step's work runs. Element types are those that gradients may have.
-"""
+"""Streams, element types and collectives of plans and prices, in torch's spelling."""
 
 from __future__ import annotations
 
@@ -15,18 +11,18 @@ from fxcomp.errors import Unsupported
 
 
 class Stream(Enum):
-    """A queue in which work runs in order."""
+    """Queue whose work runs in order."""
 
-    COMPUTE = "compute"  # the device; compressors placed on it run here too
+    COMPUTE = "compute"  # the device, with its compressors
     INTRA = "intra"  # the links inside a host
     INTER = "inter"  # the links between hosts
     D2H = "d2h"
     H2D = "h2d"
-    CPU = "cpu"  # the pool's thread that compresses and launches
-    CPU_ARRIVING = "arriving"  # the pool's thread that waits and decompresses
-    HOST = "host"  # the main thread, where it hands a step out to a device that works later
+    CPU = "cpu"  # pool thread: compress and launch
+    CPU_ARRIVING = "arriving"  # pool thread: wait and decompress
+    HOST = "host"  # main thread that launches device work
 
-    # Members are single objects; Enum's own hash runs in Python and took a third of the simulator's time.
+    # Enum's own hash runs in Python and took a third of the simulator's time.
     __hash__ = object.__hash__
 
 
@@ -35,12 +31,12 @@ POOL = (Stream.CPU, Stream.CPU_ARRIVING)
 
 
 def wire_of(level: Level, hosts: int) -> Stream:
-    """Return a collective's stream: a flat one is limited by the links between hosts, if there are several."""
+    """Return a collective's stream; links between hosts limit a flat collective."""
     return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER
 
 
 class ElementType(StrEnum):
-    """The type of a gradient's elements: its parameter's. Dense gradients travel in it; compressors are given fp32."""
+    """Element type of gradients. Dense gradients are sent in it; compressors get fp32."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -51,7 +47,6 @@ class ElementType(StrEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> ElementType:
-        """Name a type of torch that a trained parameter may have."""
         return _BY_DTYPE[dtype]
 
     @property
@@ -60,7 +55,6 @@ class ElementType(StrEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return _DTYPES[self].itemsize
 
 
@@ -74,7 +68,6 @@ _BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
 
 
 def check_is_trainable(name: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for a parameter of a type that no gradient may have."""
     if dtype not in _BY_DTYPE:
         advice = (
             "Keep torch.view_as_real(p) as the parameter and compute with torch.view_as_complex, or train with"
@@ -89,7 +82,7 @@ def check_is_trainable(name: str, dtype: torch.dtype) -> None:
 
 
 class CollectiveKind(Enum):
-    """A collective. All but the last have a place in strategies."""
+    """Collective; all but point_to_point may occur in strategies."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -100,46 +93,45 @@ class CollectiveKind(Enum):
     BROADCAST = "broadcast"
     POINT_TO_POINT = "point_to_point"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, for every price that the search asks for
+    __hash__ = object.__hash__  # Enum's own runs in Python
 
     @property
     def gathers(self) -> bool:
-        """One rank receives what every other one contributes: as many times its own bytes."""
+        """True if results are larger than inputs by the number of ranks."""
         return self in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
 
     @property
     def deals(self) -> bool:
-        """Every rank's tensor is dealt out in equal parts to all."""
+        """True if every rank's tensor is distributed in equal parts."""
         return self in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 
     @property
     def splits(self) -> bool:
-        """It ends with a shard on each rank, or with everything on the first one."""
+        """True if each rank ends with a shard, or the root with everything."""
         return self in _JOINED_BY
 
     @property
     def is_rooted(self) -> bool:
-        """The first rank of the group has everything, before it or after it."""
+        """True if the root holds everything before or after."""
         return self in (CollectiveKind.REDUCE, CollectiveKind.GATHER, CollectiveKind.BROADCAST)
 
     @property
     def sums(self) -> bool:
-        """The network adds what ranks send, which needs dense values or payloads that may be added."""
+        """True if the network sums: needs dense values or linear payloads."""
         return self in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
 
     @property
     def is_in_place(self) -> bool:
-        """It overwrites its input; all others leave it."""
         return self is CollectiveKind.ALL_REDUCE
 
     @property
     def has_parts(self) -> bool:
-        """Each rank owns a part, of its own size: `runtime/transfers.py` says which it brings and gets."""
+        """True if each rank owns a part of its own size; see `runtime/transfers.py`."""
         return self not in (CollectiveKind.ALL_REDUCE, CollectiveKind.POINT_TO_POINT)
 
     @property
     def joined_by(self) -> CollectiveKind:
-        """The collective that undoes this split."""
+        """Collective that undoes this split."""
         return _JOINED_BY[self]
 
 
@@ -151,9 +143,10 @@ _JOINED_BY = {
 }
 
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
-"""The collectives that most plans are made of: every backend must have them. They are measured while compiling, an
-all_to_all only where no gather tells its time."""
+"""Collectives of most plans, required of every backend. They are measured while compiling; an all_to_all only if the
+all_gather's time does not determine it.
+"""
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with a peak of their own, named after the type of their numbers: `bf16 attention`."""
+"""Kernels with their own peak, prefixed by the element type: `bf16 attention`."""

@@ -1,10 +1,10 @@
-"""The legs of a strategy that is bound to a bucket, a cluster and a rank, and the cuts of the bucket.
+"""Legs of a strategy bound to a bucket, a cluster and a rank, and the cuts of a bucket.
 
     Encode   pieces of the bucket, and the parameters' parts in each
-    Send     one collective, and what each rank of the group owns of it
-    Decode   the mean of the payloads of each piece
+    Send     one collective, and each rank's part
+    Decode   mean of the payloads of each piece
 
-`route.py` makes them.
+`route.py` makes the legs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fxcomp.plan.interpret import Device
 from fxcomp.plan.kinds import CollectiveKind, ElementType
 
 Piece = range
-"""Values of a bucket, from start up to stop."""
+"""Range of a bucket's values."""
 
 
-# A search binds many strategies to the same bucket: what is asked of it is kept.
+# Cached: a search binds many strategies to the same bucket.
 
 
 @lru_cache(maxsize=1024)
 def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
-    """Cut a piece of a bucket, whose parameters end at `edges`, into one shard for each rank."""
+    """Cut a piece into one shard per rank; `edges` are the parameters' ends."""
     borders = cut_points(segments_of(edges, piece), ranks, grain)
     return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
 
 
 @lru_cache(maxsize=16_384)
 def segments_of(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
-    """List the sizes of the parameters' parts in a piece."""
+    """Return the sizes of the parameters' parts in a piece."""
     sizes: list[int] = []
     start, number = piece.start, bisect_right(edges, piece.start)
     while start < piece.stop:
@@ -56,9 +56,9 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
         0         0|1       1|2       2       cut points 0, 6, 11, 16
 
     A border lies between two parameters, or at a multiple of the grain from the start of the parameter that it cuts.
-    b_i is the allowed place nearest to i / parts of the whole; of two equally near, the lower one. Where the grain is a
-    compressor's block, no block belongs to two shards: the payload of a shard is what the compressor makes of the
-    shard's own segments. A shard differs from an equal part by at most the grain; a small bucket leaves some empty.
+    b_i is the allowed place nearest to i / parts of the whole; the lower place wins a tie. A shard differs from an
+    equal part by at most the grain and may be empty. If the grain is a compressor's block, no block belongs to two
+    shards.
     """
     assert parts >= 1, f"a bucket is cut into one part or more, not {parts}"
     assert grain >= 1, f"a grain is one value or more, not {grain}"
@@ -67,9 +67,9 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
 
 
 def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, range], ...]:
-    """Cut parameters along their rows, as fully_shard does: each rank's parts in turn, by the parameter's number.
+    """Cut parameters by rows, as fully_shard does; return (index, elements) pairs, rank by rank.
 
-    All ranks have as many rows of a parameter; the last ones may lie after its end, and are zeros.
+    Every rank has the same number of rows; rows past a parameter's end are zeros.
     """
     parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes]
     return tuple(
@@ -81,12 +81,12 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
-    """The allowed place nearest to index / parts of the whole, in integers."""
+    """Return the allowed place nearest to index / parts of the whole."""
     whole = edges[-1]
-    ideal = index * whole  # times 1 / parts
+    ideal = index * whole  # divided by parts
     if ideal == parts * whole:
         return whole
-    segment = bisect_right(edges, ideal // parts) - 1  # the last one that starts here or before: it is not empty
+    segment = bisect_right(edges, ideal // parts) - 1  # last segment that starts here or before; not empty
     start, end = edges[segment], edges[segment + 1]
     below = start + (ideal // parts - start) // grain * grain
     above = min(below + grain, end)
@@ -94,31 +94,30 @@ def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> 
 
 
 Cut = int | tuple[int, ...]
-"""The elements that each rank of a group owns, or the number of equal parts."""
+"""Elements of each rank, or the number of equal parts."""
 
 
 class Unit(NamedTuple):
-    """The unit of values that ranks hold, against the mean gradient's."""
+    """Unit of a rank's values relative to the mean gradient's."""
 
     weight: Fraction
-    """Add up `weight` times the values of every rank that holds a place: the mean gradient."""
+    """The mean gradient is the sum of `weight` times the values over all ranks that hold a place."""
     total: Fraction
-    """The weights of all ranks that hold one place: values that are the same on all of them stand for so many times."""
+    """Sum of the weights of all ranks that hold a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Propose or compress. `pieces` lie one after the other in the value, and so do their payloads."""
+    """Leg that proposes or compresses. `pieces` and their payloads are contiguous."""
 
     slot: int
     compressor: Compressor
     device: Device
     pieces: tuple[Piece, ...]
     segments: tuple[tuple[int, ...], ...]
-    """The parameters' parts in each piece."""
     unit: Unit
     place: int
-    """This rank's number among those that compress other values for the same places."""
+    """Index among the ranks that compress different values for the same places."""
     is_proposal: bool = False
 
     @property
@@ -132,18 +131,18 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One collective. `turned` says how payloads are put in order before it, if they must be: see `Turn`."""
+    """Leg of one collective."""
 
     kind: CollectiveKind
     level: Level
     cut: Cut
     place: int
-    """This rank's number in its group."""
+    """Rank in the group."""
     ranks: int
-    """The group's size; a group of one has nothing to send."""
+    """Group size; a group of one sends nothing."""
     itemsize: int
     slot: int | None
-    """Whose payload travels; None for dense values."""
+    """Slot of the payload; None for dense values."""
     how: str = "sum"
     turned: Turn | None = None
 
@@ -152,16 +151,16 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Count the bytes that it is priced by, where this rank holds so many: of a gather what one rank brings."""
+        """Return the bytes that determine the price: for a gather one rank's contribution."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property
     def is_priced_by_largest(self) -> bool:
-        """Ranks bring parts of their own sizes, of which the largest counts."""
+        """True if the largest of unequal parts determines the price."""
         return bool(self.parts) and not self.kind.splits
 
     def leaves(self, held: int) -> int:
-        """Count the bytes that this rank holds afterwards."""
+        """Return the bytes held afterwards."""
         if not self.kind.has_parts:
             return held
         if self.kind.splits:
@@ -171,7 +170,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Put `outer` rows of parts of these sizes in the parts' order: all rows of part 0, then all of part 1, ..."""
+    """Reordering of `outer` rows of parts of these sizes: all rows of part 0, then all of part 1, ..."""
 
     outer: int
     sizes: tuple[int, ...]
@@ -179,7 +178,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The mean of `payloads` payloads of each piece."""
+    """Leg that averages `payloads` payloads of each piece."""
 
     slot: int
     compressor: Compressor
@@ -198,14 +197,14 @@ Leg = Encode | Send | Decode
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The legs of one bucket on one rank, cut after each collective: the last stage follows the last one."""
+    """Legs of one bucket on one rank, cut after each collective."""
 
     scale: Fraction
-    """Gradients are multiplied by it while they are packed."""
+    """Factor applied to gradients while packing."""
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     element_type: ElementType = ElementType.F32
-    """Of dense values that travel."""
+    """Element type of dense values."""
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -213,17 +212,15 @@ class Route:
 
     @property
     def packs_fp32(self) -> bool:
-        """A compressor takes what is packed as it is, and not what a collective has made of it."""
+        """True if a compressor, not a collective, reads the packed values."""
         first = next((leg for leg in self.legs if not isinstance(leg, Send) or leg.ranks > 1), None)
         return isinstance(first, Encode)
 
     @property
     def slots(self) -> tuple[Encode, ...]:
-        """The compressions, by slot."""
         return tuple(leg for leg in self.legs if isinstance(leg, Encode) and not leg.is_proposal)
 
 
 @lru_cache(maxsize=16_384)
 def payload_elements_of(compressor: Compressor, segments: tuple[int, ...]) -> int:
-    """Count the elements of a payload of these segments."""
     return compressor.payload_elements(segments)

@@ -1,15 +1,14 @@
-"""Write a bucket's route down as lines: what is done to the bucket, in order, and how many bytes each line handles.
+"""Lines of a bucket's route: the operations in order, with their bytes.
 
     reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra      2x2, bf16
 
     stage 0   pack   send reduce_scatter
-    stage 1   cast   compress   send all_gather      compressors take fp32
-    stage 2   decompress   cast   send all_gather    dense values travel as bf16
+    stage 1   cast   compress   send all_gather      compressors use fp32
+    stage 2   decompress   cast   send all_gather    dense values are sent as bf16
     stage 3
-    at last   (copy to the device, cast)
+    finally   (copy to the device, cast)
 
-Everything else is a short walk over these lines, with a table by kind: `passes/lower_strategies.py` makes nodes,
-`search/plan_tasks.py` tasks, `search/least_work.py` bounds; `sent` lists what a bucket sends.
+`passes/lower_strategies.py` makes nodes of lines, `search/plan_tasks.py` tasks, `search/least_work.py` bounds.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from fxcomp.plan.kinds import Stream
 from fxcomp.plan.legs import Decode, Encode, Leg, Route, Send
 
 FP32 = 4
-"""Bytes of an element as compressors take and give it."""
+"""Bytes per element of compressors' input and output."""
 
 
 class LineKind(Enum):
-    """A thing that is done to a bucket; its value is its name in timelines."""
-
     PACK = "pack"
     CAST = "cast"
     D2H = "d2h"
@@ -35,7 +32,7 @@ class LineKind(Enum):
     TURN = "turn"
     PROPOSE = "propose"
     AGREE = "agree"
-    """A collective of proposals."""
+    """Collective of proposals."""
     COMPRESS = "compress"
     SEND = "send"
     DECOMPRESS = "decompress"
@@ -44,17 +41,16 @@ class LineKind(Enum):
 
 
 class BucketLine(NamedTuple):
-    """One thing that is done to a bucket on one rank."""
-
     kind: LineKind
     stream: Stream
-    """Where it runs; a collective, where it is started."""
+    """Stream that runs the operation, or starts a collective."""
     size: int
-    """The bytes that it is priced by: what it makes of the bucket; of packing and casting the mean of what is read and
-    written, of copies and turns what they move, of collectives one rank's part for a gather, else the whole."""
+    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn: moved. Gather: one rank's
+    part. Other collectives: the whole. Others: the result.
+    """
     leg: Leg | None = None
     of: Encode | None = None
-    """Whose payload or proposal it takes; None for dense values."""
+    """Encode leg of the payload or proposal; None if dense."""
 
     @property
     def encode(self) -> Encode:
@@ -76,29 +72,29 @@ Stages = tuple[tuple[BucketLine, ...], ...]
 
 
 def lines_of(route: Route) -> Stages:
-    """List the lines of each stage of a route; after them those that leave the mean on the device, in its type."""
+    """Return the lines of each stage, then the lines that bring the mean to the device in the gradients' type."""
     return _LineWriter(route).stages()
 
 
 def sent(stages: Stages) -> list[BucketLine]:
-    """List the collectives in order. Their sizes are those of the route's rank: shards may differ between ranks."""
+    """Return the collectives in order; sizes may differ between ranks."""
     return [line for stage in stages for line in stage if line.kind in (LineKind.SEND, LineKind.AGREE)]
 
 
 class _LineWriter:
-    """Writes the lines of a route, and tracks where the tensor lies and how large it is between them."""
+    """Writes the lines and tracks the tensor's device and size."""
 
     def __init__(self, route: Route) -> None:
         self.route = route
         self.dense = route.element_type.itemsize
         self.itemsize = FP32 if route.packs_fp32 else self.dense
-        """Bytes of an element, while the tensor is not compressed."""
+        """Bytes per dense element."""
         self.held = self.itemsize * len(route.whole)
-        """Bytes of the tensor as it is now."""
+        """Bytes of the tensor."""
         self.payload_of: Encode | None = None
         self.proposal: Encode | None = None
         self.on_pool = False
-        """The host's pool holds the tensor now, launches its collectives and waits for them."""
+        """True while the pool holds the tensor and launches its collectives."""
         self.lines: list[BucketLine] = []
 
     def stages(self) -> Stages:
@@ -132,7 +128,6 @@ class _LineWriter:
                 self._send(leg)
 
     def _bring_to(self, device: Device) -> None:
-        """Copy the tensor if what comes next runs where it is not yet."""
         to_pool = device is Device.CPU
         if self.on_pool != to_pool:
             self.on_pool = to_pool
@@ -140,7 +135,6 @@ class _LineWriter:
             self._add(kind, self.held, stream=stream)
 
     def _cast(self, itemsize: int) -> None:
-        """Give elements so many bytes: compressors take and give fp32, dense values travel in the gradients' type."""
         if self.itemsize != itemsize:
             read, self.held = self.held, self.held // self.itemsize * itemsize
             self.itemsize = itemsize
@@ -161,7 +155,7 @@ class _LineWriter:
             proposed = sum(map(made.compressor.proposal_bytes, made.segments))
             self.lines.append(BucketLine(LineKind.AGREE, self._thread, proposed, leg, made))
             return
-        if leg.ranks == 1:  # nothing is sent, and nothing was cast for it
+        if leg.ranks == 1:
             held = self.held if leg.slot is not None else self.held // self.itemsize * self.dense
             self._add(LineKind.SEND, leg.works_on(held), leg)
             return

@@ -1,4 +1,4 @@
-"""Say what a mode allows: the strategies that a bucket may have, and the error of the whole plan."""
+"""Modes: a bucket's strategies, and the plan's error limit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Str
 
 
 class Mode(Enum):
-    """The precision that may be traded for speed."""
+    """Trade-off between precision and speed."""
 
-    LOSSLESS = "lossless"  # dense: buckets and their order alone
+    LOSSLESS = "lossless"  # dense: only buckets and their order are chosen
     BALANCED = "balanced"  # follows the dense loss
-    AGGRESSIVE = "aggressive"  # within 1.5 % of the dense loss, as measured on our tasks
+    AGGRESSIVE = "aggressive"  # within 1.5 % of the dense loss, measured on our tasks
     LOSSY = "lossy"  # as fast as possible
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """Read a mode. Raises BadOption."""
+        """Parse a mode's name. Raise BadOption."""
         if text in MODES:
             return cls(text)
         close = difflib.get_close_matches(text.lower(), MODES, n=1, cutoff=0.0)
@@ -36,7 +36,7 @@ MODES = tuple(mode.value for mode in Mode)
 
 
 class Content(Enum):
-    """The kinds of gradients in a bucket. Vectors (biases, norms) are small, and their errors show most."""
+    """Content of a bucket. Vectors (biases, norms) are small and most sensitive to errors."""
 
     MATRICES = "matrices"
     VECTORS = "vectors"
@@ -47,18 +47,16 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A compressor that a mode offers, or one for each of two shots, and why."""
+    """Candidate: a compressor, or one for each of two shots, and the reason."""
 
     first: str
     second: str | None
     reason: str
     vectors: bool = False
-    """For buckets of vectors too."""
     mixed: bool = False
-    """For buckets of both."""
 
 
-# The small error first: it wins a tie.
+# By increasing error, because the first entry wins a tie.
 _BALANCED = (
     Entry("bf16", None, "half the bytes at no visible error; the network adds it up", vectors=True, mixed=True),
     Entry("int8", None, "a quarter: the fewest bytes that need no error feedback", mixed=True),
@@ -82,7 +80,7 @@ ENTRIES: dict[Mode, tuple[Entry, ...]] = {
     Mode.AGGRESSIVE: _BALANCED,
     Mode.LOSSY: (*_BALANCED, *_LOSSY),
 }
-"""The candidates of each mode at gradients, beside the dense strategies. docs/strategies.md shows them."""
+"""Candidates of each mode, without dense strategies; see docs/strategies.md."""
 
 
 def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
@@ -94,10 +92,9 @@ AT_MOMENTA = (
     Entry("cmax(8)", "cmax(8)", "a sixtieth, once the second moment is frozen"),
     Entry("cmax(8)", None, "the same between two ranks"),
 )
-"""The candidates of matrices where ranks exchange momenta (docs/where_the_mean_stands.md has the measurements)."""
+"""Candidates for matrices if momenta are exchanged (measured, docs/where_the_mean_stands.md)."""
 
 MOMENTUM_COMPRESSORS = _compressors(AT_MOMENTA)
-"""Compressors of momenta."""
 
 _DENSITIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 _RANKS = (1, 2, 4, 8, 16)
@@ -112,41 +109,39 @@ _LADDER = (
     *(Entry(f"topk({density})", "int4", "the same on many ranks") for density in _DENSITIES),
     *(Entry(f"sidco({density})", None, "the same, sooner") for density in (0.001, 0.01)),
 )
-"""A budget's compressors: every family, its parameters a factor of two or three apart, as error tables have them."""
+"""Candidates under an error budget: every family, parameters a factor of 2 to 3 apart, as in error tables."""
 
-_LIMIT_AT_DENSE_LOSS = 0.028  # 4 bits a number in blocks of 128, in both shots, everywhere
+_LIMIT_AT_DENSE_LOSS = 0.028  # int4 in blocks of 128, both shots, all gradients
 _ERROR_LIMITS = {
     Mode.LOSSLESS: 0.0,
     Mode.BALANCED: _LIMIT_AT_DENSE_LOSS,
     Mode.AGGRESSIVE: _LIMIT_AT_DENSE_LOSS,
-    Mode.LOSSY: 0.93,  # the largest 1 % with error feedback, everywhere, and 4 bits for what is chosen
+    Mode.LOSSY: 0.93,  # top 1 % with error feedback, then int4, all gradients
 }
 
 FEWEST_FOR_TWO_SHOTS = 3
-"""Between two ranks the second shot sends what one shot sends, after one more message."""
+"""Minimum number of ranks: with two, the second shot sends the bytes of one shot in one more message."""
 
 
 def error_limit(mode: Mode) -> float:
-    """Return the relative squared error that a whole plan may have in a mode."""
+    """Return the plan's error limit."""
     return _ERROR_LIMITS[mode]
 
 
 @cache
 def compressors_of(mode: Mode) -> tuple[Compressor, ...]:
-    """Return the compressors that a mode may choose."""
     return _compressors(ENTRIES[mode])
 
 
 LADDER_COMPRESSORS = _compressors(_LADDER)
-"""Compressors that an error budget may choose."""
 
 
 def strategies(
     mode: Mode, cluster: Cluster, content: Content = Content.MATRICES, *, offload: bool = True
 ) -> tuple[Strategy, ...]:
-    """Return every strategy that a bucket may have here, dense first, then by error.
+    """Return a bucket's strategies in a mode, dense first, then by error.
 
-    `offload` allows the pool: it is no help where the device's own work takes all processors.
+    `offload` allows the pool, which does not help if device work uses all processors.
     """
     entries = [entry for entry in ENTRIES[mode] if mode is Mode.LOSSY or _is_for(entry, content)]
     return _ways_of(tuple(entries), cluster, offload=offload)
@@ -155,9 +150,9 @@ def strategies(
 def strategies_within(
     limit: float, cluster: Cluster, content: Content = Content.MATRICES, *, offload: bool = True
 ) -> tuple[Strategy, ...]:
-    """Return every strategy that a bucket may have under a limit of its own, of all families.
+    """Return a bucket's strategies under an error limit.
 
-    Vectors are treated as in balanced mode up to its limit, and as in lossy mode above it.
+    Vectors are treated as in balanced mode up to its limit, above it as in lossy mode.
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
@@ -165,10 +160,7 @@ def strategies_within(
 
 
 def strategies_at_momenta(cluster: Cluster, content: Content, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return every strategy of a bucket where ranks exchange momenta of matrices, dense ones first.
-
-    Vectors stay at the gradient, as `balanced` sends them.
-    """
+    """Return a bucket's strategies if momenta are exchanged, dense first; vectors stay at the gradient."""
     beside = tuple(entry for entry in _BALANCED if entry.vectors)
     entries = {Content.MATRICES: AT_MOMENTA, Content.VECTORS: beside}
     return _ways_of(entries.get(content, ()), cluster, offload=offload)
@@ -185,7 +177,7 @@ def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> 
 
 @lru_cache(maxsize=1024)
 def worth_offering(offered: tuple[Strategy, ...], element_type: ElementType) -> tuple[Strategy, ...]:
-    """Put dense strategies in the place of those that send gradients of a type in one as long: bf16 as bf16."""
+    """Replace casts that do not shorten the gradients' type by dense strategies."""
     return tuple(dict.fromkeys(each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered))
 
 
@@ -197,7 +189,7 @@ def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
 
 
 def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return every way of one compressor here, in one shot: over all ranks first, then level by level."""
+    """Return a compressor's one-shot strategies: over all ranks first, then by level."""
     if cluster.world_size == 1:
         return (DENSE,)
     if compressor is None:
@@ -214,7 +206,6 @@ def _is_for(entry: Entry, content: Content) -> bool:
 
 
 def ways(cluster: Cluster) -> tuple[ByLevel, ...]:
-    """Return the ways to go level by level here."""
     if cluster.hosts == 1 or (cluster.ranks_per_host == 1 and not cluster.has_racks):
         return ()
     if not cluster.is_even:

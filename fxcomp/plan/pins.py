@@ -1,10 +1,9 @@
-"""Pin gradients by hand: patterns of parameter names with a strategy each, and the last one that matches decides.
+"""Manual strategies by parameter name; the last matching pattern decides.
 
     {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
 
-A pattern is matched against a parameter's whole name, as `model.named_parameters()` gives it, the way a shell matches
-file names: `*` is any text, dots too. A name matches itself, whatever is in it.
-docs/decisions/0031-one-argument-says-how-gradients-travel.md says why the last one decides.
+Patterns match whole names of `model.named_parameters()` like shell patterns: `*` matches any text, also dots. A name
+always matches itself. See docs/decisions/0031-one-argument-says-how-gradients-travel.md.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""A search has 256 strands: of each type of gradients, matrices and vectors take two, each pinned strategy one."""
+"""Maximum number of pinned strategies. Of a search's 256 strands, matrices and vectors of each element type take two,
+and each pinned strategy takes one.
+"""
 
-_SHOWN = 3  # names in an error
+_SHOWN = 3  # names shown in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, and the strategy of the parameters that it decides."""
-
     pattern: str
     text: str
-    """`dense`, a compressor or a strategy, as it is written back."""
+    """Normalized text: `dense`, a compressor or a strategy."""
 
     def matches(self, name: str) -> bool:
         return name == self.pattern or fnmatchcase(name, self.pattern)
 
     def strategies(self, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:
-        """List what a bucket may have: exactly the strategy that is named, or any way of one compressor in one shot."""
+        """Return the named strategy, or all one-shot strategies of a compressor."""
         if is_strategy(self.text):
             return (strategy_named(self.text),)
         return one_shot_ways(strategy_named(self.text).compressor, cluster, offload=offload)
 
     def check_size(self, name: str, elements: int) -> None:
-        """Raise BadOption for a parameter of more values than the compressor can select from."""
+        """Raise BadOption if the compressor cannot select from this many values."""
         compressor = strategy_named(self.text).compressor
-        is_cut = is_strategy(self.text) and not self.text.startswith("compress")  # each rank selects from a shard
+        is_cut = is_strategy(self.text) and not self.text.startswith("compress")
         if compressor is None or compressor.facts.needs_whole_parameters or is_cut:
             return
         try:
@@ -69,13 +68,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """The rules in the order in which they were given."""
-
     rules: tuple[Rule, ...] = ()
 
     @classmethod
     def read(cls, given: object) -> Pins:
-        """Read `pins=`: a mapping from patterns to strategies. Raises BadOption."""
+        """Parse `pins=`. Raise BadOption."""
         if given is None:
             return NO_PINS
         if not isinstance(given, Mapping):
@@ -97,21 +94,18 @@ class Pins:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """List the strategies that rules name, each once."""
         return tuple(dict.fromkeys(rule.text for rule in self.rules))
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressors that must have a price."""
         found = (compressor for text in self.texts for compressor in strategy_named(text).compressors)
         return tuple(dict.fromkeys(found))
 
     def rule_for(self, name: str) -> Rule | None:
-        """Find a parameter's rule: the last one that matches."""
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
-        """List the parameters that each rule decides, without the rules that decide none."""
+        """Return each rule's parameters, without rules that decide none."""
         found: dict[Rule, list[str]] = {}
         for name in names:
             rule = self.rule_for(name)
@@ -120,15 +114,14 @@ class Pins:
         return {rule: found[rule] for rule in self.rules if rule in found}
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Return whether a bucket's strategy was pinned: no bucket holds pinned gradients and others."""
+        """Return whether a bucket is pinned. No bucket mixes pinned gradients with others."""
         return self.rule_for(bucket.names[0]) is not None
 
     def leaves_dense(self, plan: Plan) -> bool:
-        """Return whether all of a plan that is not pinned is dense."""
         return all(bucket.strategy.is_dense or self.is_pinned(bucket) for bucket in plan.buckets)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise BadOption for a pattern that decides nothing in a model, or not all that it names."""
+        """Raise BadOption for a pattern without effect in a model."""
         everything = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shared = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -139,9 +132,9 @@ class Pins:
                 rule.check_size(name, parameter.numel())
 
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
-        """Raise BadOption for a pattern that decides nothing, or not all that it names.
+        """Raise BadOption for a pattern without effect.
 
-        `trained` says of each parameter whether it needs a gradient, `shared` by which name each one is known.
+        `trained` maps parameters to `requires_grad`, `shared` every name of a tensor to its first name.
         """
         for rule in self.rules:
             matched = [name for name in trained if rule.matches(name)]
@@ -165,7 +158,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a second name of a tensor, and the first one is decided otherwise."""
+        """Raise BadOption if a rule matches a second name but does not decide the tensor."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)
@@ -177,7 +170,7 @@ class Pins:
             )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadOption for a strategy that the cluster's shape does not allow."""
+        """Raise BadOption for a strategy that the cluster does not allow."""
         for rule in self.rules:
             try:
                 for strategy in rule.strategies(cluster):
@@ -187,7 +180,7 @@ class Pins:
                 raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:
-        """List what must be the same on all ranks, in the order that counts."""
+        """Return the facts that must agree on all ranks, in order."""
         return [str(rule) for rule in self.rules]
 
     def to_json(self) -> list[list[str]]:
@@ -195,7 +188,6 @@ class Pins:
 
     @classmethod
     def from_json(cls, data: Iterable[Sequence[str]]) -> Pins:
-        """Build them from `to_json`'s data."""
         return cls(tuple(Rule(pattern, text) for pattern, text in data))
 
 
@@ -203,7 +195,7 @@ NO_PINS = Pins()
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, str]:
-    """Read `PATTERN=STRATEGY` texts. Raises BadOption."""
+    """Parse `PATTERN=STRATEGY` texts. Raise BadOption."""
     given: dict[str, str] = {}
     for text in texts:
         pattern, equals, strategy = text.partition("=")
@@ -250,7 +242,6 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
 
 
 def _sharing(asked: str, names: Sequence[str]) -> list[str]:
-    """List the names that have a word of a pattern in them, or nearly."""
     words = [word for word in asked.split(".") if len(word) > 2]
     return [name for name in names if any(difflib.get_close_matches(word, name.split("."), n=1) for word in words)][
         :_SHOWN

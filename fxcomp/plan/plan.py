@@ -1,4 +1,4 @@
-"""Say what happens to all gradients: buckets in the order in which they leave, with a strategy each."""
+"""Plan of a job: buckets of gradients in launch order, with a strategy each."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ from fxcomp.plan.strategy import Collective, Strategy
 
 
 class ExchangePoint(Enum):
-    """The place in a step where the mean over ranks stands."""
+    """Tensor that the ranks average in a step."""
 
     GRADIENT = "gradient"
-    MOMENTUM = "momentum"  # the optimizer's mean of gradients, in units of the root of a frozen second moment
+    MOMENTUM = "momentum"  # in units of the root of a frozen second moment
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients of one type that travel as one: parameter names, their sizes in elements, and their strategy.
+    """Gradients of one element type that share collectives: parameter names, sizes in elements, and a strategy.
 
-    Scales and counts of a compressor never mix parameters: each is a segment of its own.
-
-    A gradient may be cut into parts that travel in several buckets. `starts` has the place of each part's first element
-    in its parameter, laid flat, and `sizes` the elements of the part. Without starts all of them are 0.
+    Each parameter is a segment of its own, with its own scales and counts. A gradient may be cut into parts in several
+    buckets: `starts` holds each part's offset in the flattened parameter (default 0).
     """
 
     names: tuple[str, ...]
@@ -61,11 +59,11 @@ class Bucket:
 
     @property
     def extents(self) -> tuple[range, ...]:
-        """The elements of each parameter that travel here."""
+        """Element range of each parameter in this bucket."""
         return tuple(range(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def shapes(self, whole: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-        """Shape what travels here, given the shapes of whole parameters."""
+        """Return the shapes of the bucket's parts."""
         return [part_shape(whole[name], extent) for name, extent in zip(self.names, self.extents, strict=True)]
 
     def __str__(self) -> str:
@@ -75,7 +73,7 @@ class Bucket:
 
 
 def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
-    """Shape a part of a parameter: whole rows stay rows, other parts are flat."""
+    """Return a part's shape: whole rows stay rows, other parts are flat."""
     if len(extent) == math.prod(shape):
         return tuple(shape)
     row = math.prod(shape[1:])
@@ -86,7 +84,7 @@ def part_shape(shape: Sequence[int], extent: range) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One entry of a plan's schedule: run stage `stage` of bucket `bucket` after compute region `region`."""
+    """Schedule entry: run stage `stage` of bucket `bucket` after compute region `region`."""
 
     region: int
     bucket: int
@@ -95,7 +93,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """Return the schedule of buckets with so many stages each; see `Plan.schedule`."""
+    """Return the schedule for these numbers of stages per bucket; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
@@ -107,7 +105,7 @@ def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The `buckets` in the order in which they leave, with a strategy each. Every rank must share it."""
+    """`buckets` in launch order, equal on all ranks."""
 
     buckets: tuple[Bucket, ...]
 
@@ -121,12 +119,12 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters, in the order in which their first parts leave."""
+        """Parameters, ordered by their first parts."""
         return tuple(dict.fromkeys(name for bucket in self.buckets for name in bucket.names))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements, by parameter."""
+        """Elements of each parameter."""
         found = Counter[str]()
         for bucket in self.buckets:
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
@@ -135,12 +133,10 @@ class Plan:
 
     @property
     def types(self) -> dict[str, ElementType]:
-        """The type of each parameter's gradient."""
         return {name: bucket.element_type for bucket in self.buckets for name in bucket.names}
 
     @property
     def parts(self) -> dict[str, tuple[range, ...]]:
-        """The parts of each parameter, in order; one for a gradient that is not cut."""
         found: dict[str, list[range]] = {}
         for bucket in self.buckets:
             for name, extent in zip(bucket.names, bucket.extents, strict=True):
@@ -148,7 +144,7 @@ class Plan:
         return {name: tuple(sorted(parts, key=lambda part: (part.start, part.stop))) for name, parts in found.items()}
 
     def labels(self, bucket: Bucket) -> tuple[str, ...]:
-        """Name a bucket's gradients; a part of one is `fc.weight[0:65536]`."""
+        """Return the labels of a bucket's gradients, like `fc.weight[0:65536]` for a part."""
         sizes = self.sizes
         return tuple(
             name if len(extent) == sizes[name] else f"{name}[{extent.start}:{extent.stop}]"
@@ -157,24 +153,23 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        """Nothing is compressed."""
+        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """The parameters of which ranks exchange the momentum."""
+        """Parameters whose momentum is exchanged."""
         moved = (bucket.names for bucket in self.buckets if bucket.at is ExchangePoint.MOMENTUM)
         return tuple(dict.fromkeys(name for names in moved for name in names))
 
     @property
     def moves_exchange(self) -> bool:
-        """Ranks exchange the momentum of some parameters."""
         return bool(self.moved)
 
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
-        """Let ranks exchange momenta in the buckets that are compressed, and where other parts of the same travel.
+        """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
 
-        Parameters in `staying` stay at the gradient, and share no bucket with others.
+        Parameters in `staying` stay at the gradient, unless they share a bucket with parameters that move.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
@@ -184,7 +179,7 @@ class Plan:
         return self._at(points)
 
     def at_gradients(self) -> Plan:
-        """Let ranks exchange gradients in all buckets."""
+        """Return the plan that exchanges gradients in all buckets."""
         return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
 
     def _at(self, points: Sequence[ExchangePoint]) -> Plan:
@@ -192,25 +187,25 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A short fingerprint; equal plans have equal digests on every machine."""
+        """Return a short hash, equal on every machine for equal plans."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def bucket_of(self, name: str) -> int:
-        """Number the bucket with which a gradient is complete: the last one that holds a part of it."""
+        """Return the index of the last bucket with a part of a gradient."""
         return max(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
 
     def schedule(self) -> tuple[Launch, ...]:
-        """Return the order in which stages start, a function of the plan alone, so the same on every rank.
+        """Return the order in which stages start, a function of the plan alone.
 
-        Region k is the compute down to the last gradient of bucket k. After it stage 0 of bucket k starts, then
-        stage 1 of bucket k-1 and so on: each later stage waits one region, for its wire to finish meanwhile.
-        After the last region the rest follows in the same order. What follows a last collective is in here only where
-        the pool does it; for all else the main thread would have to wait.
+        Region k is the compute up to the last gradient of bucket k. After it stage 0 of bucket k starts, then stage 1
+        of bucket k-1, and so on, so that each collective has one region to finish. The remaining stages follow the last
+        region. The stage after the last collective is included only if the pool runs it: otherwise the main thread
+        would have to wait.
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
     def check_covers(self, sizes: Mapping[str, int], types: Mapping[str, ElementType] | None = None) -> None:
-        """Raise BadPlan unless the plan names exactly these gradients, with their sizes; and types, if told."""
+        """Raise BadPlan unless the plan covers exactly these gradients, sizes and, if given, types."""
         planned = self.sizes
         unknown = [name for name in planned if name not in sizes]
         missing = [name for name in sizes if name not in planned]
@@ -237,7 +232,7 @@ class Plan:
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a bucket's ranks share work by units that have unequal numbers of ranks."""
+        """Raise BadPlan if a collective needs equal hosts or racks."""
         for number, bucket in enumerate(self.buckets):
             for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
                 if isinstance(step, Collective) and not _is_even(held, step, cluster):
@@ -250,12 +245,11 @@ class Plan:
                     )
 
     def with_strategies(self, strategies: Sequence[Strategy]) -> Plan:
-        """Replace the buckets' strategies."""
         pairs = zip(self.buckets, strategies, strict=True)
         return Plan(tuple(replace(bucket, strategy=strategy) for bucket, strategy in pairs))
 
     def differs_in_parameters_only(self, other: Plan) -> bool:
-        """Tell plans of the same buckets whose compressors have other parameters: one program can follow both."""
+        """Return whether the plans differ in compressor parameters alone: one program can run both."""
         if len(self.buckets) != len(other.buckets):
             return False
         return all(
@@ -266,7 +260,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `save` writes."""
+        """Return the plan as plain data."""
         return {
             "version": 1,
             "buckets": [
@@ -280,7 +274,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Build a plan from `data` of `to_json`. Raises BadPlan."""
+        """Build a plan from the `data` of `to_json`. Raise BadPlan."""
         try:
             if data["version"] != 1:
                 raise BadPlan(f"this plan has version {data['version']!r}; this fxcomp reads version 1")
@@ -301,17 +295,17 @@ class Plan:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path`, which `compress=` takes."""
+        """Write the plan to `path`."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read the plan file `path`. Raises BadPlan naming the file."""
+        """Read the plan file `path`. Raise BadPlan."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
             raise BadPlan(f"cannot read the plan {path}: {error.strerror}") from None
-        except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no plan
+        except (ValueError, RecursionError, FxcompError) as error:  # not text, not JSON, or not a plan
             raise BadPlan(f"cannot read the plan {path}: {error}") from None
 
     def __str__(self) -> str:
@@ -319,7 +313,7 @@ class Plan:
 
 
 def _check_parts(name: str, parts: Sequence[range]) -> None:
-    """Raise BadPlan unless parts, in order, follow one upon the other from element 0 on."""
+    """Raise BadPlan unless sorted parts cover a parameter without gaps or overlap."""
     end = 0
     for number, part in enumerate(parts):
         if part.start < end or (number and not part):
@@ -333,14 +327,14 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
 
 
 def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
-    """Return whether every rank has a counterpart at a collective's level, or that one rank of each host does all."""
+    """Return whether every rank has a counterpart, or one rank of each host acts for all."""
     match step.level:
         case Level.WORLD:
             return True
         case Level.INTRA:
             is_dense = step.kind in (CollectiveKind.REDUCE, CollectiveKind.BROADCAST)
             return cluster.is_even or is_dense
-        case Level.INTER:  # the first ranks of all hosts meet; the others have no counterpart, and hold nothing
+        case Level.INTER:  # only the first ranks of uneven hosts meet; their other ranks hold nothing
             return cluster.is_even or any(split.level is Level.INTRA for split in held.splits)
         case Level.RACK | Level.RACKS:
             return cluster.is_even and cluster.has_racks

@@ -1,4 +1,4 @@
-"""Name the prices that lines of a step and tasks of a bucket ask for, and of which sizes; a cost table has them."""
+"""Prices of lines and tasks, implemented by a cost table, and their sizes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fxcomp.plan.strategy import Device
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
-    """Time of a collective alone, in us, and its effect on compute that it overlaps."""
+    """Time of a collective alone, in µs, and its interaction with compute."""
 
     us: float
     load: float = 0.0
-    """The share of compute's processors that it takes while it runs."""
+    """Processors used."""
     overlap_speed: float = 1.0
-    """Its relative speed while compute runs and leaves no processor to it."""
+    """Relative speed while compute leaves no processor free."""
 
 
 class Prices(Protocol):
-    """Prices in us; sizes are in bytes, or elements where they are named so."""
+    """Prices in µs; sizes in bytes, or in elements if named so."""
 
     @property
     def launch_us(self) -> float: ...
@@ -40,8 +40,6 @@ class Prices(Protocol):
 
 
 class Measure(Enum):
-    """The property of a bucket that a size counts."""
-
     VALUES = "values"
     PAYLOAD = "payload"
     PROPOSAL = "proposal"
@@ -51,12 +49,11 @@ class Measure(Enum):
 
 
 class Size(int):
-    """Bytes that a rank holds of a bucket: of its values, or of what a compressor makes of them."""
+    """Bytes of a bucket's values or of a compressor's output."""
 
     measure: Measure
     compressor: Compressor | None
     is_whole: bool
-    """The compressor was given whole parameters, and not a shard of them."""
 
     def __new__(
         cls,
@@ -71,12 +68,11 @@ class Size(int):
         return made
 
     def now(self, size: int) -> Size:
-        """Return a size of the same measure and compressor."""
         return Size(size, self.measure, self.compressor, is_whole=self.is_whole)
 
 
 class PriceQuestion(NamedTuple):
-    """A method of `Prices`, and its arguments before and after the size."""
+    """Method of `Prices` and its arguments around the size."""
 
     method: str
     before: tuple[Any, ...] = ()

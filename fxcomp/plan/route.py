@@ -1,22 +1,17 @@
-"""Bind a strategy to a bucket, a cluster and a rank: the same walk as `interpret.py`, with sizes.
+"""Bind a strategy to a bucket, a cluster and a rank: the walk of `interpret.py`, with sizes.
 
     compress(int4) > all_to_all@world > decompress > compress(int8) > all_gather@world > decompress      4 ranks, rank 1
 
     Encode   slot 0, pieces [0, 25) [25, 50) [50, 75) [75, 100)      one payload for each owner
     Send     all_to_all, cut (20, 20, 20, 20)
-    Decode   slot 0, pieces [25, 50), 4 payloads                     the mean of its own shard
+    Decode   slot 0, pieces [25, 50), 4 payloads                     mean of this rank's shard
     Encode   slot 1, pieces [25, 50)
     Send     all_gather, cut (29, 29, 29, 29)
     Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
 
-Passes lower the legs to nodes, the search prices them, and what a slot feeds back is laid out by them. A *piece* is a
-range of the bucket's values. Compressors never see a border between pieces: each piece is compressed by itself.
-
-Packing divides once, by as much as makes the result the mean: decoding takes the mean of the payloads that lie on each
-other, the network only adds.
-
-Dense values travel in the gradients' type. Compressors take and give fp32, so values change their type where one
-follows the other: `Route.packs_fp32` says that packing does it.
+The legs are lowered to nodes and priced, and define the layout of residuals and states. A *piece* is a range of the
+bucket's values; each piece is compressed by itself. Packing scales once, so that the result is the mean: decoding
+averages the payloads of a piece, and the network only adds.
 """
 
 from __future__ import annotations
@@ -55,20 +50,20 @@ def route_of(
     rank: int = 0,
     element_type: ElementType = ElementType.F32,
 ) -> Route:
-    """Walk a strategy with a bucket of parameters of these shapes, as one rank sees it."""
+    """Return one rank's route, for a bucket of parameters of these shapes."""
     return _Walk(strategy, shapes, cluster, rank, element_type).route()
 
 
 @dataclass(frozen=True, slots=True)
 class _RouteRow:
-    """One dimension of how payloads lie: pieces of a split side by side, or the payloads of ranks for one piece."""
+    """Dimension of the payload layout: a split's pieces, or several ranks' payloads for one piece."""
 
     split: Collective | None
     count: int
 
 
 class _Walk:
-    """Walks from the gradients of one rank to their mean."""
+    """Builds the legs of one rank."""
 
     def __init__(
         self,
@@ -83,18 +78,18 @@ class _Walk:
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
-        """This rank's pieces: the whole bucket, then its part of each open split."""
+        """Nested ranges: the bucket, then this rank's part of each open split."""
         self.rows: list[_RouteRow] = []
-        """The layout of payloads, outermost row first."""
+        """Outermost dimension first."""
         self.encoder: Encode | None = None
         self.slot = -1
         self.held = strategy.held
         self.leading = strategy.steps[: strategy.leading_splits]
-        # A route cuts and counts the same pieces many times.
+        # Caches
         self.parts: dict[tuple[Piece, int], list[Piece]] = {}
         self.segments: dict[Piece, tuple[int, ...]] = {}
         self.payloads: dict[tuple[int, ...], int] = {}
-        """Elements of the encoder's payloads, by segments."""
+        """Elements by segments."""
         self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
@@ -110,7 +105,7 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
-        """Count the ranks that this rank's values meet: where hosts differ, first ranks meet more than others."""
+        """Return each collective's group size; on uneven hosts first ranks have larger groups."""
         counts: dict[Collective, int] = {}
         at = self.rank
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -121,7 +116,7 @@ class _Walk:
         return counts
 
     def _scale(self) -> Fraction:
-        """Find the factor of packing with which the weight ends at 1: decoding alone divides."""
+        """Return the packing factor with a final weight of 1."""
         payloads = 1
         piled = 1
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -150,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """List the splits that a payload goes through: it is made of one payload for each part."""
+        """Return the splits of a payload before it is decoded: each part is a payload of its own."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):
@@ -185,17 +180,16 @@ class _Walk:
 
     def _shapes(self, extent: Piece) -> Sequence[Sequence[int]]:
         if extent == range(self.edges[-1]):
-            return [shape for shape in self.shapes if math.prod(shape)]  # as segments
+            return [shape for shape in self.shapes if math.prod(shape)]  # as in segments
         return [(size,) for size in self._segments(extent)]
 
     def _ranks_missing(self, held: Standing) -> int:
-        """Count the ranks whose values will be added to what a rank compresses."""
+        """Count the ranks not yet summed over."""
         if not held.summed:
-            return self.cluster.world_size  # hosts may differ
+            return self.cluster.world_size  # hosts may be uneven
         return math.prod(self.cluster.length_of(axis) for axis in Level.WORLD.axes - held.summed)
 
     def _unit(self, held: Standing) -> Unit:
-        """Divide the weight among the ranks that hold the same values."""
         split = {axis for each in held.splits for axis in each.level.axes}
         same = math.prod(self.cluster.length_of(axis) for axis in held.summed if axis not in split)
         return Unit(self.weight / same, self.weight * self._ranks_missing(held))
@@ -259,14 +253,12 @@ class _Walk:
         return tuple(outer * size for size in sizes), turned
 
     def _payload(self, extent: Piece, rows: Sequence[_RouteRow]) -> int:
-        """Count the elements of the payloads that lie in these rows."""
         assert self.encoder is not None, "a payload has been compressed"
         payloads = math.prod(row.count for row in rows if row.split is None)
         pieces = self._pieces(extent, [row for row in rows if row.split is not None])
         return payloads * sum(map(self._elements, pieces))
 
     def _elements(self, piece: Piece) -> int:
-        """Count the elements of one piece's payload."""
         assert self.encoder is not None, "a payload has been compressed"
         segments = self._segments(piece)
         found = self.payloads.get(segments)
@@ -293,12 +285,11 @@ class _Walk:
         if split.kind.is_rooted:
             end = range(extent.stop, extent.stop)
             return [extent, *[end] * (ranks - 1)]
-        # Leading splits cut values that nothing has compressed: no block of a compressor lies across their borders.
+        # Leading splits cut dense values, so no compressor's block crosses their borders.
         grain = 1 if split in self.leading else self.grain
         return shards(self.edges, extent, ranks, grain)
 
     def _segments(self, piece: Piece) -> tuple[int, ...]:
-        """List the sizes of the parameters' parts in a piece."""
         found = self.segments.get(piece)
         if found is None:
             found = self.segments[piece] = segments_of(self.edges, piece)

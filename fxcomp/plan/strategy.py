@@ -1,4 +1,4 @@
-"""Say what happens to one bucket of gradients: a strategy, whose text form parses back.
+"""Strategy of one bucket: its steps, and a text form that parses back.
 
     all_reduce@world
     compress(int8)@gpu > all_gather@world > decompress@gpu
@@ -7,8 +7,8 @@
     propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
     compress(int4)@gpu > all_to_all@world > decompress@gpu > shards
 
-The last one ends as shards, which the ranks keep: what fully_shard asks for. Every other one ends with whole gradients.
-docs/strategies.md has a picture of each shape. `interpret.py` says which steps fit together.
+The last one leaves each rank a shard, for fully_shard; all others end with whole gradients. docs/strategies.md has
+pictures. `interpret.py` defines which steps fit together.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """The levels of a network at which dense values are added up before the outermost, from the inside out.
+    """Levels of dense sums before the outermost level, from the inside out.
 
-    `rooted`: by the first rank of each group for all, which hosts with unequal numbers of ranks need.
+    `rooted`: the first rank of each group sums for all, as uneven hosts need.
     """
 
     inner: tuple[Level, ...]
@@ -57,7 +57,6 @@ class ByLevel:
 
 
 _SHARDS = " > shards"
-"""The end of the text of a strategy that ends as shards."""
 
 FLAT = ByLevel((), Level.WORLD)
 HOSTS = ByLevel((Level.INTRA,), Level.INTER)
@@ -66,33 +65,32 @@ RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The `steps` of one bucket between its gradients' production and their use."""
+    """The `steps` of one bucket."""
 
     steps: tuple[Step, ...]
     ends_as_shards: bool = False
-    """Each rank keeps the mean of its own part."""
+    """True if each rank keeps the mean of its shard."""
 
     def __post_init__(self) -> None:
         interpret(self.steps, self.ends_as_shards)
 
     @property
     def held(self) -> tuple[Standing, ...]:
-        """The states of the bucket before each step, and at the end."""
+        """States before each step and at the end."""
         return interpret(self.steps, self.ends_as_shards)
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressor of each compression, in order."""
+        """Compressors, in order."""
         return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property
     def compressor(self) -> Compressor | None:
-        """The first compressor: what gradients are compressed with."""
+        """First compressor; None if dense."""
         return next(iter(self.compressors), None)
 
     @property
     def devices(self) -> frozenset[Device]:
-        """The devices on which it compresses and decompresses."""
         return frozenset(step.device for step in self.steps if not isinstance(step, Collective))
 
     @property
@@ -101,7 +99,6 @@ class Strategy:
 
     @property
     def is_hierarchical(self) -> bool:
-        """It goes level by level."""
         return any(step.level is not Level.WORLD for step in self.collectives)
 
     @property
@@ -110,10 +107,7 @@ class Strategy:
 
     @property
     def stages(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps cut after each collective, where the next step waits for the wire.
-
-        The last stage holds what follows the last collective and may be empty.
-        """
+        """Steps, cut after each collective. The last stage may be empty."""
         stages: list[tuple[Step, ...]] = []
         current: list[Step] = []
         for step in self.steps:
@@ -125,19 +119,19 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-        """The pool sends what travels last and decompresses what arrives: the main thread waits for no wire."""
+        """True if the pool sends last and decompresses the arrivals: the main thread does not wait."""
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]
 
     @property
     def started_stages(self) -> int:
-        """Count the stages that start during backward; any other starts when the main thread waits for its wire."""
+        """Number of stages that start during backward."""
         return len(self.collectives) + self.pool_takes_arrivals
 
     @property
     def leading_splits(self) -> int:
-        """The number of dense steps before the gradients' own values are compressed, summed whole or complete."""
+        """Number of leading steps that split dense values."""
         for number, step in enumerate(self.steps):
             if not isinstance(step, Collective) or not step.kind.splits:
                 return number
@@ -145,7 +139,7 @@ class Strategy:
 
     @property
     def uncompressed(self) -> Strategy:
-        """The same bucket over the same levels, dense."""
+        """Dense strategy over the same levels."""
         if self.ends_as_shards:
             return Strategy.scattered(None)
         begun = self.steps[: self.leading_splits]
@@ -155,7 +149,6 @@ class Strategy:
         return Strategy((*begun, *middle, *joins))
 
     def check_is_whole(self) -> None:
-        """Raise BadStrategy where gradients end as shards, and every rank needs whole ones."""
         if self.ends_as_shards:
             raise BadStrategy(
                 f"the strategy {str(self)!r} leaves each rank a part of the mean, and all of it is needed here: only"
@@ -164,7 +157,7 @@ class Strategy:
             )
 
     def differs_in_parameters_only(self, other: Strategy) -> bool:
-        """Tell strategies that are equal but for the parameters of their compressors."""
+        """Return whether the strategies differ in compressor parameters alone."""
         is_alike = len(self.steps) == len(other.steps) and self.ends_as_shards == other.ends_as_shards
         return is_alike and all(map(_is_retuned, self.steps, other.steps))
 
@@ -173,7 +166,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read a `text` as `str(strategy)` writes it, `all_reduce@world`. Raises BadStrategy."""
+        """Parse the `text` of a strategy. Raise BadStrategy."""
         steps = text.rstrip().removesuffix(_SHARDS)
         return cls(parse_steps(steps), ends_as_shards=steps != text.rstrip())
 
@@ -181,23 +174,25 @@ class Strategy:
     def flat(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
     ) -> Strategy:
-        """Reduce over all ranks at once."""
+        """Return a strategy that reduces over all ranks at once."""
         return cls(_one_shot(compressor, device, level))
 
     @classmethod
     def hierarchical(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = HOSTS
     ) -> Strategy:
-        """Reduce inside the host, then between hosts (compressed), then share inside the host."""
+        """Return a strategy that reduces inside hosts, exchanges compressed values between hosts, and gathers inside
+        hosts.
+        """
         return cls((*by.splits, *_one_shot(compressor, device, by.outermost), *by.joins))
 
     @classmethod
     def two_shots(
         cls, first: Compressor | None, second: Compressor | None, device: Device = Device.GPU, *, by: ByLevel = FLAT
     ) -> Strategy:
-        """Give every rank the sum of one shard, compressed by `first`, and then share the shards, by `second`.
+        """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
-        By level, between hosts alone: inside a host values are dense, and what arrives is passed on as it is.
+        By level, both shots are between hosts; values inside a host are dense, and arriving payloads are forwarded.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]
@@ -207,7 +202,7 @@ class Strategy:
 
     @classmethod
     def scattered(cls, compressor: Compressor | None, device: Device = Device.GPU) -> Strategy:
-        """Give every rank the mean of its own part, as reduce_scatter does: the first of two shots."""
+        """Return a strategy that leaves each rank the mean of its shard: the first of two shots."""
         if compressor is None:
             return cls((Collective(CollectiveKind.REDUCE_SCATTER, Level.WORLD),), ends_as_shards=True)
         deal = Collective(CollectiveKind.ALL_TO_ALL, Level.WORLD)
@@ -215,7 +210,7 @@ class Strategy:
 
 
 def _levels_along(axes: frozenset[Axis]) -> list[Level]:
-    """Choose the levels that span these axes: one if there is one, as for hosts and racks; else one for each axis."""
+    """Return one level that spans these axes, else one for each axis."""
     whole = [level for level in Level if level.axes == axes]
     return whole or [level for level in Level if len(level.axes) == 1 and level.axes <= axes]
 
@@ -244,7 +239,7 @@ def _is_retuned(before: Step, after: Step) -> bool:
 
 
 def _lines_of(compressor: Compressor) -> tuple[object, ...]:
-    """Return the key of the lines that a compressor needs and the values that each rank keeps."""
+    """Return the properties that determine lines and per-rank state."""
     return (
         compressor.grain,
         compressor.feedback,

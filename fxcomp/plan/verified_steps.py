@@ -1,4 +1,4 @@
-"""Select the steps that are compared with eager PyTorch."""
+"""Steps that are compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ SAMPLED = "sampled"
 NEVER = "never"
 
 OFTEN = 500
-"""The largest interval of the sample, in steps: an eager step takes as long as two or three."""
+"""Largest interval of the sample, in steps: an eager step takes as long as two or three."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSteps:
-    """The verified steps of a job, counted from 0: the same ones on every rank."""
+    """Verified steps of a job, counted from 0; equal on every rank."""
 
     every: int | None = 0
-    """The interval; 0 for none, None for a sample that thins out to one in `OFTEN`."""
+    """Interval; 0 for none, None for a sample that thins out to one in `OFTEN`."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:
-        """Read `Checks.verify`. Raises BadOption."""
+        """Parse `Checks.verify`. Raise BadOption."""
         if option == SAMPLED:
             return cls(None)
         if option == NEVER:
@@ -47,12 +47,11 @@ class VerifiedSteps:
 
     @property
     def is_sampled(self) -> bool:
-        """Steps after new captures are verified too."""
+        """True if steps after new captures are verified too."""
         return self.every is None
 
     @property
     def is_all(self) -> bool:
-        """Every step is verified: none is left to be timed."""
         return self.every == 1
 
 
