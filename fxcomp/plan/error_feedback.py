@@ -50,7 +50,7 @@ BURST_SHARES = {
 }
 """The share of all elements that may come in bursts before an update, for a loss 1 % above the dense one.
 
-docs/benchmarks/convergence.md has the table, with 1 % top-k on a share of all elements. The largest measured share
+docs/error_budget.md has the table, with 1 % top-k on a share of all elements. The largest measured share
 at which every seed of both tasks keeps to 1 % is taken. A linear update is not limited here: what delay costs it is the
 error budget's, and fades. In 500 steps of the char-LM momentum passed 1 % at 0.17 and plain SGD at 0.87; in 2,000 steps
 a share of 0.15 cost momentum 0.1 % and AdamW still 1.1 %."""
