@@ -1,6 +1,6 @@
 """Measure encoding and decoding against a copy of the same values, and against what torch offers.
 
-    python benchmarks/compressors.py --json compressors.json --report docs/benchmarks/compressors.md
+    python benchmarks/compressors.py --json compressors.json --report report.md
 
 Rates count the bytes that must be touched at least, however many are: encoding reads 4 bytes a value, and with a
 residual reads and writes 4 more each, and writes the payload; decoding reads the payload of one rank and writes 4 bytes

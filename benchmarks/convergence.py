@@ -1,6 +1,6 @@
 """Train small models with every compressor, with and without error feedback, and compare the loss with dense training.
 
-    python benchmarks/convergence.py --json convergence.json --report docs/benchmarks/convergence.md
+    python benchmarks/convergence.py --json convergence.json --report report.md
 
 Workers live in one process: each has its own batches, residual and state, and a round of `fxcomp.testing` stands for
 the network. Optimizers see the mean. Every compressor runs both ways, also where it refuses or needs error feedback:
