@@ -11,7 +11,7 @@ Times are of the processor, not of the clock.
              its own lines on this rank, with a transport that sends nothing
     prelude  answer two questions that Python asked of the batch: is an id too large, is one below 0
 
-What an earlier guard took, which saw much less, is in docs/benchmarks/guards.md.
+Results are in docs/benchmarks/guards.md.
 """
 
 from __future__ import annotations
