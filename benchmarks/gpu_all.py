@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_all.py --json gpu.json --trace traces
     python benchmarks/gpu_all.py --json gpu.json --parts checks        # or: kernels, steps
-    python benchmarks/gpu_all.py --json gpu.json --only int8           # only what has this in its name
+    python benchmarks/gpu_all.py --json gpu.json --only int8           # only checks with this in their name
 
 It runs from a checkout, which need not be installed, and builds missing C++ kernels. It takes less than ten minutes.
 Records are saved within seconds, so an interrupted run keeps them.

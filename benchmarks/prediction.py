@@ -5,7 +5,7 @@
 
 For each model and bandwidth fxcomp measures costs once, as `compile_step` does. All plans are predicted from these
 costs and run in turns of a few steps per round. The first step of a turn does not count, because it finds another
-plan's caches. A step's time is that of its slowest rank. Odd rounds give `measured_ms`, even rounds `repeat_ms`; their
+plan's caches. A step takes as long as its slowest rank. Odd rounds give `measured_ms`, even rounds `repeat_ms`; their
 difference is the noise floor, the error of a perfect prediction.
 
 Because the machine drifts, predictions are scaled by the step without a network, measured / predicted. The processor
