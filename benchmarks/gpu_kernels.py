@@ -68,7 +68,7 @@ def speeds(results: Results, device: torch.device, sizes: tuple[int, ...] = SIZE
 
 
 def same_as_on_the_cpu(compressor: Compressor, device: torch.device) -> tuple[bool, str]:
-    """Compare bits if the compressor has kernels; otherwise report the relative difference, as references may round."""
+    """Compare bits if the compressor has kernels; else the relative difference, as references may round differently."""
     off = 0.0
     for segments in SEGMENTS:
         for name in SAMPLES if sum(segments) < 1000 else ("laplace",):

@@ -134,7 +134,7 @@ class Rank:
         return made
 
     def run_each(self, contestants: Iterable[Contestant], steps: int) -> float:
-        """Run each contestant for `steps` steps, TWICE for double; return seconds."""
+        """Run each contestant for `steps` steps, and TWICE for twice as many; return seconds."""
         dist.barrier()
         start = time.perf_counter()
         for contestant in contestants:

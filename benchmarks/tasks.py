@@ -2,7 +2,7 @@
 
     quadratic  each worker pulls to a place of its own, under noise; the loss is the distance from the places' mean
     logreg     logistic regression, 4,096 features of very different scales, workers with data of their own
-    charlm     the next byte of Python's standard library from the sixteen before: an embedding and two hidden layers
+    charlm     the next symbol of Python's help() topics from the sixteen before: an embedding and two hidden layers
     images     ten smooth patterns, shifted and under noise: two convolutions and two linear layers
 
 Learning rates are far inside the stable range of dense training. Training stops before all methods have converged, so

@@ -46,7 +46,7 @@ def cuda_attention(capability: tuple[int, int]) -> Generator[None]:
         is_wrong = any(each.dtype != q.dtype or each.is_nested or each.dim() < 2 for each in (q, k, v))
         if is_wrong or not is_traced_here():
             return on_cpu.call_boxed(keys, q, k, v, *args, **kwargs)
-        # Needs cuDNN 9.15.1, which torch's CUDA wheels include.
+        # torch prefers cuDNN from 9.15.1 on, which its CUDA wheels include. A script's own order has precedence.
         is_usual = attention_order() == usual and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         first = [_CUDNN] if capability[0] in (9, 10) and is_usual else []
         return _attend(capability, first, q, k, v, *args, **kwargs)

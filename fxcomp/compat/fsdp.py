@@ -63,7 +63,7 @@ class ShardedModule:
     name: str
     """Empty for the root module."""
     names: tuple[str, ...]
-    """Trainable parameters, in the order of the flat tensor."""
+    """Names of trainable parameters, in the order of the flat tensor."""
     shapes: tuple[tuple[int, ...], ...]
     """Padded shapes of this rank's shards, equal on all ranks."""
     _module: Any
@@ -142,7 +142,6 @@ class ShardedModule:
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """True if post-accumulate hooks read the gradients."""
         return any(getattr(each, "_post_accumulate_grad_hooks", None) for each in self.parameters)
 
     def gradients(self) -> list[Tensor | None]:

@@ -63,7 +63,7 @@ def store_host() -> str | None:
 
 
 def is_store_gone(error: Exception) -> bool:
-    """Return whether a store's error is a lost server, not a timeout."""
+    """Return whether a store's error means a lost server, not a timeout."""
     text = str(error).lower()
     return isinstance(error, dist.DistNetworkError) or not ("timeout" in text or "timed out" in text)
 

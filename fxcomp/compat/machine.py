@@ -136,7 +136,7 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a host launches operators on a device, which costs time."""
+    """Return whether the host launches a device's operators, at a cost."""
     return device.type not in ("cpu", "meta")
 
 

@@ -1,4 +1,4 @@
-"""Facts about ATen operators from schemas, tags and flop formulas; collectives."""
+"""Facts about ATen operators and collectives, from schemas, tags and flop formulas."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -94,7 +94,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]
 
 
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Prevent schedulers' warning about a wrong order of steps."""
+    """Mark a step as taken, so that schedulers do not warn."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
@@ -108,7 +108,7 @@ suggested_format = suggest_memory_format
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is an argument or made while tracing, and no constant."""
+    """Return whether a tensor is a fake; others are constants of the trace."""
     return isinstance(tensor, Fake)
 
 
@@ -127,7 +127,6 @@ def is_without_memory(tensor: Tensor) -> bool:
 
 
 def is_sparse_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of a sparse tensor."""
     return tensor._is_view() and (tensor.is_sparse or (tensor._base is not None and tensor._base.is_sparse))
 
 
@@ -137,7 +136,7 @@ def strides(tensor: Tensor) -> Sequence[Any]:
 
 
 def begin_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer without a run constructor create its state in its first step.
+    """Let an optimizer whose constructor did not run create its state in its first step.
 
     Only Adagrad until torch 2.12 needs this.
     """

@@ -20,7 +20,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parents[1])
 
 _NOT_THE_USERS = (_TORCH, _OURS, os.path.dirname(os.__file__), "<")
-"""Filename prefixes of all code except the user's and installed packages."""
+"""Filename prefixes of torch, fxcomp, the standard library and generated code."""
 
 _OF_PYTHON = (os.path.dirname(os.__file__), "<frozen")
 """Standard library; packages may be installed below."""
@@ -107,7 +107,7 @@ def users_code_tells_kinds() -> bool:
 
 @cache
 def _tells_kinds(code: CodeType) -> bool:
-    """Look for exact types, `is` with a constant, and C libraries that check exact types."""
+    """Return whether code uses exact types, `is` with a constant, or C libraries that check types."""
     lines = list(dis.get_instructions(code))
     constants = {at for at, line in enumerate(lines) if line.opname == "LOAD_CONST" and line.argval is not None}
     compares = any(line.opname == "IS_OP" and {at - 1, at - 2} & constants for at, line in enumerate(lines))

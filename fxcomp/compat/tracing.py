@@ -130,7 +130,7 @@ def trace_functional(
 ) -> GraphModule:
     """Trace again without in-place operators and views of written tensors; first call `begun` inside the trace.
 
-    Constants become fake inputs meanwhile, because tensors outside the model may be written.
+    Constants become fake inputs of this trace, because tensors outside the model may be written.
     """
     constants, given = _constants(traced), len(inputs)
 
@@ -157,7 +157,6 @@ def trace_functional(
 
 
 def _constants(traced: GraphModule) -> dict[str, Tensor]:
-    """Return a graph's plain constant tensors."""
     named = {node: getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"}
     return {
         str(node.target): value
