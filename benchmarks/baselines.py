@@ -34,8 +34,6 @@ FREE = ("free", "free_emitted")  # eager, and the emitted dense step without tra
 
 @dataclass
 class Contestant:
-    """Contestant that trains its own model."""
-
     name: str
     model: nn.Module
     step: Callable[[Any], torch.Tensor]
@@ -52,7 +50,6 @@ class Contestant:
         return self.hook.is_racing if self.hook else isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:
-        """Store the plan, prediction and race after a race or a hook's first steps."""
         if isinstance(self.step, fxcomp.CompiledStep) and self.plan is not None:
             self.plan, self.predicted_ms = self.step.plan, self.step.timeline.step_time_us / 1e3
             self.race = self.step.raced.to_json() if self.step.raced else None
@@ -65,7 +62,6 @@ class Contestant:
         return self.name not in FREE
 
     def next_step(self) -> int:
-        """Increment the step count and return the step's number."""
         self.steps_taken += 1
         return self.steps_taken - 1
 

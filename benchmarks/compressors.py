@@ -226,7 +226,6 @@ SPEED_UPS = {"sidco": 20.0, "topk": 5.0}  # over torch.topk at 1 %, by name pref
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """Return a line for each compressor with a target, at the judged size."""
     lines: list[str] = []
     for record in records:
         if record.n != JUDGED_SIZE or record.threads != 1:
@@ -249,7 +248,6 @@ def _verdict(text: str, value: float, target: float, unit: str) -> str:
 
 
 def report(records: Sequence[Record]) -> str:
-    """Return verdicts and a table per number of threads, as Markdown."""
     lines = ["# Compressors against a copy", "", INTRODUCTION]
     judged = verdicts(records)
     if judged:

@@ -99,7 +99,6 @@ WITHOUT_FEEDBACK = {"topk(0.01)": Band(0.25, math.inf), "sign": Band(0.2, math.i
 
 
 def expected(trial: Trial) -> Band | None:
-    """Return a trial's band, or None."""
     if trial.method in CONTROLS:
         return CONTROLS[trial.method][1].get(trial.task)
     if trial.owner is not None:
@@ -177,7 +176,6 @@ def _in_two_shots(task: str, pairs: Sequence[str], seed: int) -> Iterable[Trial]
 
 
 def run_trial(trial: Trial) -> tuple[Trial, float, float]:
-    """Return the trial, its final loss and its seconds."""
     task = make_task(trial.task, trial.seed, trial.workers)
     start = time.perf_counter()
     return trial, train(task, trial.optimizer, _exchange_of(trial, task)), time.perf_counter() - start
@@ -246,7 +244,6 @@ def main() -> None:
 
 
 def collect(planned: Sequence[Trial], arguments: argparse.Namespace) -> list[Record]:
-    """Run and judge all trials in the planned order; save records after each."""
     ended: dict[Trial, tuple[float, float]] = {}
     for trial, loss, seconds in run_trials(planned, arguments.jobs):
         ended[trial] = loss, seconds
@@ -257,7 +254,6 @@ def collect(planned: Sequence[Trial], arguments: argparse.Namespace) -> list[Rec
 
 
 def judged(planned: Sequence[Trial], ended: Mapping[Trial, tuple[float, float]]) -> list[Record]:
-    """Return records of ended trials whose dense trial has ended."""
     dense = {(t.task, t.optimizer, t.seed, t.workers): loss for t, (loss, _) in ended.items() if t.method == DENSE}
     return [
         record(trial, ended[trial][0], dense[key], ended[trial][1])

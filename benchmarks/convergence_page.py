@@ -13,7 +13,6 @@ from trials import OPTIMIZERS, Band, Record, percent
 
 
 def report(records: Sequence[Record]) -> str:
-    """Return tables, and the trials outside their bands, as Markdown."""
     sections = ["# Loss under compression", "", INTRODUCTION]
     for task in TASKS:
         of_task = [record for record in records if record.task == task and record.owner is None]
@@ -85,7 +84,6 @@ def _controls(records: Sequence[Record]) -> list[str]:
 
 
 def _pairs(records: Sequence[Record]) -> list[str]:
-    """Return rows of pairs for each treatment of residuals and number of workers."""
     if not records:
         return []
     dense = {(record.optimizer, record.workers): record.dense_loss for record in records}

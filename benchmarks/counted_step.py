@@ -64,7 +64,6 @@ class Launches:
 
     @property
     def waits(self) -> int:
-        """Calls that block until the device has caught up."""
         return self.reads + self.copies
 
 
@@ -86,7 +85,6 @@ class StepLaunches:
         return Launches(*sums)
 
     def lines(self) -> Iterator[str]:
-        """Yield the counts as text lines."""
         yield f"forward and backward: {self.operators} operators, before any is joined with another"
         for kind, each in (*self._known, ("in all", self.total)):
             yield (
@@ -177,8 +175,6 @@ def _arguments(program: Program) -> list[Any]:
 
 
 class _CountedLines:
-    """Runtime that counts its lines by kind."""
-
     def __init__(self, runtime: Runtime, counter: LaunchCounter) -> None:
         self._runtime, self._counter = runtime, counter
 

@@ -45,8 +45,6 @@ def fitted(compressor: Compressor, task: Task) -> Compressor:
 
 
 class OwnerResidual(Enum):
-    """Treatment of a shard owner's residual."""
-
     KEPT = "kept"
     DROPPED = "dropped"
     """Mistake: the residual is lost."""
@@ -76,7 +74,6 @@ def parse_pair(text: str) -> Pair:
 
 
 def in_two_shots(pair: Pair, task: Task, owner: OwnerResidual = OwnerResidual.KEPT, seed: int = 0) -> Exchange:
-    """Workers encode with the first compressor, shard owners with the second."""
     borders = cut_points(task.segments, task.workers, pair.grain)
     shards = shards_of(
         pair.first,

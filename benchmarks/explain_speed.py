@@ -41,7 +41,6 @@ MODES = (Mode.LOSSLESS, Mode.BALANCED, Mode.LOSSY)
 
 
 def explained(repeats: int) -> Iterator[dict[str, Any]]:
-    """Run the command for each job with an empty and then a warm cache."""
     for repeat, (name, job) in itertools.product(range(repeats), JOBS.items()):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("empty", "warm"):

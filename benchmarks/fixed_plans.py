@@ -12,7 +12,6 @@ AT_ONCE = fxcomp.Warmup(int8_steps=2)
 
 
 def shots(first: str, second: str | None = None) -> str:
-    """Return the strategy of two shots over all ranks."""
     second = second or first
     return (
         f"compress({first})@gpu > all_to_all@world > decompress@gpu > compress({second})@gpu > all_gather@world"

@@ -56,7 +56,6 @@ def run_part(name: str, path: Path, only: str) -> None:
 
 
 def of_ranks(path: Path) -> Path:
-    """Return the file for records of ranks."""
     return path.with_suffix(".ranks.json")
 
 

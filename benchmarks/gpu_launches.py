@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def fxcomp_records(plan: str) -> Iterator[dict[str, Any]]:
-    """Count fxcomp's step under a plan."""
     found = count_launches(rewritten(gpt_job(), WHERE, Compress.parse(plan), "h100"))
     assert found is not None, "the example GPT can be counted"
     kinds = [(kind, found.kinds[kind]) for kind in KINDS if kind in found.kinds]
@@ -90,8 +89,6 @@ def stepped(model: nn.Module, plain: nn.Module, batch: Any) -> dict[str, Tally]:
 
 
 class SendingCounter(LaunchCounter):
-    """Counts collectives separately."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             with self.counting("collective"):

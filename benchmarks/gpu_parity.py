@@ -38,7 +38,6 @@ RANKS_LIMIT_S = 165.0
 
 
 def job(seed: int = 0) -> Job:
-    """Return the example GPT on the device with seeded random tokens."""
     torch.manual_seed(seed)
     model = GPT(CONFIG).to(DEVICE)
     generator = torch.Generator().manual_seed(seed)

@@ -40,7 +40,6 @@ CONTESTANTS = {"step_dense": "dense", "step_int8": "int8", "step_powersgd(4)": "
 
 
 def job() -> Job:
-    """Return the job of a GPU training script."""
     torch.manual_seed(0)
     model = GPT(CONFIG).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -54,7 +53,6 @@ def job() -> Job:
 
 
 def predicted(device: str) -> Iterator[dict[str, Any]]:
-    """Predict each contestant's kernel time, kernel count and peak memory."""
     with imagining(device):
         loaded = load_job(f"{__file__}:job")
         found = {

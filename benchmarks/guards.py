@@ -132,8 +132,6 @@ def digest(model: nn.Module) -> Cases:
 
 
 class Checked(nn.Module):
-    """Checks its ids as language models do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(256, 4)

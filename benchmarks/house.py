@@ -83,7 +83,6 @@ def lines_of_code(source: str) -> int:
 
 
 def classes_in(source: str) -> int:
-    """Count a file's classes, including nested ones."""
     return sum(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(source)))
 
 
@@ -113,7 +112,6 @@ def lines_in(folder: Path, *left_out: str) -> int:
 
 
 def collaborators(tree: Path) -> list[str]:
-    """Compile a step of one rank in a new process; return its collaborators."""
     asked = [sys.executable, "-c", COLLABORATORS]
     environment = {"PYTHONPATH": str(tree), "PATH": "", "HOME": tempfile.gettempdir()}
     printed = subprocess.run(asked, cwd=tree, env=environment, check=True, stdout=-1, stderr=-1, text=True).stdout
@@ -137,7 +135,6 @@ def measure(tree: Path) -> Row:
 
 
 def measure_commit(commit: str) -> Row:
-    """Measure a commit in a temporary folder."""
     packed = subprocess.run(["git", "archive", commit], cwd=HERE, check=True, stdout=-1).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:

@@ -37,8 +37,6 @@ _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 
 @dataclass(slots=True)
 class Tally:
-    """Work of one kind."""
-
     launches: int = 0
     touched_bytes: int = 0
     """Bytes of device memory; each tensor counts once per kernel that reads or writes it."""
@@ -65,7 +63,6 @@ class LaunchCounter(TorchDispatchMode):
 
     @contextmanager
     def counting(self, kind: str) -> Generator[None]:
-        """Count operators inside the context as this kind."""
         before, self.kind = self.kind, kind
         try:
             yield

@@ -23,8 +23,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Residual(nn.Module):
-    """Two convolutions with a skip connection."""
-
     def __init__(self, channels: int, wider: int) -> None:
         super().__init__()
         stride = 1 if channels == wider else 2
@@ -40,8 +38,6 @@ class Residual(nn.Module):
 
 
 class Normed(nn.Module):
-    """Norm and a small layer with a skip connection."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)

@@ -45,8 +45,6 @@ MEAN_BAR, WORST_BAR = 0.001, 0.02
 
 @dataclass(frozen=True)
 class Record:
-    """Results of one workload in one mode."""
-
     workload: str
     tensors: int
     mode: str
@@ -103,7 +101,6 @@ def _show(title: str, plan: Plan, us: float) -> None:
 
 
 def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None) -> Iterator[tuple[Case, Mode]]:
-    """Draw workloads, each in one mode in rotation."""
     for number in numbers:
         sizes = (5, MOST_TENSORS) if number < SMALL else LARGE_SIZES
         case = drawn(number, sizes, costs)
@@ -115,7 +112,6 @@ def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None
 
 
 def to_markdown(records: Sequence[Record]) -> str:
-    """Return a table of gaps by mode."""
     rows: list[Sequence[str]] = []
     for is_exact in (True, False):
         some = [record for record in records if (record.oracle_ms is not None) is is_exact]
@@ -147,7 +143,6 @@ def _percent(share: float) -> str:
 
 
 def worst(records: Sequence[Record], count: int = 8) -> list[str]:
-    """List the records with the largest gaps."""
     far = [(record.gap, record) for record in records if record.gap is not None and record.gap > _AT_BEST]
     far.sort(key=lambda each: -each[0])
     return [

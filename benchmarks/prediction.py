@@ -80,7 +80,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Teller) -> list[Record]:
-    """Predict and measure all plans of one model at the current bandwidth."""
     steps, begun = compile_plans(model, arguments.plans, tell), time.perf_counter()
     rank, batches = dist.get_rank(), MODELS[model]()
     for step in steps.values():
@@ -138,7 +137,6 @@ def after_one_step(model: str) -> Job:
 
 
 def plan_called(name: str, workload: Workload) -> Any:
-    """Return the plan with a name of this benchmark."""
     kind, _, buckets = name.partition(", ")
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -176,7 +174,6 @@ def parses(name: str) -> bool:
 
 
 def timed_ms(step: Any, batch: Any) -> float:
-    """Return a step's time on the slowest rank, in ms."""
     dist.barrier()
     start = time.perf_counter()
     step(batch)

@@ -64,7 +64,6 @@ def _orders(name: str, records: Sequence[Record]) -> list[str]:
 
 
 def _printed(name: str, records: Sequence[Record]) -> list[str]:
-    """Count predictions whose error is within the printed one."""
     told = [r for r in records if "printed_error" in r]
     if not told:
         return []
@@ -140,8 +139,6 @@ def quantiles(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation."""
-
     def ranks(values: Sequence[float]) -> list[float]:
         return [sum(v < x for v in values) + (sum(v == x for v in values) - 1) / 2 for x in values]
 

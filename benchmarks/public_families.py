@@ -51,26 +51,21 @@ LARGEST = 20_000_000
 
 @dataclass(frozen=True)
 class Family:
-    """Small model of one family."""
-
     name: str
     task: str
     model_class: Any
     config: Any
 
     def build(self) -> nn.Module:
-        """Return a model with random weights in training mode."""
         model: nn.Module = self.model_class(self.config)
         return model.train()
 
     def batch(self, model: Any, seed: int) -> dict[str, Any]:
-        """Return inputs and labels for the model's forward pass."""
         draw = torch.Generator().manual_seed(seed)
         return _batch(self, model, draw)
 
 
 def names() -> list[str]:
-    """List the families of all tasks."""
     return list(dict.fromkeys(name for task in TASKS for name in _classes(task)))
 
 
@@ -165,7 +160,6 @@ SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
 
 
 def shrunken(config_class: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return a configuration with small numbers."""
     return config_class(**_small_numbers(config_class, overrides))
 
 

@@ -109,7 +109,6 @@ def _rank_main(result: Connection, port: int, name: str, rank: int, ranks: int, 
 
 
 def kept(path: Path) -> dict[tuple[str, str], Record]:
-    """Return an earlier run's records by family and frontend."""
     records = [Record(**record) for record in read(path)] if path.exists() else []
     return {(record.family, record.frontend): record for record in records}
 
@@ -120,7 +119,6 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def table_of_all(records: Sequence[Record]) -> str:
-    """Return tables of all families."""
     tried = [record for record in records if record.result != "untried"]
     counts = [(r, sum(x.result == r for x in tried), MEANINGS[r]) for r in RESULTS[:-1]]
     by_task: list[tuple[str, str, str]] = []

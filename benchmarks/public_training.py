@@ -48,8 +48,6 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Way:
-    """Way of training a family."""
-
     frontend: Frontend = "compile_step"
     plan: str = "dense"
     steps: int = 0
@@ -67,8 +65,6 @@ COMPILED = Way()
 
 @dataclass(frozen=True)
 class Record:
-    """Result of one family."""
-
     family: str
     ranks: int
     result: str
@@ -88,7 +84,6 @@ class Record:
 
 
 def train(name: str, rank: int, ranks: int, way: Way = COMPILED) -> Record:
-    """Train eagerly and by the frontend, and compare."""
     record = Record(name, ranks, "untried", way.frontend, way.plan, way.taken)
     try:
         family = small(name)
@@ -187,7 +182,6 @@ _RUNS: Mapping[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def run_eagerly(model: nn.Module, batches: Sequence[Any], rank: int, ranks: int, hook: Any = None) -> dict[str, Any]:
-    """Train with plain PyTorch, under DistributedDataParallel for several ranks."""
     # Some families leave parameters out of the loss.
     net: Any = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks > 1 else model
     if hook is not None:
@@ -217,7 +211,6 @@ def _loop(
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Tensor]) -> dict[str, Any]:
-    """Return everything that a step changes, by name."""
     found: dict[str, Any] = {f"loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
     found |= {f"buffer {name}": value for name, value in model.named_buffers()}
     found["random numbers"] = torch.get_rng_state()

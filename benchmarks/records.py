@@ -42,7 +42,6 @@ class Records:
         self._path = path
 
     def add(self, *records: Any) -> None:
-        """Add records, as dictionaries or dataclasses."""
         self.found += [asdict(record) if is_dataclass(record) else dict(record) for record in records]  # pyright: ignore
         if self._path is not None:
             lines = ",\n".join(json.dumps(record) for record in self.found)
@@ -50,7 +49,6 @@ class Records:
 
 
 def wait(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -74,7 +72,6 @@ class Results(Records):
         print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
 
     def time(self, contestants: dict[str, Callable[[], object]]) -> None:
-        """Time steps in turns, each until the GPU has finished."""
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(_TIMED):
             for name, run in contestants.items():
@@ -106,7 +103,6 @@ def table(head: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return a sample's median, 10th and 90th percentiles, and size."""
     ordered = sorted(values)
     p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
     return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
@@ -119,7 +115,6 @@ def show_progress(note: str) -> None:
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here, as they come")
     return parser

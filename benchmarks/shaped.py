@@ -80,7 +80,6 @@ def ends_well(main: Callable[[], int | None]) -> int:
 
 
 def is_rank() -> bool:
-    """Return whether `run` started this process as a rank."""
     return "RANK" in os.environ
 
 
@@ -114,7 +113,6 @@ def slowest(times: Sequence[float]) -> list[float]:
 
 
 def agree(number: int) -> int:
-    """Return rank 0's number on all ranks."""
     told = torch.tensor(number)
     dist.broadcast(told, 0)
     return int(told)

@@ -48,7 +48,6 @@ WARM_UP, RACE = 6, WARM_STEPS + LONGEST
 
 
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """Shard a model block by block."""
     children = list(model.children())
     blocks = [block for child in children if isinstance(child, nn.ModuleList) for block in child]
     for layer in blocks or children:  # with blocks, other children may have tied parameters, so the root shards them
@@ -59,8 +58,6 @@ def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 @dataclass
 class Contestant:
-    """Model in training."""
-
     job: Job
     model: nn.Module
     ours: Any
@@ -79,7 +76,6 @@ class Contestant:
         return float(loss.detach())
 
     def block(self, steps: int) -> float:
-        """Return ms per step on the slowest rank."""
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -117,7 +113,6 @@ def contestants(arguments: argparse.Namespace) -> dict[str, Contestant]:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """Time contestants in turns and send the records."""
     join()
     tell = Teller()
     set_rate(arguments.inter)

@@ -46,7 +46,6 @@ NAMES = (*BASELINES, *FXCOMP, *FREE)
 
 
 def contest() -> None:
-    """Start the ranks, and write their reports as they come."""
     arguments = parse_arguments()
     kept, sections = Records(arguments.json), list[str]()
     model = name_of(arguments.model)

@@ -42,8 +42,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that the parent sends to every rank."""
-
     model: str
     inter: list[str]
     names: list[str]
@@ -59,8 +57,6 @@ class Settings:
 
 
 class Groups:
-    """All groups, as seen from a rank."""
-
     def __init__(self, mine: int, count: int, store: dist.Store) -> None:
         self.mine = mine
         self.count = count
@@ -115,7 +111,6 @@ class Rank:
 
     @property
     def suffix(self) -> str:
-        """Suffix of this group's contestant names."""
         return BEFORE if self.groups.mine else ""
 
     def make(self, name: str, plan: object = None) -> Contestant:

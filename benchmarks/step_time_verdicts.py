@@ -48,7 +48,6 @@ class Turns:
 
     @property
     def pairs(self) -> list[list[float]]:
-        """All steps of each round."""
         return [a + b for a, b in zip(self.blocks, self.again, strict=True)] if self.again else self.blocks
 
     @property
@@ -58,8 +57,6 @@ class Turns:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of two contestants' medians with its 95 % interval."""
-
     name: str
     to: str
     ratio: float
@@ -136,7 +133,6 @@ def ratio(mine: Turns, theirs: Turns, rounds: slice = slice(None)) -> Ratio:
 
 
 def analyse(inter: str, turns: Sequence[Turns]) -> str:
-    """Return one bandwidth's table and verdicts as Markdown."""
     by_name = {turn.name: turn for turn in turns}
     same = aa_spread(turns)
     rows: list[tuple[str, ...]] = []
@@ -167,7 +163,6 @@ def analyse(inter: str, turns: Sequence[Turns]) -> str:
 
 
 def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
-    """Return the recovered share of plain DDP's network cost."""
     free = [by_name[name].median_ms for name in FREE if name in by_name]
     if turn.name in FREE or TWICE not in by_name or not free:
         return None
@@ -240,7 +235,6 @@ def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:
 
 
 def loss_line(turn: Turns, by_name: dict[str, Turns]) -> str | None:
-    """Return the final loss relative to dense training's."""
     dense = by_name[TWICE].final_loss if TWICE in by_name else None
     if turn.name == TWICE or turn.final_loss is None or dense is None:
         return None

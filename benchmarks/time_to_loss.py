@@ -104,7 +104,6 @@ def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompr
 
 
 def average(model: torch.nn.Module) -> None:
-    """Average parameters over all ranks."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
@@ -133,7 +132,6 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def join_files(arguments: argparse.Namespace) -> None:
-    """Join step times and losses; write the page and records."""
     losses = [record for path in arguments.losses for record in read(path)]
     runs = joined(read(arguments.times), losses)
     Records(arguments.json, hosts=4).add(*runs)

@@ -65,8 +65,6 @@ BASE, FLOOR = CONTENDERS[0].label, CONTENDERS[1].label
 
 @dataclass(frozen=True)
 class Run:
-    """Contestant's job over one link."""
-
     model: str
     inter: str
     label: str
@@ -122,14 +120,12 @@ def time_to(curve: Curve, aim: float) -> float | None:
 
 
 def recovered(mine: float | None, plain: float | None, floor: float | None) -> float | None:
-    """Return the recovered share of the network's cost."""
     if mine is None or plain is None or floor is None or plain <= floor:
         return None
     return (plain - mine) / (plain - floor)
 
 
 def summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return each run with its relative loss, time to the target loss, and recovered shares."""
     found: list[dict[str, Any]] = []
     for run in runs:
         beside = {other.label: other for other in runs if (other.model, other.inter) == (run.model, run.inter)}
@@ -150,7 +146,6 @@ def summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return tables by model and link, sorted by time to the target loss."""
     parts: list[str] = []
     for model, inter in dict.fromkeys((run.model, run.inter) for run in runs):
         chosen = [each for each in summaries(runs) if (each["model"], each["inter"]) == (model, inter)]

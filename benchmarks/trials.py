@@ -26,8 +26,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Band:
-    """Range of expected excess."""
-
     low: float
     high: float
 
