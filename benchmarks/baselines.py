@@ -1,6 +1,6 @@
-"""Contestants to compare fxcomp with: plain data parallelism, its communication hooks, and no network at all.
+"""Contestants to compare with fxcomp: plain DDP, its communication hooks, and steps without a network.
 
-A *contestant* owns a fresh copy of the job's model and optimizer, and makes one training step when called.
+A *contestant* owns a fresh copy of the job's model and optimizer, and runs one training step per call.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +28,12 @@ FXCOMP = {
     "fxcomp_lossy": "lossy",
     **HOOKS,
 }
-"""Their modes. Hooks are of DDP, the others are compiled steps."""
-FREE = ("free", "free_emitted")  # steps without a network: eager, and the emitted dense one without transport
+"""fxcomp's contestants and their modes: DDP hooks and compiled steps."""
+FREE = ("free", "free_emitted")  # eager, and the emitted dense step without transport
 
 
 @dataclass
 class Contestant:
-    """Something that trains its own model. What nobody predicted or planned is None."""
-
     name: str
     model: nn.Module
     step: Callable[[Any], torch.Tensor]
@@ -48,11 +46,10 @@ class Contestant:
 
     @property
     def is_racing(self) -> bool:
-        """True while plans still take turns: only the one that stays is measured."""
+        """True while plans race; only the winner is measured."""
         return self.hook.is_racing if self.hook else isinstance(self.step, fxcomp.CompiledStep) and self.step.is_racing
 
     def settle(self) -> None:
-        """Take the plan that stays after a race or after a hook's first steps, its prediction, and the race."""
         if isinstance(self.step, fxcomp.CompiledStep) and self.plan is not None:
             self.plan, self.predicted_ms = self.step.plan, self.step.timeline.step_time_us / 1e3
             self.race = self.step.raced.to_json() if self.step.raced else None
@@ -61,17 +58,16 @@ class Contestant:
 
     @property
     def is_synchronised(self) -> bool:
-        """Return whether ranks wait for each other inside the step."""
+        """True if ranks wait for each other inside the step."""
         return self.name not in FREE
 
     def next_step(self) -> int:
-        """Count a step, and return its number."""
         self.steps_taken += 1
         return self.steps_taken - 1
 
 
 def make_contestant(name: str, job: Job, *, plan: object = None) -> Contestant:
-    """Build a contestant on every rank at once: DDP and fxcomp communicate while they are built."""
+    """Build a contestant; every rank calls it, because DDP and fxcomp communicate."""
     if name == "free_emitted":
         return Contestant(name, job.model, _without_transport(job))
     if name in FREE:
@@ -121,7 +117,7 @@ def _hooked(name: str, job: Job, plan: Any) -> Contestant:
 
 
 def _asked(mode: str) -> GivenCompress:
-    """Ask for a mode: `aggressive` as in a job of 3,000 steps whose warm-up is over."""
+    """Return the request for a mode; `aggressive` as in a job of 3,000 steps after the warm-up."""
     return fxcomp.Compress(within=mode, steps=3000, warmup=AT_ONCE) if mode == "aggressive" else mode
 
 

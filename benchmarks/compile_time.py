@@ -1,14 +1,19 @@
-"""Time the way from the call to full speed on the example GPT: a first job on a machine, a second one, and DDP.
+"""Time the start of training the example GPT: a first job on a machine, a second one, and DDP.
 
     python benchmarks/compile_time.py --json compile_time.json
     python benchmarks/compile_time.py --hosts 2 --inter 100mbit,1gbit --steps 200 --against ../before --turns 1
 
-Each job is a process a rank. `call` is the whole call of `compile_step`, or of the wrapper, `later` the median of the
-fourth and fifth step. `processor` is the processor time of the call and the first step, `plan` the number of steps
-before a chosen plan is followed, and `wait` the longest pause between two steps. A step that is told to be dense takes
-capture, agreement and the emission of one program. The first job has an empty cache. Records have medians of turns.
-`until_N` is the time from the call until N steps are done, on shaped hosts of one rank where there are hosts. `before`
-is a first job of another checkout with its kernels built, as `git worktree add ../before COMMIT` makes one.
+A job has one process per rank. The first job has an empty cache. Records are medians over turns:
+
+    call         seconds of `compile_step`, or of wrapping the model
+    later        median of the fourth and fifth step
+    processor    processor time of the call and the first step
+    plan         steps before a chosen plan is followed
+    wait         longest step after the first
+    until_N      seconds from the call to the end of step N
+
+A `dense` job includes capture, agreement and the emission of one program. `--hosts` runs on shaped hosts of one rank.
+`before` is a first job of another checkout with built kernels (`git worktree add ../before COMMIT`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Measure encoding and decoding against a copy of the same values, and against what torch offers.
+"""Measure encoding and decoding against a copy of the same values and against torch's equivalents.
 
     python benchmarks/compressors.py --json compressors.json --report report.md
 
-Rates count the bytes that must be touched at least, however many are: encoding reads 4 bytes a value, and with a
-residual reads and writes 4 more each, and writes the payload; decoding reads the payload of one rank and writes 4 bytes
-a value. A copy reads 4 bytes and writes 4; it is torch's `copy_` of the same values, in turns with the compressor.
-Encoding has a residual where the compressor needs one. An agreement's proposal is part of encoding. A share is a rate
-over the copy's. Medians of all turns.
+Rates count the minimum of touched bytes. Encoding reads 4 bytes per value and writes the payload. A residual adds a
+read and a write of 4 bytes per value. Decoding reads one rank's payload and writes 4 bytes per value. A copy, torch's
+`copy_`, reads and writes 4 bytes. A share is a rate divided by the copy's. Compressor and copy take turns; results are
+medians.
 
-Values are Gaussian, the residual too, and it is put back before each turn, so that every turn does the same work.
-`ours_ms` is encoding; `torch_ms` is what torch's own means take to encode as much: `topk` of the magnitudes and the
-gathered values, a cast, the maths of DDP's per-tensor quantisation hook and of its PowerSGD hook, on one tensor.
+Encoding includes a residual if the compressor needs one, and an agreement's proposal. Values and residual are Gaussian.
+The residual is reset before each turn, so that every turn does the same work.
 
-Every compressor at nine sizes with one thread and with all takes some ten minutes. `gpu_all.py` times kernels of a GPU.
+`ours_ms` is encoding. `torch_ms` is torch's equivalent on one tensor: `topk` of magnitudes with a gather, a cast, the
+math of DDP's per-tensor quantization hook, or of its PowerSGD hook.
+
+All compressors at nine sizes, with one thread and with all, take about ten minutes. `gpu_all.py` times GPU kernels.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
 JUDGED_SIZE = 2**24
 WARM_UPS = 3
 MOST_TURNS, FEWEST_TURNS, LEAST_TURNS = 50, 7, 3
-SECONDS = 0.35  # for the turns of one compressor, size and number of threads; the fewest turns come first
-SLOW_S = 0.7  # a turn this long gets the least turns
-TOO_SLOW_S = 6.0  # larger sizes are left out, and said so
+SECONDS = 0.35  # time limit per compressor, size and threads, after FEWEST_TURNS
+SLOW_S = 0.7  # a first turn this long gets LEAST_TURNS
+TOO_SLOW_S = 6.0  # larger sizes are skipped with a message
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,21 @@ class Record:
 
 
 class Bench:
-    """The tensors for one size, and what torch took there."""
+    """Tensors of one size, and cached times of torch."""
 
     def __init__(self, n: int, clock: Callable[[], float] = time.perf_counter) -> None:
         random = torch.Generator().manual_seed(0)
         self.clock = clock
         self.n = n
         self.bucket = 0.8 * torch.randn(n, generator=random)
-        self.kept = 0.6 * torch.randn(n, generator=random)  # together of unit variance
+        self.kept = 0.6 * torch.randn(n, generator=random)  # unit variance together with bucket
         self.residual = self.kept.clone()
         self.out = torch.empty_like(self.bucket)
         self.torch_ms: dict[str, float] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The matrix nearest to a square, for compressors that need one."""
+        """Most square matrix shape, for compressors that need one."""
         rows = 1 << (self.n.bit_length() - 1) // 2
         return (rows, self.n // rows) if self.n % rows == 0 else (1, self.n)
 
@@ -89,7 +90,7 @@ class Bench:
 
 
 def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record, float]:
-    """The record, and the seconds of one turn."""
+    """Return the record and the seconds of the first turn."""
     bound, segments = compressor.bound_to([bench.shape], 1), (bench.n,)
     residual = bench.residual if compressor.needs_error_feedback else None
     [replica] = replicas_of(bound, segments, feedback=False)
@@ -150,11 +151,11 @@ def measure(compressor: Compressor, bench: Bench, threads: int) -> tuple[Record,
     ), first_s
 
 
-# What torch offers
+# Equivalents in torch
 
 
 def torch_ms_of(compressor: Compressor, bench: Bench) -> float | None:
-    """Time torch's own encoding of as much, in ms; None where it has none."""
+    """Time torch's equivalent encoding, in ms; None if there is none."""
     name, work = torch_alternative(compressor, bench) or ("", None)
     if work is None:
         return None
@@ -191,7 +192,7 @@ def select(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def quantise_as_the_hook(values: Tensor) -> Tensor:
-    """Eight bits between the smallest and the largest value, as quantization_pertensor_hook does."""
+    """Quantize to 8 bits between minimum and maximum, as quantization_pertensor_hook does."""
     low, high = values.aminmax()
     low, high = low.clamp_max(0), high.clamp_min(0)
     scale = ((high - low) / 255).clamp_min(torch.finfo(torch.float32).eps)
@@ -200,18 +201,18 @@ def quantise_as_the_hook(values: Tensor) -> Tensor:
 
 
 def powersgd_as_the_hook(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both factors and the residual, as powerSGD_hook computes them on one rank."""
+    """Return both factors and the residual, as powerSGD_hook computes them on one rank."""
     q = torch.linalg.qr(q).Q
     p = torch.linalg.qr(matrix @ q).Q
     q = matrix.T @ p
     return p, q, matrix - p @ q.T
 
 
-# What the numbers say
+# Verdicts
 
 
 def target_of(compressor: Compressor) -> float | None:
-    """The share that encoding and decoding are to reach at the judged size on one thread."""
+    """Return the target share of encoding and decoding at the judged size on one thread."""
     if compressor.name.startswith("sidco"):
         return 0.5
     if compressor.name == "topk":
@@ -221,11 +222,10 @@ def target_of(compressor: Compressor) -> float | None:
     return 0.8 if compressor.facts.passes == 1 else None
 
 
-SPEED_UPS = {"sidco": 20.0, "topk": 5.0}  # over torch.topk at 1 %, by the beginning of the name
+SPEED_UPS = {"sidco": 20.0, "topk": 5.0}  # over torch.topk at 1 %, by name prefix
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """A line for each compressor with a target, at the size that is judged."""
     lines: list[str] = []
     for record in records:
         if record.n != JUDGED_SIZE or record.threads != 1:
@@ -248,7 +248,6 @@ def _verdict(text: str, value: float, target: float, unit: str) -> str:
 
 
 def report(records: Sequence[Record]) -> str:
-    """Verdicts and a table for each number of threads, as Markdown."""
     lines = ["# Compressors against a copy", "", INTRODUCTION]
     judged = verdicts(records)
     if judged:
@@ -312,7 +311,7 @@ def measurements(
     threads: Sequence[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Record]:
-    """Each compressor at each size, from small to large; one that takes too long is left out of larger ones."""
+    """Yield records from small to large sizes; slow compressors skip larger sizes."""
     for count in threads:
         with threads_of_torch(count):
             left_out: set[Compressor] = set()

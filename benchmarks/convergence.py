@@ -2,13 +2,13 @@
 
     python benchmarks/convergence.py --json convergence.json --report report.md
 
-Workers live in one process: each has its own batches, residual and state, and a round of `fxcomp.testing` stands for
-the network. Optimizers see the mean. Every compressor runs both ways, also where it refuses or needs error feedback:
-that is the measurement of why. Pairs of compressors run in two shots, with four and with eight workers. The negative
-controls have a planted mistake, and must fail.
+Workers live in one process. Each has its own batches, residual and state; rounds of `fxcomp.testing` replace the
+network, and optimizers receive the mean. Every compressor runs with and without error feedback, even if it refuses or
+requires it, to measure why. Pairs of compressors run in two shots with four and with eight workers. Negative controls
+have a planted mistake and must fail.
 
-*Excess* is the final loss over the dense one, minus 1. Bands say what to expect of a class of compressors on a task; a
-trial without a band is measured and not judged. Everything follows from the seed. A quarter of an hour on two cores.
+*Excess* is final loss / dense loss - 1. Bands are the expected excess of a class of compressors on a task; trials
+without a band are not judged. All results follow from the seed. Takes 15 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from fxcomp.testing.samples import gaussian
 PAIRS = ("int8 > int8", "int4 > int4", "int4 > int8", "sign > sign", "topk(0.01) > topk(0.01)", "topk(0.01) > int8")
 PAIRED_WORKERS = (4, 8)
 OWNERS = dict.fromkeys(TASKS, (OwnerResidual.KEPT, OwnerResidual.DROPPED)) | {"quadratic": tuple(OwnerResidual)}
-"""The fate of the owner's residual in two shots: kept, dropped or miscounted, by task."""
+"""Treatments of the owner's residual in two shots, by task."""
 
 
 def train(task: Task, optimizer: str, exchange: Exchange) -> float:
-    """The final loss; infinity where it diverges. The learning rate falls to zero along a cosine."""
+    """Return the final loss, infinite if training diverges. The learning rate follows a cosine to zero."""
     weights = torch.nn.Parameter(task.start.clone())
     rate = task.rates[optimizer]
     update: torch.optim.Optimizer
@@ -75,23 +75,23 @@ def train(task: Task, optimizer: str, exchange: Exchange) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-# What to expect
+# Expected results
 
 SHAPE = 1024, 1024
-"""Of the parameter whose payload is counted."""
+"""Shape of the parameter for counting payload bits."""
 SAMPLE_SHAPE = 512, 256
 SAMPLE = math.prod(SAMPLE_SHAPE)
-"""Values of which an error is measured."""
+"""Values for measuring errors."""
 
-LOSSLESS, SMALL = 1e-3, 0.1  # the largest ω of these classes, on Gaussian values
-TOO_LATE = 0.98  # a value waits about 1 / (1 - ω) steps: from 50 on these rates are too large, and it must show
-TOLERANCES = {  # by task: of lossless compressors, of small errors, and under error feedback
+LOSSLESS, SMALL = 1e-3, 0.1  # largest ω of these classes, on Gaussian values
+TOO_LATE = 0.98  # a value waits about 1 / (1 - ω) steps; from 50 steps on the loss must rise
+TOLERANCES = {  # by task: lossless, small errors, error feedback
     "quadratic": (0.005, 0.005, 1.0),
     "logreg": (0.002, 0.01, 0.005),
     "charlm": (0.015, 0.02, 0.13),
     "images": (0.15, 0.2, 0.8),
 }
-LOST_BY_OWNER = {  # by task and second compressor; int4 and int8 lose too little for the loss to show it
+LOST_BY_OWNER = {  # by task and second compressor; losses of int4 and int8 are too small to show
     ("quadratic", "sign"): Band(9.0, math.inf),
     ("quadratic", "topk(0.01)"): Band(9.0, math.inf),
 }
@@ -99,7 +99,6 @@ WITHOUT_FEEDBACK = {"topk(0.01)": Band(0.25, math.inf), "sign": Band(0.2, math.i
 
 
 def expected(trial: Trial) -> Band | None:
-    """The band of a trial; None where nothing is promised."""
     if trial.method in CONTROLS:
         return CONTROLS[trial.method][1].get(trial.task)
     if trial.owner is not None:
@@ -110,7 +109,7 @@ def expected(trial: Trial) -> Band | None:
     if omega < LOSSLESS:
         return Band(-lossless, lossless)
     if trial.optimizer != "sgd":
-        return None  # what is fed back arrives late, and Adam divides by a variance that it inflates
+        return None  # feedback arrives late and inflates Adam's variance
     if omega < SMALL:
         return Band(-small, small)
     if not trial.feedback:
@@ -121,7 +120,7 @@ def expected(trial: Trial) -> Band | None:
 
 
 def _expected_in_two_shots(trial: Trial) -> Band | None:
-    """With both residuals, the band of the coarser compressor alone; with a mistake, only what must be seen."""
+    """Return the coarser compressor's band if the residual is kept; otherwise the band of a mistake."""
     pair = parse_pair(trial.method)
     if trial.owner != OwnerResidual.KEPT.value:
         return LOST_BY_OWNER.get((trial.task, str(pair.second)))
@@ -136,7 +135,7 @@ def _expected_in_two_shots(trial: Trial) -> Band | None:
 
 @cache
 def measured_error(compressor: Compressor) -> float:
-    """ω of the mean over the workers, where all have the same Gaussian values."""
+    """Return ω of the workers' mean if all have the same Gaussian values."""
     bound, segments, values = compressor.bound_to([SAMPLE_SHAPE], WORKERS), (SAMPLE,), gaussian(SAMPLE)
     replicas = replicas_of(bound, segments, WORKERS, feedback=False)
     lost = values - average(bound, [values] * WORKERS, replicas, segments, [SAMPLE_SHAPE])
@@ -177,7 +176,6 @@ def _in_two_shots(task: str, pairs: Sequence[str], seed: int) -> Iterable[Trial]
 
 
 def run_trial(trial: Trial) -> tuple[Trial, float, float]:
-    """The trial, its final loss and its seconds."""
     task = make_task(trial.task, trial.seed, trial.workers)
     start = time.perf_counter()
     return trial, train(task, trial.optimizer, _exchange_of(trial, task)), time.perf_counter() - start
@@ -195,7 +193,7 @@ def _exchange_of(trial: Trial, task: Task) -> Exchange:
 
 
 def run_trials(planned: Sequence[Trial], jobs: int) -> Iterable[tuple[Trial, float, float]]:
-    """Run trials in so many processes of one thread, and yield them as they end."""
+    """Run trials in `jobs` single-threaded processes; yield each result as it ends."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for future in as_completed([pool.submit(run_trial, trial) for trial in planned]):
@@ -218,7 +216,7 @@ def record(trial: Trial, loss: float, dense_loss: float, seconds: float) -> Reco
 
 
 def _bits_of(trial: Trial) -> float | None:
-    """Count the bits of a value in a payload; of both payloads in two shots, of which (workers - 1) / workers leave."""
+    """Return payload bits per value, summed over two shots. Ranks send (workers - 1) / workers of the two-shot sum."""
     if trial.method in CONTROLS:
         return None
     if trial.owner is None:
@@ -246,7 +244,6 @@ def main() -> None:
 
 
 def collect(planned: Sequence[Trial], arguments: argparse.Namespace) -> list[Record]:
-    """Run trials, and judge all, in the order planned; save what there is as they end."""
     ended: dict[Trial, tuple[float, float]] = {}
     for trial, loss, seconds in run_trials(planned, arguments.jobs):
         ended[trial] = loss, seconds
@@ -257,7 +254,6 @@ def collect(planned: Sequence[Trial], arguments: argparse.Namespace) -> list[Rec
 
 
 def judged(planned: Sequence[Trial], ended: Mapping[Trial, tuple[float, float]]) -> list[Record]:
-    """The records of trials that have ended, as dense training has on the same task."""
     dense = {(t.task, t.optimizer, t.seed, t.workers): loss for t, (loss, _) in ended.items() if t.method == DENSE}
     return [
         record(trial, ended[trial][0], dense[key], ended[trial][1])

@@ -1,4 +1,4 @@
-"""Write the page of convergence.py: tables, and the trials outside their bands."""
+"""Write the page of convergence.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from trials import OPTIMIZERS, Band, Record, percent
 
 
 def report(records: Sequence[Record]) -> str:
-    """Tables and the trials outside their bands, as Markdown."""
     sections = ["# Loss under compression", "", INTRODUCTION]
     for task in TASKS:
         of_task = [record for record in records if record.task == task and record.owner is None]
@@ -85,7 +84,6 @@ def _controls(records: Sequence[Record]) -> list[str]:
 
 
 def _pairs(records: Sequence[Record]) -> list[str]:
-    """Both residuals, and each mistake, for each number of workers."""
     if not records:
         return []
     dense = {(record.optimizer, record.workers): record.dense_loss for record in records}

@@ -1,8 +1,7 @@
-"""Count what an emitted step hands to a device that is not here.
+"""Count the work that an emitted step launches on an absent device.
 
-The source that would run there runs here once more, line by line, on tensors without memory, which play the device;
-what the host keeps is on the CPU. Operators are counted as they are called, kernels where they are launched. Regions
-of forward and backward do not run: what they make is there when they are called.
+The step's source runs line by line on meta tensors, which represent the device; host tensors are on the CPU. Operators
+are counted when called and kernels when launched. Forward and backward do not run; placeholders replace their results.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fxcomp.runtime.transfers import Transfer
 DEVICE = torch.device("meta")
 
 STEPS_TAKEN = 2
-"""The number in the host's counters: with 0, corrections for a start at zero would be divided by zero."""
+"""Value of host counters; 0 would divide bias corrections by zero."""
 
 _KIND = {
     **dict.fromkeys(("pack", "cast", "in_place", "turn", "save"), "pack"),
@@ -40,38 +39,37 @@ _KIND = {
     **dict.fromkeys(("launch", "wait"), "collective"),
     "all_finite": "check",
 }
-"""The kind of work of each line; of others it is `other`."""
+"""Kind of each runtime line; `other` if missing."""
 
 _RANDOM = ("rng_state", "set_rng_state", "seed_rng")
-"""Lines about the random generator of a device that is not here; they hand the device nothing."""
+"""Random-generator lines, which launch no work."""
 
 
 KINDS = ("pack", "encode", "collective", "decode", "check", "unpack", "clip", "update", "other")
-"""The kinds of work, in the order in which a step comes to them."""
+"""Kinds of work in step order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """The work of one kind in one step."""
+    """Work of one kind in one step."""
 
     launches: int = 0
-    """Kernels that are started; of collectives, collectives."""
+    """Started kernels, or collectives."""
     touched_bytes: int = 0
-    """Bytes of device memory that these read and write."""
+    """Bytes of device memory read and written."""
     reads: int = 0
-    """Values that the host asks the device for, and waits."""
+    """Blocking reads of device values by the host."""
     copies: int = 0
-    """Other copies between host and device that the host waits for."""
+    """Other blocking copies between host and device."""
 
     @property
     def waits(self) -> int:
-        """The calls that do not return before the device has come so far."""
         return self.reads + self.copies
 
 
 @dataclass(frozen=True, slots=True)
 class StepLaunches:
-    """The work of one step, by kind."""
+    """Work of one step, by kind."""
 
     kinds: Mapping[str, Launches]
     operators: int
@@ -82,13 +80,11 @@ class StepLaunches:
 
     @property
     def total(self) -> Launches:
-        """All kinds together."""
         found = self.kinds.values()
         sums = (sum(getattr(each, name) for each in found) for name in Launches.__slots__)
         return Launches(*sums)
 
     def lines(self) -> Iterator[str]:
-        """Write the counts as plain lines."""
         yield f"forward and backward: {self.operators} operators, before any is joined with another"
         for kind, each in (*self._known, ("in all", self.total)):
             yield (
@@ -102,9 +98,9 @@ class StepLaunches:
 
 
 def count_launches(program: Program) -> StepLaunches | None:
-    """Count one step of a program after its first; None where something in it cannot run without values.
+    """Count a program's second step; None if it cannot run without values.
 
-    So are compressors without kernels for a device whose references ask for values, and offloads to the host.
+    Compressors without device kernels whose references read values, and offloads to the host, need values.
     """
     if nodes_on_host(program.graph):
         return None
@@ -112,7 +108,7 @@ def count_launches(program: Program) -> StepLaunches | None:
     counter = LaunchCounter(lambda tensor: tensor.is_meta)
     runtime.transport.counter = counter  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        for _ in range(2):  # the first makes buffers and tables, which stay
+        for _ in range(2):  # the first step makes persistent buffers and tables
             counter.found.clear()
             _run(program, runtime, counter)
     except (ArithmeticError, RuntimeError, ValueError):
@@ -156,7 +152,7 @@ def _counted(kind: str, run: Callable[..., Any], counter: LaunchCounter) -> Call
 
 
 def _made(region: Region) -> Callable[..., Any]:
-    """Stand in for a region: make what it would return."""
+    """Replace a region by a function that returns empty results."""
     values = [_without_memory(node.meta["val"]) for node in region.outputs]
     return lambda *_: values[0] if len(values) == 1 else values
 
@@ -179,8 +175,6 @@ def _arguments(program: Program) -> list[Any]:
 
 
 class _CountedLines:
-    """A runtime whose lines are counted by their kinds."""
-
     def __init__(self, runtime: Runtime, counter: LaunchCounter) -> None:
         self._runtime, self._counter = runtime, counter
 
@@ -192,11 +186,11 @@ class _CountedLines:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand in for a line of the random generator."""
+    """Replace a random-generator line."""
 
 
 class _NoNetwork:
-    """Counts collectives, and sends nothing."""
+    """Transport that counts collectives and sends nothing."""
 
     counter: LaunchCounter
 

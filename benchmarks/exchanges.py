@@ -1,4 +1,4 @@
-"""Make one gradient of all workers', as a compressor, two of them or nothing does: an `Exchange` each."""
+"""Exchanges that average all workers' gradients: with one compressor, two, or none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxcomp.testing import Replica, average, average_in_two_shots, replicas_of, 
 MOMENTUM = 0.9
 
 Exchange = Callable[[list[Tensor]], Tensor]
-"""Makes one gradient of all workers', and remembers what it must."""
+"""Returns one gradient from all workers' gradients, and keeps their residuals and states."""
 
 
 def exact_mean(gradients: Sequence[Tensor]) -> Tensor:
@@ -29,14 +29,14 @@ def exact_mean(gradients: Sequence[Tensor]) -> Tensor:
 def compressed(
     compressor: Compressor, shapes: Sequence[Sequence[int]], workers: int, *, feedback: bool, seed: int = 0
 ) -> Exchange:
-    """All workers compress with this; nobody sees more of the others than the network would bring."""
+    """Compress every worker's gradient and average the payloads."""
     bound, segments = compressor.bound_to(shapes, workers), tuple(map(math.prod, shapes))
     replicas = replicas_of(bound, segments, workers, feedback=feedback, seed=seed)
     return lambda gradients: average(bound, gradients, replicas, segments, shapes)
 
 
 def fitted(compressor: Compressor, task: Task) -> Compressor:
-    """The compressor, with a fixed threshold of five times the gradient's root mean square at the start."""
+    """Return the compressor with a threshold of five times the initial gradient's root mean square, if it has one."""
     if not any(parameter.name == "value" for parameter in compressor.facts.parameters):
         return compressor
     scale = exact_mean(task.gradients(task.start, 0)).square().mean().sqrt().item()
@@ -45,18 +45,16 @@ def fitted(compressor: Compressor, task: Task) -> Compressor:
 
 
 class OwnerResidual(Enum):
-    """The treatment of an owner's residual."""
-
     KEPT = "kept"
     DROPPED = "dropped"
-    """A mistake: it is lost for good."""
+    """Mistake: the residual is lost."""
     MISCOUNTED = "added to the owner's own gradient once"
-    """A mistake: the mean divides it by the number of workers. It would have to be added that many times."""
+    """Mistake: the mean divides it by the number of workers, so it would have to be added that many times."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The compressors of two shots. Its text parses back: `int4 > int8`."""
+    """Compressors of two shots. The text parses back: `int4 > int8`."""
 
     first: Compressor
     second: Compressor
@@ -66,7 +64,7 @@ class Pair:
 
     @property
     def grain(self) -> int:
-        """A shard's border is at a multiple of both compressors' blocks."""
+        """Block size for shard borders: a multiple of both compressors' blocks."""
         return math.lcm(*(int(getattr(compressor, "block", 1)) for compressor in (self.first, self.second)))
 
 
@@ -76,7 +74,6 @@ def parse_pair(text: str) -> Pair:
 
 
 def in_two_shots(pair: Pair, task: Task, owner: OwnerResidual = OwnerResidual.KEPT, seed: int = 0) -> Exchange:
-    """All workers encode with the first compressor, owners of shards with the second."""
     borders = cut_points(task.segments, task.workers, pair.grain)
     shards = shards_of(
         pair.first,

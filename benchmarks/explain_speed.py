@@ -1,10 +1,10 @@
-"""Time `fxcomp explain` for jobs of more than 300 gradients on 1,024 ranks, and a choice among plans alone.
+"""Time `fxcomp explain` for jobs of more than 300 gradients on 1,024 ranks, or only the choice of a plan.
 
     python benchmarks/explain_speed.py              the command: from the start of Python to the printed report
     python benchmarks/explain_speed.py --decide     a choice: by gradients, cluster, mode and compute's processors
 
-All on one processor. A command is a process of its own; `warm` finds what earlier runs measured of the machine in the
-cache, `empty` measures it. What else runs on the machine shows in `wall_s`, less in `cpu_s`, which is of the processor.
+Everything runs on one processor, and each command in its own process. A `warm` run finds machine measurements in the
+cache, an `empty` one makes them. Load on the machine affects `wall_s` more than `cpu_s` (processor time).
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ DEEP = Path(__file__).parents[1] / "examples" / "deep.py"
 JOBS = {"resnet": f"{DEEP}:job", "gpt": f"{DEEP}:gpt"}
 CLUSTER = "128x8, intra 100gbit@5us, inter 10gbit"
 LIMIT_S = 5.0
-"""The promise of the report, on an otherwise idle machine."""
+"""Limit for the command on an idle machine."""
 DECIDED = {314: 0.15, 3000: 1.5}
-"""Numbers of gradients, and how many seconds a choice among their plans may take."""
+"""Numbers of gradients, and the limit in seconds for choosing a plan."""
 DECIDED_FOR = ("2x1", "8x8")
 MODES = (Mode.LOSSLESS, Mode.BALANCED, Mode.LOSSY)
 
 
 def explained(repeats: int) -> Iterator[dict[str, Any]]:
-    """Run the command for each job with an empty cache and then a warm one, in turns."""
     for repeat, (name, job) in itertools.product(range(repeats), JOBS.items()):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("empty", "warm"):
@@ -55,7 +54,7 @@ def explained(repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def gradients(count: int) -> tuple[Gradient, ...]:
-    """A bias and a matrix a layer, 14 million values; forward takes a third of 80 ms."""
+    """Return a bias and a matrix per layer, 14 million values in all; forward takes a third of 80 ms."""
     chance = random.Random(0)
     shares = [chance.choice((0.3, 0.3, 1, 1, 2, 4)) for _ in range(count // 2)]
     found: list[Gradient] = []
@@ -67,7 +66,7 @@ def gradients(count: int) -> tuple[Gradient, ...]:
 
 
 def decided(repeats: int) -> Iterator[dict[str, Any]]:
-    """Time choices between 1 Gbit/s links, in turns; the first of each kind includes what is kept for later ones."""
+    """Time choices over 1 Gbit/s links in turns; the first of each kind fills caches."""
     tables = {"own": CostTable(), "shared": CostTable(processors=Processors(1.0, 1.0))}
     for repeat, count, shape, mode, processors in itertools.product(
         range(repeats), DECIDED, DECIDED_FOR, MODES, tables

@@ -1,4 +1,4 @@
-"""Plans that contestants follow as they are written, in two shots over all ranks: nothing is chosen, nothing races."""
+"""Fixed plans for contestants, in two shots over all ranks, without choice or race."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import fxcomp
 from fxcomp.plan.compress import GivenCompress
 
 AT_ONCE = fxcomp.Warmup(int8_steps=2)
-"""For measuring what a step takes after the warm-up."""
+"""Short warm-up, for timing the steps after it."""
 
 
 def shots(first: str, second: str | None = None) -> str:
-    """Write the strategy of two shots over all ranks."""
     second = second or first
     return (
         f"compress({first})@gpu > all_to_all@world > decompress@gpu > compress({second})@gpu > all_gather@world"
@@ -32,4 +31,4 @@ FIXED: dict[str, Callable[[], GivenCompress]] = {
     "momentum_cmax8": lambda: at_momentum("cmax(8)", AT_ONCE),
     "momentum_cmax16": lambda: at_momentum("cmax(16)", AT_ONCE),
 }
-"""By the name of the contestant."""
+"""Plans by contestant name."""

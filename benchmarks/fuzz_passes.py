@@ -1,10 +1,10 @@
-"""Say random sentences of forward and backward passes to fxcomp's frontends and to DistributedDataParallel.
+"""Run random sequences of forward and backward passes under fxcomp's frontends and DistributedDataParallel.
 
     python benchmarks/fuzz_passes.py --sentences 500                     # on two ranks, the backend and the hook
     python benchmarks/fuzz_passes.py --seed 17
     python benchmarks/fuzz_passes.py --sentence "F3 f5 B0+1 S z" --ranks 3
 
-`benchmarks/fuzzing/passes.py` has the words. Ends with 1 if a sentence ended as none must.
+`benchmarks/fuzzing/passes.py` defines the words. The exit status is 1 after an unacceptable result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 def say_all(
     rank: int, port: int, name: str, ranks: int, sentences: list[tuple[Word, ...]], shows: bool, end: Path
 ) -> None:
-    """Say sentences on one rank; leaves a file if one ended as none must."""
+    """Run sentences on one rank; create the file `end` after an unacceptable result."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False))

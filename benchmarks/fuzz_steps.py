@@ -1,11 +1,11 @@
-"""Train random programs with the compiled step and with eager PyTorch side by side, and report where they part.
+"""Train random programs with the compiled step and with eager PyTorch, and report differences.
 
     python benchmarks/fuzz_steps.py --programs 3000 --ranks2 300 --workers 2 --record fuzz.jsonl
     python benchmarks/fuzz_steps.py --seed 17                 # one program, printed; shrunk if it fails
     python benchmarks/fuzz_steps.py --seed 17 --without block.1 change.0
     python benchmarks/fuzz_steps.py --page                    # write the numbers of a record into the page
 
-A record is written as results come, and a run that was cut off goes on where it was.
+Results are appended to the record as they come. An interrupted run continues from its record.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def main() -> int:
 
 
 def jobs_of(first: int, arguments: argparse.Namespace) -> list[Job]:
-    """The programs from a seed on: those on three ranks, then on two, then on one."""
+    """Return programs from the first seed on: on three ranks, then two, then one."""
     three, two = first + arguments.ranks3, first + arguments.ranks3 + arguments.ranks2
     bounds = (3, first, three), (2, three, two), (1, two, first + arguments.programs)
     return [Job(seed, ranks) for ranks, begin, end in bounds for seed in range(begin, end)]
 
 
 def one(arguments: argparse.Namespace) -> int:
-    """Run the program of one seed, and say which of its features a failure needs."""
+    """Run the program of one seed and print the features that a failure needs."""
     job = Job(arguments.seed, arguments.ranks, tuple(arguments.without))
     print(draw(job.seed, job.ranks).without(job.without))
     result = run_all([job], Record(None), 1, arguments.timeout)[job]

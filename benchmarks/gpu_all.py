@@ -1,17 +1,17 @@
-"""Check and time everything that needs a GPU, in one call: what to run first on a machine that has one.
+"""Check and time everything that needs a GPU in one command; run it first on a GPU machine.
 
     python benchmarks/gpu_all.py --json gpu.json --trace traces
     python benchmarks/gpu_all.py --json gpu.json --parts checks        # or: kernels, steps
-    python benchmarks/gpu_all.py --json gpu.json --only int8           # only what has this in its name
+    python benchmarks/gpu_all.py --json gpu.json --only int8           # only checks with this in their name
 
-It runs from a checkout, installed or not, and builds the C++ kernels first if they are not there. It takes less than
-ten minutes. The file has every record some seconds after there is one, so a run that is cut off loses nothing.
+It runs from a checkout, which need not be installed, and builds missing C++ kernels. It takes less than ten minutes.
+Records are saved within seconds, so an interrupted run keeps them.
 
-checks    several processes at a time: training compiled as eagerly, alone and from scripts (`gpu_parity.py`), on two
-          ranks that share the GPU through gloo, and through NCCL if it lets them; every compressor's bits
-          (`gpu_kernels.py`). A check prints a line and is a record `{check, ok, detail}`.
-kernels   every compressor's speed beside a copy's, alone on the GPU
-steps     whole steps beside those of DDP and its hooks, alone on the GPU, with traces (`gpu_steps.py`)
+    checks    in parallel processes: parity of compiled and eager training on one rank, by scripts and on two ranks
+              that share the GPU over gloo, or over NCCL if possible (`gpu_parity.py`); bits of every compressor
+              (`gpu_kernels.py`). Each check prints a line and adds a record `{check, ok, detail}`.
+    kernels   speed of every compressor relative to a copy, alone on the GPU
+    steps     whole steps of fxcomp, DDP and its hooks, alone on the GPU, with traces (`gpu_steps.py`)
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from records import Records, Results, options, read
 from fxcomp.compressors import kernels
 
 SHARES = 6
-"""Processes that check compressors: compiling a kernel takes a processor longer than running it takes the GPU."""
+"""Processes that check compressors; compiling kernels on a processor takes longest."""
 CHECKS = ("two ranks, nccl", "two ranks, gloo", "steps", "scripts", *(f"bits {i}" for i in range(SHARES)))
 PARTS = ("checks", "kernels", "steps")
 LIMIT_S = {"checks": 180.0, "kernels": 120.0, "steps": 220.0}
 
 
 def run_part(name: str, path: Path, only: str) -> None:
-    """Run one part in this process."""
     results = Results(path, only)
     kind, _, rest = name.partition(" ")
     if kind == "bits":
@@ -57,12 +56,11 @@ def run_part(name: str, path: Path, only: str) -> None:
 
 
 def of_ranks(path: Path) -> Path:
-    """Name the file in which ranks write, beside their part's."""
     return path.with_suffix(".ranks.json")
 
 
 def built_kernels() -> tuple[bool, str]:
-    """Build the C++ kernels where they are not; what is slow without them says so in its record."""
+    """Build missing C++ kernels. Return success and details."""
     if kernels.available():
         return True, "there already"
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
@@ -72,7 +70,7 @@ def built_kernels() -> tuple[bool, str]:
 
 
 class Parts:
-    """Parts that run as processes of their own. Their records come together in one file."""
+    """Parts that run as separate processes and share one record file."""
 
     def __init__(self, folder: Path, kept: Records, arguments: argparse.Namespace) -> None:
         self.folder, self.kept, self.arguments = folder, kept, arguments
@@ -80,7 +78,7 @@ class Parts:
         self.files: list[Path] = []
 
     def run(self, names: tuple[str, ...], limit_s: float) -> None:
-        """Run parts side by side, until all are done or time is up."""
+        """Run parts in parallel until all end or time is up."""
         deadline = time.monotonic() + limit_s
         running = {name: subprocess.Popen(self.command(name), cwd=ROOT) for name in names}
         while running:

@@ -1,10 +1,9 @@
-"""Check and time every compressor's kernels on a GPU.
+"""Check and time every compressor's kernels on a GPU; called by `gpu_all.py`.
 
-`gpu_all.py` runs it. A round of two ranks on the GPU against the same in plain torch on the CPU, bit for bit where it
-has Triton kernels; that a step waits for the GPU nowhere; and GB/s over the bytes that it must touch, as a share of a
-copy on the device, `{compressor, device, kernels, n, encode_gbps, decode_gbps, copy_gbps, encode_share,
-decode_share}`. Buckets below about 2^23 values stay in the GPU's cache, and so does the copy that they are compared
-with.
+Checks compare a round on the GPU with plain torch on the CPU, bit for bit if the compressor has Triton kernels, and
+verify that a step never waits for the GPU. Times are GB/s of the minimum of touched bytes, and their share of a copy on
+the device: `{compressor, device, kernels, n, encode_gbps, decode_gbps, copy_gbps, encode_share, decode_share}`. Buckets
+below about 2^23 values, and the copies of this size, stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fxcomp.testing.samples import NOT_FINITE
 
 TIMED = 15
 SIZES = (1 << 26, 1 << 23, 1 << 20, 1 << 16)
-NEEDED = ("0.01", "2")  # what the first parameters may be where a compressor has no defaults
+NEEDED = ("0.01", "2")  # first parameters for compressors without defaults
 VARIANTS = (
     "int8(stochastic=true)",
     "int4(stochastic=true)",
@@ -37,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def every_compressor() -> list[Compressor]:
-    """All that are registered, with their defaults, or else with the first parameters that they take; and variants."""
+    """Return all registered compressors, with defaults or the first valid parameters, and variants."""
     found: list[Compressor] = []
     for name in sorted(CATALOGUE):
         for text in (name, *(f"{name}({value})" for value in NEEDED)):
@@ -54,7 +53,7 @@ def has_kernels(compressor: Compressor) -> bool:
 
 
 def bits(results: Results, device: torch.device, share: tuple[int, int]) -> None:
-    """Check the i-th of n shares of all compressors."""
+    """Check the i-th of n shares of all compressors, `share` = (i, n)."""
     for compressor in every_compressor()[share[0] :: share[1]]:
         name = f"{compressor} on the device"
         results.check(name, lambda compressor=compressor: same_as_on_the_cpu(compressor, device))
@@ -62,14 +61,14 @@ def bits(results: Results, device: torch.device, share: tuple[int, int]) -> None
 
 
 def speeds(results: Results, device: torch.device, sizes: tuple[int, ...] = SIZES) -> None:
-    """Time every compressor: those with kernels first, the largest bucket first."""
+    """Time every compressor, those with kernels first."""
     for compressor in sorted(every_compressor(), key=lambda each: not has_kernels(each)):
         for n in sizes:
             results.check(f"{compressor}, {n} values", lambda c=compressor, n=n: speed(results, c, n, device))
 
 
 def same_as_on_the_cpu(compressor: Compressor, device: torch.device) -> tuple[bool, str]:
-    """Bit for bit if it has kernels; a reference may round otherwise on a GPU, and only says how far it is off."""
+    """Compare bits if the compressor has kernels; else the relative difference, as references may round differently."""
     off = 0.0
     for segments in SEGMENTS:
         for name in SAMPLES if sum(segments) < 1000 else ("laplace",):
@@ -79,7 +78,7 @@ def same_as_on_the_cpu(compressor: Compressor, device: torch.device) -> tuple[bo
             actual = round_on(device, compressor, bucket, segments, feedback=feedback)
             if has_kernels(compressor):
                 for what, tensor in expected.items():
-                    # A GPU's sum of a NaN is another NaN than a processor's, and a payload has them as bytes.
+                    # NaN sums have other bits on GPUs, and integer payloads contain them.
                     if name not in NOT_FINITE or tensor.is_floating_point():
                         assert_same_bits(actual[what], tensor, f"{name}, {segments}, {what}")
             one, two = actual["mean of 1"].nan_to_num(), expected["mean of 1"].nan_to_num()
@@ -92,8 +91,8 @@ def same_as_on_the_cpu(compressor: Compressor, device: torch.device) -> tuple[bo
 def step_of(
     compressor: Compressor, segments: tuple[int, ...], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Propose if ranks agree, encode with error feedback where it may have it, and decode one payload; in place."""
-    bound, n = compressor.bound_to((), 1), sum(segments)  # without shapes, low rank sees squares
+    """Return in-place functions that encode (with proposal and residual if supported) and decode one payload."""
+    bound, n = compressor.bound_to((), 1), sum(segments)  # without shapes, low-rank compressors assume square matrices
     [replica] = replicas_of(bound, segments, feedback=compressor.feedback is not Feedback.FORBIDDEN)
     residual = None if replica.residual is None else replica.residual.to(device)
     state = None if replica.state is None else replica.state.to(device)
@@ -114,14 +113,14 @@ def step_of(
 
 def waits_nowhere(compressor: Compressor, device: torch.device) -> tuple[bool, str]:
     encode, decode = step_of(compressor, (1 << 16, 70_001, 3), device)
-    encode(), decode()  # compiles, and makes the tables of this division
+    encode(), decode()  # compile and make this division's tables
     if device.type != "cuda":
         return True, "there is nothing to wait for"
     torch.cuda.set_sync_debug_mode("error")
     try:
         encode(), decode()
     except RuntimeError as error:
-        # A kernel must not wait; for a reference it is worth knowing.
+        # Only kernels must not wait; a reference's wait is reported.
         return not has_kernels(compressor), f"waits: {str(error).splitlines()[0]}"
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -164,13 +163,13 @@ def speed(results: Results, compressor: Compressor, n: int, device: torch.device
 def median_us(
     contestants: dict[str, Callable[[], object]], device: torch.device
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time contestants in turns: by the GPU's own clock, and what the host takes to launch them.
+    """Time contestants in turns: device time by GPU events, and the host's launch time.
 
-    The GPU sleeps first, until the host has launched all, so that launching does not count in its time.
+    The GPU sleeps until the host has launched all work, so that device times exclude launching.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     hosts: dict[str, list[float]] = {name: [] for name in contestants}
-    asleep = 2_000_000  # cycles: about a millisecond, and more if launching took more
+    asleep = 2_000_000  # cycles: about 1 ms; raised if launches take longer
     for turn in range(TIMED + 3):
         for name, run in contestants.items():
             start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
@@ -182,10 +181,10 @@ def median_us(
             took = 1e6 * (time.perf_counter() - begun)
             end.record()
             end.synchronize()
-            if turn >= 3:  # the first ones compile and warm up
+            if turn >= 3:  # the first turns compile and warm up
                 times[name].append(1e3 * start.elapsed_time(end))
                 hosts[name].append(took)
             elif turn == 2:
-                asleep = max(asleep, int(4000 * took))  # twice as long, at 2 cycles a nanosecond
+                asleep = max(asleep, int(4000 * took))  # twice the launch time, at 2 cycles per ns
     medians = [{name: statistics.median(found) for name, found in each.items()} for each in (times, hosts)]
     return medians[0], medians[1]

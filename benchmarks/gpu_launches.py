@@ -1,10 +1,10 @@
-"""Count what one step of the example GPT hands to a GPU, without one: fxcomp's step beside DDP's with a fused AdamW.
+"""Count launches of one step of the example GPT without a GPU: fxcomp's step and DDP's with a fused AdamW.
 
     python benchmarks/gpu_launches.py                  a table
     python benchmarks/gpu_launches.py --json FILE      records, too
 
-fxcomp's step is captured here, put on an H100 in the graph and emitted; its lines run on tensors without memory. DDP's
-step runs eagerly on the CPU, in a group of one rank, under the same counter: there every tensor counts as the GPU's.
+fxcomp's step is captured here, moved to an H100 in the graph and emitted. Its lines run on meta tensors. DDP's step
+runs eagerly on the CPU in a group of one rank, under a counter that treats every tensor as the GPU's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def fxcomp_records(plan: str) -> Iterator[dict[str, Any]]:
-    """Count fxcomp's step under a plan."""
     found = count_launches(rewritten(gpt_job(), WHERE, Compress.parse(plan), "h100"))
     assert found is not None, "the example GPT can be counted"
     kinds = [(kind, found.kinds[kind]) for kind in KINDS if kind in found.kinds]
@@ -55,7 +54,7 @@ def fxcomp_records(plan: str) -> Iterator[dict[str, Any]]:
 
 
 def ddp_records() -> Iterator[dict[str, Any]]:
-    """Count DDP's step with clipping over lists and a fused AdamW; a later step, whose buckets are made."""
+    """Count DDP's step, with foreach clipping and a fused AdamW, after its buckets are made."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = gpt_job()
     alone = copy.deepcopy(job.model)
@@ -74,7 +73,7 @@ def ddp_records() -> Iterator[dict[str, Any]]:
 
 
 def stepped(model: nn.Module, plain: nn.Module, batch: Any) -> dict[str, Tally]:
-    """Count the third step of a model: in the second one DDP agrees on its buckets."""
+    """Count a model's third step; DDP rebuilds its buckets in the second."""
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
     counter = SendingCounter(lambda _: True)
     for _ in range(3):
@@ -90,8 +89,6 @@ def stepped(model: nn.Module, plain: nn.Module, batch: Any) -> dict[str, Tally]:
 
 
 class SendingCounter(LaunchCounter):
-    """Counts collectives by themselves."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             with self.counting("collective"):

@@ -1,6 +1,6 @@
-"""Check on a GPU that compiled steps train as eager ones do: alone, from scripts, and on two ranks that share it.
+"""Check on a GPU that compiled steps train like eager steps: alone, from scripts, and on two ranks that share it.
 
-`gpu_all.py` runs it. A check compares parameters after some steps.
+`gpu_all.py` runs it. Checks compare parameters after some steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ RANKS_LIMIT_S = 165.0
 
 
 def job(seed: int = 0) -> Job:
-    """The example GPT on the device, with tokens drawn from a seed."""
     torch.manual_seed(seed)
     model = GPT(CONFIG).to(DEVICE)
     generator = torch.Generator().manual_seed(seed)
@@ -75,13 +74,12 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def scripts(results: Results) -> None:
-    """Train by every script."""
     for name in SCRIPTS:
         results.check(f"script, {name}", partial(largest_distance, name, DEVICE, STEPS))
 
 
 def one_gpu(results: Results) -> None:
-    """Train the example GPT, with eager regions and with Inductor's, and hear what the step says it takes."""
+    """Train the example GPT with eager and with Inductor regions, and check the step's own timing."""
     for regions in ("eager", "inductor"):
         program.INDUCTOR_DEVICES = (DEVICE.type,) if regions == "inductor" else ()
 
@@ -122,7 +120,7 @@ def one_shot(step: fxcomp.CompiledStep, device: Device) -> Plan:
 
 
 def rank_main(backend: str, path: Path) -> None:
-    """One of two ranks on one GPU; rank 0 writes its records."""
+    """Run one of two ranks on one GPU; rank 0 writes its records."""
     if backend == "nccl":
         os.environ |= {
             "NCCL_HOSTID": os.environ["RANK"],
@@ -158,7 +156,7 @@ def rank_main(backend: str, path: Path) -> None:
             return same, f"{said}"
 
         results.check(f"{backend}, {name}", nearness)
-    if backend == "nccl":  # fully_shard gathers by collectives that gloo has not on a GPU
+    if backend == "nccl":  # fully_shard needs collectives that gloo lacks on a GPU
         for plan in SHARDED:
             check = partial(sharded_distance, plan, DEVICE, STEPS)
             results.check(f"{backend}, fully_shard, {plan}", check)
@@ -169,7 +167,7 @@ FRONTENDS = ("hook, int8", "hook, topk(0.1)", "backend, dense", "backend, int8",
 
 
 def trained_by(name: str) -> nn.Module:
-    """Train the example GPT by a frontend, each rank on its own tokens."""
+    """Train the example GPT by a frontend, with different tokens per rank."""
     mine = job()
     tokens = own_tokens(mine)
     kind, _, plan = name.partition(", ")
@@ -201,14 +199,14 @@ def trained_by(name: str) -> nn.Module:
 
 
 def own_tokens(of: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch that other ranks have not: ranks that exchange nothing drift apart."""
+    """Return a different batch per rank, so that ranks that do not exchange gradients diverge."""
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     tokens = torch.randint(0, 256, (8, 129), generator=generator).to(of.batch[0].device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def same_on_all_ranks(model: nn.Module) -> tuple[bool, str]:
-    """Compare parameters with rank 0's, and with those before training, which must have moved."""
+    """Compare parameters with rank 0's, and check that training changed them."""
     flat, start = (torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (model, job().model))
     other = flat.clone()
     dist.broadcast(other, 0)
@@ -217,7 +215,7 @@ def same_on_all_ranks(model: nn.Module) -> tuple[bool, str]:
 
 
 def two_ranks(results: Results, backend: str, path: Path) -> None:
-    """Check on two ranks that share the GPU; rank 0 writes its records to a file of its own as they come."""
+    """Check on two ranks that share the GPU; rank 0 writes its own file of records."""
 
     def hear(rank: int, line: str) -> None:
         print(line if rank == 0 else f"[rank {rank}] {line}", flush=True)

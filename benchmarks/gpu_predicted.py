@@ -1,10 +1,10 @@
-"""Predict what `gpu_steps.py` measured on a GPU, on a machine without one, and set both side by side.
+"""Compare predictions made without a GPU with measurements of `gpu_steps.py`.
 
     python benchmarks/gpu_predicted.py                                                  a table
     python benchmarks/gpu_predicted.py --json FILE                                      records, too
     fxcomp explain benchmarks/gpu_predicted.py --cluster 2x1 --device h100              the whole report
 
-The job is the GPT of 127 M parameters as a user writes it for a GPU.
+The job is a GPT of 127 M parameters, written for a GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from fxcomp.frontends.what_if import WhatIf, imagining, what_if
 from fxcomp.plan.compress import Compress
 
 CONFIG, SIZE = GPTConfig(layers=6, heads=16, width=1024, context=1024, vocabulary=50304), 8
-"""The configuration `127m` of `gpu_steps.py`, and the passages of a batch."""
+"""Configuration `127m` of `gpu_steps.py`, and sequences per batch."""
 
 WHERE = Cluster.parse("2x1", intra=Link.parse("100gbit"), inter=Link.parse("10gbit"))
 
 MEASURED = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 RECORDS = {"h100": "gpu_2026-11-26_h100.json", "h200": "gpu_2026-11-26_h200.json"}
-"""The records of `gpu_steps.py` by device."""
+"""Records of `gpu_steps.py` by device."""
 
 CONTESTANTS = {"step_dense": "dense", "step_int8": "int8", "step_powersgd(4)": "powersgd(4)", "ddp_eager": "dense"}
-"""The plan under which each contestant is predicted."""
+"""Plan for predicting each contestant."""
 
 
 def job() -> Job:
-    """Return the job as its training script has it."""
     torch.manual_seed(0)
     model = GPT(CONFIG).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -54,7 +53,6 @@ def job() -> Job:
 
 
 def predicted(device: str) -> Iterator[dict[str, Any]]:
-    """Predict each contestant's time in kernels, kernels, and peak of memory."""
     with imagining(device):
         loaded = load_job(f"{__file__}:job")
         found = {

@@ -1,7 +1,7 @@
-"""Train by scripts as people have them, compiled and eagerly side by side; `gpu_all.py` runs them on a GPU.
+"""Train by typical scripts, compiled and eagerly; `gpu_all.py` runs them on a GPU.
 
-Each script is a small GPT-like network with what one kind of training adds: a type, a scaler, micro-batches,
-checkpointed dropout, another optimizer. A check is the largest distance of parameters after some steps, and its bound.
+Each script trains a small GPT-like network with one feature: a dtype, a scaler, micro-batches, checkpointed dropout,
+another optimizer. A check compares the largest difference of parameters after some steps with a bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 
 
 class Block(nn.Module):
-    """Attention and a mix with dropout, recomputed in the backward pass if asked for."""
+    """Attention and MLP with dropout, optionally checkpointed."""
 
     def __init__(self, dropout: float, checkpoints: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Script:
-    """One way to train, and how far a compiled step may be from it."""
+    """Training script, and the bound on the compiled step's difference."""
 
     bound: float
     dtype: torch.dtype = torch.float32
@@ -99,7 +99,7 @@ def batches(device: torch.device, count: int) -> Iterator[Batch]:
 
 
 def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Train a script both ways; whether parameters are as near as they should be, and how near."""
+    """Train a script both ways; return whether parameters are within the bound, and the difference."""
     script = SCRIPTS[name]
     model = script.model(device)
     twin = copy.deepcopy(model)
@@ -122,11 +122,11 @@ def largest_distance(name: str, device: torch.device, steps: int) -> tuple[bool,
 
 
 SHARDED = {"dense": 0.0, "int8": 3e-3, "int4": 1e-2, "topk(0.1)": 5e-2}
-"""Tolerances of a fully_shard model's parameters against native ones after 20 steps, by the plan of its gradients."""
+"""Parameter tolerances of fully_shard models against native training after 20 steps, by plan."""
 
 
 def sharded_distance(plan: str, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Train a model that all ranks shard, native and with its gradients compressed; every rank calls it."""
+    """Train a fully sharded model natively and with compressed gradients; every rank calls it."""
     script = SCRIPTS["fp32, updates over lists"]
     trained: list[Tensor] = []
     for ours in (False, True):

@@ -1,25 +1,24 @@
-"""Time whole steps on one GPU: fxcomp's beside DDP's and its hooks', with Inductor on both sides.
+"""Time whole steps on one GPU, of fxcomp, DDP and its hooks, all with Inductor.
 
     python benchmarks/gpu_steps.py --json steps.json --trace traces
 
-Two ranks share the GPU and compile; then rank 0 times alone, with nothing on the network: DDP in a group of one rank,
-fxcomp on a transport that ends at once. So what differs is how forward and backward run, and what packing, compressing,
-clipping and updating take on the device. With `--network` both ranks time, and gradients cross NCCL's sockets on the
-loopback interface, as if each rank were a host; the GPU is theirs in turns.
+Two ranks share the GPU and compile. Then rank 0 times alone without a network: DDP in a group of one rank, fxcomp with
+a transport that completes immediately. The difference is forward and backward, and packing, compressing, clipping and
+updating on the device. With `--network` both ranks step, and gradients use NCCL's sockets on the loopback interface, as
+between two hosts; the ranks share the GPU.
 
-Contestants take turns, step by step, each until the GPU is done: `wall_ms` is the host's clock, `launch_ms` when the
-host had handed out the step, `through_ms` a step's share of ten that were handed out one after the other.
+Contestants take turns, one step each. `wall_ms` is the host's time until the GPU has finished, `launch_ms` until the
+host has launched the step, `through_ms` the time per step of ten without waiting.
 
-    ddp_eager, ddp              eager, and `torch.compile(DDP(model))`; clipping over lists, fused AdamW
+    ddp_eager, ddp              eager, and `torch.compile(DDP(model))`; foreach clipping, fused AdamW
     ddp_whole                   the loss compiled with the model
     ddp_bf16, ddp_powersgd      as `ddp`, with torch's hooks
     hook_*                      as `ddp`, with `fxcomp.ddp_hook` under a plan or mode
     step_*                      `fxcomp.compile_step` under a plan or mode
     backend_*                   `fxcomp.compile_model(model)`
 
-A record has the peak of device memory beyond what lay there before the contestant was made, and what a profile of a
-step counts: kernels, the device's time in them, calls by which the host launched and waited. With `--trace`, profiles
-are kept for Perfetto (https://ui.perfetto.dev).
+Records contain the peak device memory above the level before the contestant was made, and counts from a profile:
+kernels, kernel time, launching and waiting calls. `--trace` keeps profiles for Perfetto (https://ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MODELS = {
     "127m": (GPTConfig(layers=6, heads=16, width=1024, context=1024, vocabulary=50304), 8),
     "tiny": (GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=64), 2),
 }
-"""The configuration, and the passages of a batch."""
+"""Configuration, and sequences per batch."""
 CONTESTANTS = (
     "ddp,step_dense,ddp_whole,backend_dense,step_int8,ddp_eager,ddp_powersgd,step_powersgd(4),ddp_bf16,backend_int8"
 )
@@ -70,7 +69,7 @@ PROFILED = 3  # steps
 IN_A_ROW, ROWS = 10, 3
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
-UNVERIFIED = fxcomp.Checks(verify="never")  # what one rank has is no mean of two
+UNVERIFIED = fxcomp.Checks(verify="never")  # a single rank's gradients are not the mean of two
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[], object]
@@ -158,7 +157,7 @@ class Maker:
 
 
 def made_and_run(maker: Maker, name: str, device: torch.device) -> tuple[Step | None, dict[str, Any]]:
-    """Make a contestant and let it take three steps; returns what it took, or what it raised."""
+    """Make a contestant and run its first steps; return build time and memory, or the exception."""
     begun, before = time.perf_counter(), allocated(device)
     try:
         step = maker(name)
@@ -181,7 +180,7 @@ def allocated(device: torch.device) -> int:
 
 
 def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device, *, network: bool) -> dict[str, Any]:
-    """Time steps until the device is done, and until the host is; then without waiting between them."""
+    """Time steps until the device has finished and until the host has; then steps without waiting."""
     walls: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
     through: dict[str, list[float]] = {name: [] for name in steps}
@@ -206,7 +205,7 @@ def take_turns(steps: Mapping[str, Step], rounds: int, device: torch.device, *, 
 
 
 def profiled(name: str, step: Step, device: torch.device, folder: Path | None) -> dict[str, Any]:
-    """Count what a step launches and waits for, and where the device's time goes, in three steps."""
+    """Profile three steps: count launches and waits, and sum kernel times."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -243,7 +242,7 @@ def profiled(name: str, step: Step, device: torch.device, folder: Path | None) -
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """Make all contestants on both ranks; rank 0 takes the times, with a network both step."""
+    """Make all contestants on both ranks; rank 0 records times. With a network both ranks step."""
     device, network = torch.device(arguments.device), arguments.network
     if network and device.type == "cuda":
         # Else two ranks may not share a GPU.

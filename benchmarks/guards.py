@@ -1,14 +1,14 @@
-"""Time what is asked before each step, each part alone.
+"""Time the checks before each step separately.
 
     python benchmarks/guards.py                            a table
     python benchmarks/guards.py --json FILE --rounds 9     a record: model, part, case, median_us, spread_us
 
-Times are of the processor, not of the clock.
+Times are processor times.
 
-    key      compare everything that tracing baked in with what it was
+    key      compare all values that tracing specialized
     find     the type of a batch, the key, and looking up the program
-    digest   compare the numbers of the parameter groups with the last step's, and let a digest ride on an all_reduce:
-             its own lines on this rank, with a transport that sends nothing
+    digest   compare the parameter groups' numbers with the last step's, and add a digest to an all_reduce; only this
+             rank's work, with a transport that sends nothing
     prelude  answer two questions that Python asked of the batch: is an id too large, is one below 0
 
 Results are in docs/benchmarks/guards.md.
@@ -39,16 +39,16 @@ from fxcomp.step.alike import Alike
 from fxcomp.step.programs import Programs
 
 REPEATS = 20
-"""Steps of a round, of which the median counts."""
+"""Steps per round; their median counts."""
 
 Ask = Callable[[], Any]
 Change = Callable[[int], Any]
 Cases = Mapping[tuple[str, str], tuple[Ask, Change]]
-"""Questions, and the change before each of them, by part and case."""
+"""Timed function and preceding change, by part and case."""
 
 
 class Block(nn.Module):
-    """Nine parameters and some plain attributes, as blocks of language models have."""
+    """Nine parameters and some plain attributes, as in a language model's block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def timed(ask: Ask, change: Change) -> float:
-    """Take the median of asking after a change, in µs of the processor."""
+    """Return the median processor time of `ask` after a change, in µs."""
     taken: list[float] = []
     for i in range(REPEATS + 3):
         change(i)
@@ -83,13 +83,13 @@ def timed(ask: Ask, change: Change) -> float:
 
 
 def nothing(_: int) -> None:
-    """Change nothing between steps."""
+    """Change nothing."""
 
 
 def key_and_find(model: nn.Module) -> Cases:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     guard, group = StepGuard(Training.of(model, loss_fn, optimizer)), optimizer.param_groups[0]
-    # No program is made: finding one is what is timed.
+    # Only the lookup is timed, so no program is made.
     made: Any = SimpleNamespace(captured=SimpleNamespace(guard=None, prelude=None))
     programs = Programs(guard, lambda _batch, _varying: made)
     ids = torch.zeros(8, 128, dtype=torch.long)
@@ -132,8 +132,6 @@ def digest(model: nn.Module) -> Cases:
 
 
 class Checked(nn.Module):
-    """Looks at its ids as language models do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(256, 4)

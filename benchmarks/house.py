@@ -1,15 +1,15 @@
-"""Count what the house consists of: code, classes, files, collaborators, tests, launches of ranks, silent limits.
+"""Count code, classes, files, collaborators, tests, launches of ranks and silent limits of a checkout.
 
     python benchmarks/house.py                            the tree that this file stands in
-    python benchmarks/house.py --before 023b3660          beside another commit
+    python benchmarks/house.py --before 023b3660          next to another commit
     python benchmarks/house.py --launches FILE            with the launches of ranks of one `make test`
     python benchmarks/house.py --json house.json          rows as data too
 
-Lines of code hold no docstrings, comments, blanks or imports. Collaborators of `CompiledStep` are the package's classes
-that it constructs or holds, in containers too, without frozen dataclasses and plain data. Private imports are imports
-and attribute uses of torch's private modules. Modules that torch recommends to users do not count (`PUBLIC_ENOUGH`).
+Lines of code exclude docstrings, comments, blank lines and imports. Collaborators of `CompiledStep` are the package's
+classes that it constructs or holds, also in containers, except frozen dataclasses and plain data. Private uses are
+imports and attributes of torch's private modules, except modules that torch recommends to users (`PUBLIC_ENOUGH`).
 
-`FXCOMP_LAUNCHES=FILE make test` writes one byte into FILE for each start of ranks.
+`FXCOMP_LAUNCHES=FILE make test` writes one byte to FILE per launch of ranks.
 """
 
 import argparse
@@ -54,10 +54,10 @@ print(*sorted({
     if each.__name__ not in plain and not (dataclasses.is_dataclass(each) and each.__dataclass_params__.frozen)
 }))
 """
-"""A program that names the collaborators of a compiled step."""
+"""Program that prints the collaborators of a compiled step."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree")
-"""Modules with an underscore that torch itself tells people to use."""
+"""Underscored modules that torch recommends to users."""
 
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -65,12 +65,11 @@ Row = dict[str, float]
 
 
 def spanned(node: ast.stmt) -> range:
-    """Lines of a statement."""
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def lines_of_code(source: str) -> int:
-    """Count the lines that hold code other than imports."""
+    """Count lines of code without imports."""
     without: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -84,12 +83,11 @@ def lines_of_code(source: str) -> int:
 
 
 def classes_in(source: str) -> int:
-    """Count the classes of a file, those inside of others and of functions among them."""
     return sum(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(source)))
 
 
 def private_uses(source: str) -> Iterator[str]:
-    """Find torch's private modules in imports, and as attributes: `torch._dynamo.x` is one use."""
+    """Yield uses of torch's private modules in imports and attributes: `torch._dynamo.x` is one use."""
     nodes = list(ast.walk(ast.parse(source)))
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
@@ -108,13 +106,12 @@ def private_uses(source: str) -> Iterator[str]:
 
 
 def lines_in(folder: Path, *left_out: str) -> int:
-    """Count all lines of a folder's Python files, but for some of its folders."""
+    """Count all lines of Python files, except in the folders `left_out`."""
     paths = [path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] not in left_out]
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
 def collaborators(tree: Path) -> list[str]:
-    """Compile a step of one rank in a process of its own, and name the collaborators of its class."""
     asked = [sys.executable, "-c", COLLABORATORS]
     environment = {"PYTHONPATH": str(tree), "PATH": "", "HOME": tempfile.gettempdir()}
     printed = subprocess.run(asked, cwd=tree, env=environment, check=True, stdout=-1, stderr=-1, text=True).stdout
@@ -122,7 +119,6 @@ def collaborators(tree: Path) -> list[str]:
 
 
 def measure(tree: Path) -> Row:
-    """Count everything in a tree."""
     sources = [path.read_text() for path in sorted((tree / "fxcomp").rglob("*.py"))]
     words = (tree / "docs" / "limits.md").read_text().split()
     return {
@@ -139,7 +135,6 @@ def measure(tree: Path) -> Row:
 
 
 def measure_commit(commit: str) -> Row:
-    """Count everything in a commit, in a temporary folder."""
     packed = subprocess.run(["git", "archive", commit], cwd=HERE, check=True, stdout=-1).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:

@@ -1,13 +1,12 @@
-"""Count what operators hand to a device: kernels that they start, bytes that these touch, and where the host waits.
+"""Count kernels that operators start on a device, the bytes that they touch, and the host's waits.
 
     with LaunchCounter(is_there) as counter:
         step(...)
     counter.found["step"].launches
 
-`is_there` says which tensors are the device's. So a step is counted on tensors without memory (meta), which play the
-device, or on the CPU, where all tensors do. An operator starts one kernel, an operator over lists as many as ATen's
-`multi_tensor_apply` takes, a view none. Operators that libraries split further (matrix products, sorts, sums in two
-rounds) start more.
+`is_there` returns whether a tensor is on the device: meta tensors that represent it, or all CPU tensors. An operator
+counts as one kernel, a view as none, and an operator over lists as ATen's `multi_tensor_apply` launches. Operators that
+libraries split further (matrix products, sorts, two-stage sums) start more kernels than counted.
 """
 
 from __future__ import annotations
@@ -29,44 +28,41 @@ _aten = torch.ops.aten
 
 CHUNK, MOST_CHUNKS = 65_536, 320  # ATen/native/cuda/MultiTensorApply.cuh
 MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Tensors of a list that fit into one kernel's arguments, by the number of lists; the same file."""
+"""Maximum tensors per list and kernel, by number of lists; from the same file."""
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "detach"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
-"""Operators in place that do not read what they write."""
+"""In-place operators that do not read their target."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """The work of one kind."""
-
     launches: int = 0
     touched_bytes: int = 0
-    """Bytes of device memory that kernels read and write: each tensor once for each kernel that reads or writes it."""
+    """Bytes of device memory; each tensor counts once per kernel that reads or writes it."""
     reads: int = 0
-    """Values that the host asks the device for: it waits until the device has done all that it was given."""
+    """Reads of device values, for which the host waits."""
     copies: int = 0
-    """Copies between host and device, of pageable memory: the host waits for these, too."""
+    """Copies between device and pageable host memory, for which the host waits."""
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts while it is around a thread. What the device alone could tell is told as 1."""
+    """Counts operators of a thread. Device values are read as 1."""
 
     def __init__(self, is_there: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self._is_there = is_there
         self.kind = "step"
-        """The kind that what comes counts as."""
+        """Kind of the operators that follow."""
         self.found: defaultdict[str, Tally] = defaultdict(Tally)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Count a kernel that touches these once each."""
+        """Count a kernel that touches each of these tensors once."""
         self.found[self.kind].launches += 1
         self.found[self.kind].touched_bytes += sum(map(_bytes, tensors))
 
     @contextmanager
     def counting(self, kind: str) -> Generator[None]:
-        """Count what comes as of a kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -85,7 +81,7 @@ class LaunchCounter(TorchDispatchMode):
         if func is _aten.copy_.default and len(there) == 1:
             self._copied(there[0])
             return args[0]
-        if func.namespace == "fxcomp":  # ours are made of others
+        if func.namespace == "fxcomp":  # fxcomp's operators consist of others
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **given)
         result = None if bare_name(func).startswith("_fused_") else func(*args, **given)
@@ -118,16 +114,16 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _list_launches(name: str, named: dict[str, Any], made: Sequence[Tensor]) -> int:
-    """Count the kernels of an operator over lists: one by one where the lists do not lie alike."""
+    """Count the kernels of an operator over lists: one per tensor if the lists have different layouts."""
     values = [value for value in named.values() if isinstance(value, list | tuple) and value]
     lists = [value for value in values if all(isinstance(each, Tensor) for each in value)]
     first = lists[0]
     if name.startswith("_fused_"):
-        lists = [each for each in lists if each[0].dim() or not first[0].dim()]  # counters are read through pointers
+        lists = [each for each in lists if each[0].dim() or not first[0].dim()]  # counters are read by pointer
     elif not _lie_alike(lists):
         return sum(1 for each in first if each.numel())
     if name == "_foreach_norm":
-        return 2 + multi_tensor_launches([each.numel() for each in first], 1)  # zeros before, the chunks' sum after
+        return 2 + multi_tensor_launches([each.numel() for each in first], 1)  # zeros before, the sum of chunks after
     return multi_tensor_launches([each.numel() for each in first], len(lists) + bool(made))
 
 
@@ -141,7 +137,7 @@ def _lie_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
-    """Count the kernels that work on lists of tensors of these sizes, as ATen fills each one's arguments."""
+    """Count the kernels for lists of tensors of these sizes, as ATen fills kernel arguments."""
     most, launches, tensors, chunks = MOST_TENSORS[min(lists, 5)], 0, 0, 0
     for size in filter(None, sizes):
         tensors += 1

@@ -1,9 +1,9 @@
-"""The models that predictions are judged on: unlike each other in what their steps spend time with.
+"""Models for judging predictions; their steps have different bottlenecks.
 
 gpt      3.3 M parameters: matrices of one size, clipping, AdamW
 resnet   2.8 M: convolutions and batch norm, whose buffers are broadcast; most parameters come last
-mlp      5.6 M in four matrices: much to send for little compute
-many     0.5 M in 482 small tensors: what each tensor and each message costs by itself
+mlp      5.6 M in four matrices: many bytes for little compute
+many     0.5 M in 482 small tensors: cost per tensor and message
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Residual(nn.Module):
-    """Two convolutions added to what comes in."""
-
     def __init__(self, channels: int, wider: int) -> None:
         super().__init__()
         stride = 1 if channels == wider else 2
@@ -40,8 +38,6 @@ class Residual(nn.Module):
 
 
 class Normed(nn.Module):
-    """A small layer after its norm, added to its input."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)

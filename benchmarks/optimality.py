@@ -1,18 +1,18 @@
-"""Compare the search's plans with the best of all, found by an exact search, and with a proved lower bound.
+"""Compare the search's plans with the optimum of an exact search and with a proven lower bound.
 
     python benchmarks/optimality.py                          600 drawn workloads of 5 to 8 tensors, then 20 larger ones
     python benchmarks/optimality.py --json optimality.json   the same, each record written as it is made
     python benchmarks/optimality.py --only 13 --modes lossy --plans
                                                              workload 13 alone, in one mode, with both plans
 
-With `PYTHONPATH=tests`: the exact search is `helpers.optimum` there, and `helpers.drawn_cases` draws.
+Run with `PYTHONPATH=tests` for `helpers.optimum` (exact search) and `helpers.drawn_cases`.
 
 A record is `{workload, tensors, mode, step_ms, oracle_ms, bound_ms, dense_ms, decide_ms}`. `step_ms` is the chosen
-plan's step as the simulator says once more, `oracle_ms` the best of all plans, None where there are more than 8 tensors
-or too many partial plans, `bound_ms` what no plan can be faster than, `decide_ms` the processor's time for choosing.
-A drawn workload is judged in one mode, each mode in turn, unless `--modes` says which.
+plan's simulated step, `bound_ms` a lower bound for all plans, `decide_ms` the processor time of choosing. `oracle_ms`
+is the optimum, or None for more than 8 tensors or too many partial plans. Each drawn workload is judged in one mode, in
+rotation, unless `--modes` is given.
 
-Predictions are believed (no margin for their error), so that the fastest plan is always chosen.
+No margin is added for prediction errors, so the plan with the fastest prediction is always chosen.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fxcomp.search.choose import choose, predict_us
 
 SMALL, LARGE = 600, 20
 MOST_TENSORS = 8
-"""Of a workload that is searched exhaustively."""
+"""Maximum tensors for the exact search."""
 
 MOST_LABELS = 30_000
-"""Partial plans of one; beyond it the best is not known."""
+"""Maximum partial plans of the exact search; with more, the optimum is unknown."""
 
 LARGE_SIZES = (9, 14)
 MEAN_BAR, WORST_BAR = 0.001, 0.02
@@ -45,8 +45,6 @@ MEAN_BAR, WORST_BAR = 0.001, 0.02
 
 @dataclass(frozen=True)
 class Record:
-    """One workload in one mode."""
-
     workload: str
     tensors: int
     mode: str
@@ -58,7 +56,7 @@ class Record:
 
     @property
     def gap(self) -> float | None:
-        """The relative excess of the step over the best possible; None if that is not known."""
+        """Relative excess over the optimum; None if unknown."""
         return None if self.oracle_ms is None else self.step_ms / self.oracle_ms - 1
 
     @property
@@ -67,7 +65,7 @@ class Record:
 
 
 def judge(case: Case, mode: Mode, *, is_exact: bool, shows: bool = False) -> Record:
-    """Choose a plan, and find the best one."""
+    """Choose a plan, and find the optimum if `is_exact`."""
     workload, costs, cluster = case.workload, case.costs, case.cluster
     begun = time.process_time()
     choice = choose(workload, costs, cluster, mode)
@@ -103,7 +101,6 @@ def _show(title: str, plan: Plan, us: float) -> None:
 
 
 def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None) -> Iterator[tuple[Case, Mode]]:
-    """Draw workloads, each for one of the modes in turn."""
     for number in numbers:
         sizes = (5, MOST_TENSORS) if number < SMALL else LARGE_SIZES
         case = drawn(number, sizes, costs)
@@ -115,7 +112,6 @@ def drawn_cases(numbers: Iterable[int], modes: Sequence[Mode], costs: str | None
 
 
 def to_markdown(records: Sequence[Record]) -> str:
-    """The gaps by mode, and the worst."""
     rows: list[Sequence[str]] = []
     for is_exact in (True, False):
         some = [record for record in records if (record.oracle_ms is not None) is is_exact]
@@ -139,7 +135,7 @@ def _row(mode: str, group: Sequence[Record]) -> list[str]:
     return [*cells, _percent(statistics.median(bounds)), _percent(max(bounds))]
 
 
-_AT_BEST = 1e-5  # relative: the oracle itself looks for nothing that is better by less than 1e-6
+_AT_BEST = 1e-5  # relative; the oracle ignores improvements below 1e-6
 
 
 def _percent(share: float) -> str:
@@ -147,7 +143,6 @@ def _percent(share: float) -> str:
 
 
 def worst(records: Sequence[Record], count: int = 8) -> list[str]:
-    """List the records furthest from the optimum."""
     far = [(record.gap, record) for record in records if record.gap is not None and record.gap > _AT_BEST]
     far.sort(key=lambda each: -each[0])
     return [
@@ -181,7 +176,7 @@ def main() -> int:
 
 
 def verdict(records: Sequence[Record]) -> int:
-    """Say whether the gaps are as small as asked for."""
+    """Return the exit status: 1 if gaps exceed the limits."""
     gaps = [record.gap for record in records if record.gap is not None]
     if not gaps:
         return 0

@@ -1,4 +1,4 @@
-"""Negative controls of convergence.py: each has one mistake, and must be seen."""
+"""Negative controls of convergence.py; each has one mistake that must be detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxcomp.testing import Replica, average, replicas_of
 
 
 def with_wrong_residual(spoil: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Task], Exchange]:
-    """topk(0.01), whose residual becomes spoil(gradient, residual before, right residual)."""
+    """topk(0.01) whose residual becomes spoil(gradient, previous residual, correct residual)."""
 
     def make(task: Task) -> Exchange:
         compressor, segments = parse_compressor("topk(0.01)"), task.segments
@@ -35,7 +35,7 @@ def with_wrong_residual(spoil: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ca
 
 
 def floored(*, feedback: bool) -> Callable[[Task], Exchange]:
-    """Four bits on a scale a block, rounded down instead of to the nearest."""
+    """Four bits with a scale per block, rounded down instead of to nearest."""
 
     def make(task: Task) -> Exchange:
         residuals = [torch.zeros(sum(task.segments)) for _ in range(task.workers)]
@@ -57,7 +57,7 @@ def floored(*, feedback: bool) -> Callable[[Task], Exchange]:
 
 
 def random_places(*, scaled: bool) -> Callable[[Task], Exchange]:
-    """1 % of the places at random, the same on all workers, with error feedback; unbiased where `scaled`."""
+    """Random 1 % of the values, the same on all workers, with error feedback; unbiased if `scaled`."""
 
     def make(task: Task) -> Exchange:
         size, random = sum(task.segments), torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def random_places(*, scaled: bool) -> Callable[[Task], Exchange]:
 
 
 def short_places(task: Task) -> Exchange:
-    """topk(0.01) over the whole gradient as one segment, whose places arrive without their upper bits."""
+    """topk(0.01) over the gradient as one segment, with indices cut to 16 bits."""
     whole = ((sum(task.segments),),)
     decode = compressed(parse_compressor("topk(0.01)"), whole, task.workers, feedback=True)
     place = torch.arange(sum(task.segments)) & 0xFFFF
@@ -110,16 +110,16 @@ CONTROLS: dict[str, tuple[Callable[[Task], Exchange], dict[str, Band]]] = {
     ),
     "topk(0.01), places cut to 16 bits": (
         short_places,
-        {"charlm": AT_LEAST_A_QUARTER, "images": AT_LEAST_A_QUARTER},  # the others have no places above 65,535
+        {"charlm": AT_LEAST_A_QUARTER, "images": AT_LEAST_A_QUARTER},  # the others have fewer values than 65,536
     ),
     "four bits rounded down": (floored(feedback=False), dict.fromkeys(TASKS, Band(1.0, math.inf))),
     "four bits rounded down, with error feedback": (
         floored(feedback=True),
-        {"logreg": Band(-0.005, 0.005), "charlm": Band(-0.02, 0.02)},  # hidden: why it is tested without feedback
+        {"logreg": Band(-0.005, 0.005), "charlm": Band(-0.02, 0.02)},  # hidden, so it also runs without feedback
     ),
     "1 % at random, scaled up, with error feedback": (
         random_places(scaled=True),
         dict.fromkeys(TASKS, Band(10.0, math.inf)),
     ),
 }
-"""By name: what is wrong, and the excess on each task under stochastic gradient descent."""
+"""Exchange with a mistake, and its excess per task under SGD, by name."""

@@ -1,19 +1,19 @@
-"""Predict steps and measure them: several models, plans, bandwidths, over shaped hosts.
+"""Predict and measure steps for several models, plans and bandwidths over shaped hosts.
 
     python benchmarks/prediction.py --hosts 2,4,8 --inter 100mbit,300mbit --json prediction.json --report prediction.md
     python benchmarks/prediction.py --hosts 8 --quick          the mlp over 100 Mbit/s, few rounds
 
-For each model and bandwidth fxcomp measures its costs once, as `compile_step` does. Every plan is then predicted from
-these and run; plans take turns, round after round, of a few steps each, of which the first does not count: it finds the
-caches of another plan. A step takes as long as its slowest rank. Odd rounds give `measured_ms`, even ones `repeat_ms`:
-how far the two are apart is the noise floor, the error of a perfect prediction.
+For each model and bandwidth fxcomp measures costs once, as `compile_step` does. All plans are predicted from these
+costs and run in turns of a few steps per round. The first step of a turn does not count, because it finds another
+plan's caches. A step takes as long as its slowest rank. Odd rounds give `measured_ms`, even rounds `repeat_ms`; their
+difference is the noise floor, the error of a perfect prediction.
 
-The machine drifts, so predictions are judged after scaling by the step without a network, measured over predicted. What
-drifts is the processor: `error` is of the step with compute scaled and links as they were, `whole_error` of the step
-scaled as a whole, and `raw_error` of the step as predicted, which a user sees with `printed_error`.
+Because the machine drifts, predictions are scaled by the step without a network, measured / predicted. The processor
+drifts, so `error` scales compute and leaves links as predicted. `whole_error` scales the whole
+step. `raw_error` is the unscaled error that a user sees, and `printed_error` the error printed with it.
 benchmarks/prediction_report.py judges the records.
 
-A plan is what `compile_step` takes, a compressor's name or a strategy's text, or one of the names below.
+A plan is an argument of `compile_step` (a compressor's name, a strategy's text) or one of the names below.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.runtime.transport import NullTransport
 from fxcomp.search.workload import Workload
 
-FREE = "free"  # the dense plan without a network
+FREE = "free"  # dense plan without a network
 SMALL_BUCKET = 1 << 18  # bytes
-MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # bucket by bucket, in turns
+MIXED = ("dense", "int8", "topk(0.01)", "bf16", "int4")  # one per bucket, in rotation
 ONE_SHOT = "compress({0})@gpu > all_gather@world > decompress@gpu"
 SECOND_SHOT = "compress({1})@gpu > all_gather@world > decompress@gpu"
 TWO_SHOTS = f"compress({{0}})@gpu > all_to_all@world > decompress@gpu > {SECOND_SHOT}"
@@ -60,7 +60,7 @@ STRATEGIES = {
 PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed", *STRATEGIES)
 WARM_UP_STEPS = 2
 TURN = 3  # steps
-FREE_TURNS = 3  # a round: every prediction is scaled by it
+FREE_TURNS = 3  # per round; every prediction is scaled by them
 EVERY_INTER = "100mbit,300mbit,1gbit,10gbit"
 LEAST_ROUNDS, MOST_ROUNDS, QUICK_ROUNDS = 6, 16, 2
 
@@ -80,7 +80,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Teller) -> list[Record]:
-    """All plans of one model at the present bandwidth."""
     steps, begun = compile_plans(model, arguments.plans, tell), time.perf_counter()
     rank, batches = dist.get_rank(), MODELS[model]()
     for step in steps.values():
@@ -102,7 +101,7 @@ def predict_and_measure(model: str, arguments: argparse.Namespace, tell: Teller)
 
 
 def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, Any]:
-    """A step for each plan, and the dense one without a network, all from the same costs."""
+    """Compile a step per plan, and the dense step without a network, from the same costs."""
 
     def compiled(**options: Any) -> Any:
         job = after_one_step(model)
@@ -112,7 +111,7 @@ def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, A
 
     timed_only = fxcomp.ErrorFeedback(allow_diverging=True)  # top-k with AdamW
     tell("measuring costs")
-    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)  # an earlier job had other links
+    shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)  # earlier jobs had other links
     dist.barrier()
     first = compiled()
     while first.in_force.decision.is_provisional:
@@ -129,7 +128,7 @@ def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, A
 
 
 def after_one_step(model: str) -> Job:
-    """The job when its optimizer has seen dense gradients: torch takes the root of zeros eight times as long."""
+    """Return the job after a step with dense gradients; torch's square root of zeros takes eight times as long."""
     job = MODELS[model]()
     job.loss_fn(job.model, job.batch).backward()
     job.optimizer.step()
@@ -138,7 +137,6 @@ def after_one_step(model: str) -> Job:
 
 
 def plan_called(name: str, workload: Workload) -> Any:
-    """A plan by its name here."""
     kind, _, buckets = name.partition(", ")
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -146,7 +144,7 @@ def plan_called(name: str, workload: Workload) -> Any:
 
 
 def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
-    """Dense, or the strategies of MIXED in turns; in one bucket, or in small ones."""
+    """Return a dense plan, or MIXED in rotation, in one bucket or in small ones."""
     cap = float("inf") if buckets == "one bucket" else SMALL_BUCKET
     groups: list[list[tuple[str, int]]] = []
     size = 0
@@ -166,7 +164,7 @@ def in_buckets(kind: str, buckets: str, workload: Workload) -> Plan:
 
 
 def parses(name: str) -> bool:
-    """Return whether this fxcomp knows a plan's strategy; others are left out."""
+    """Return whether this fxcomp parses a plan's strategy; other plans are skipped."""
     text = STRATEGIES.get(name, name)
     try:
         Strategy.parse(text if "@" in text else "all_reduce@world")
@@ -176,7 +174,6 @@ def parses(name: str) -> bool:
 
 
 def timed_ms(step: Any, batch: Any) -> float:
-    """One step, on the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     step(batch)
@@ -209,7 +206,7 @@ def record(name: str, step: Any, times: Sequence[float], free_ms: float) -> Reco
 
 
 def with_compute_scaled(step: Any, drift: float) -> float:
-    """The predicted step, in ms, on processors that take `drift` times as long."""
+    """Return the predicted step in ms with compute and CPU tasks scaled by `drift`."""
     tasks = [
         replace(span.task, duration_us=span.task.duration_us * drift)
         if span.task.stream in (Stream.COMPUTE, Stream.CPU)

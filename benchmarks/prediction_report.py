@@ -1,8 +1,8 @@
-"""Judge predicted steps against measured ones: errors, the noise floor, and the order of plans, by number of hosts.
+"""Judge predicted steps against measured ones: errors, noise floor and order of plans, by number of hosts.
 
     python benchmarks/prediction_report.py docs/benchmarks/prediction_2026-11-22.json
 
-It reads the records that benchmarks/prediction.py writes, of one run or of several.
+Reads records of benchmarks/prediction.py from one or several runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from records import Record, read, table
 
 KINDS = {"error": "compute scaled", "raw_error": "as predicted", "whole_error": "the whole step scaled"}
 NOISE = "the same plans, measured again"
-BARS = {"error": (0.03, 0.08), "raw_error": (0.05, None)}  # median, 90th percentile
-NOISE_MARGIN = 1.2  # a bar is never below this many times the noise floor
+BARS = {"error": (0.03, 0.08), "raw_error": (0.05, None)}  # limits for the median and the 90th percentile
+NOISE_MARGIN = 1.2  # a limit is at least the noise floor times this factor
 GOOD_ORDER = 0.9
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Write a Markdown page: what is judged, by number of hosts and together; each configuration; each plan."""
+    """Return a Markdown page: verdicts by number of hosts and in total, configurations, plans."""
     hosts = sorted({r["hosts"] for r in records})
     groups = [(f"{count} hosts", [r for r in records if r["hosts"] == count]) for count in hosts]
     if len(groups) > 1:
@@ -52,7 +52,7 @@ def _verdicts(name: str, records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _orders(name: str, records: Sequence[Record]) -> list[str]:
-    """Count the configurations whose plans are ordered as measured, among those that repeat their own order."""
+    """Count configurations whose plans are ordered as measured, among those with a repeatable order."""
     orders = [(order(found, "predicted_ms"), order(found, "repeat_ms")) for found in configurations(records).values()]
     known = [(ours, theirs) for ours, theirs in orders if ours is not None and theirs is not None]
     clear = [ours for ours, theirs in known if theirs >= GOOD_ORDER]
@@ -64,7 +64,6 @@ def _orders(name: str, records: Sequence[Record]) -> list[str]:
 
 
 def _printed(name: str, records: Sequence[Record]) -> list[str]:
-    """Count the predictions that are off by no more than was printed beside them."""
     told = [r for r in records if "printed_error" in r]
     if not told:
         return []
@@ -122,26 +121,24 @@ def configurations(records: Sequence[Record]) -> dict[tuple[int, str, str], list
 
 
 def again(r: Record) -> float:
-    """Return the relative difference between two measurements of one plan."""
+    """Return the relative difference between both measurements of a plan."""
     return r["repeat_ms"] / r["measured_ms"] - 1
 
 
 def order(records: Sequence[Record], kind: str) -> float | None:
-    """Spearman's correlation of some numbers with the measured steps; None of fewer than three plans."""
+    """Return Spearman's correlation with the measured steps; None for fewer than three plans."""
     if len(records) < 3:
         return None
     return rank_correlation([r[kind] for r in records], [r["measured_ms"] for r in records])
 
 
 def quantiles(errors: Sequence[float]) -> tuple[float, float]:
-    """The median and the 90th percentile of what errors are in size."""
+    """Return the median and 90th percentile of absolute errors."""
     sizes = sorted(map(abs, errors))
     return statistics.median(sizes), sizes[round(0.9 * (len(sizes) - 1))]
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
-
     def ranks(values: Sequence[float]) -> list[float]:
         return [sum(v < x for v in values) + (sum(v == x for v in values) - 1) / 2 for x in values]
 

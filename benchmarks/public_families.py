@@ -1,10 +1,9 @@
-"""Small random models of the families of a public model library, and batches for them; nothing is downloaded.
+"""Small random models of a public library's families, and batches for them; nothing is downloaded.
 
     small("bert")  ->  Family: the task, the model's class, its shrunken configuration, a function that makes batches
 
-A family's own default configuration is shrunk by rules that go by the names of its numbers (`RULES`); where numbers
-must fit each other in a way that no rule knows, a family is named in `OVERRIDES`. Dropout stays as the library has it,
-but for what is `SWITCHED_OFF`.
+`RULES` shrink a family's default configuration by the names of its numbers. `OVERRIDES` lists families whose numbers
+must match each other. Dropout is the library's, except in `SWITCHED_OFF`.
 """
 
 from __future__ import annotations
@@ -33,50 +32,45 @@ TASKS = {
     "time series": "TIME_SERIES_PREDICTION",
     "questions": "QUESTION_ANSWERING",
 }
-"""Purposes of models, and the library's table of such models. A family counts once, under the first."""
+"""Tasks and the library's table of their models. A family belongs to its first task."""
 
 VOCABULARY, ROWS, LENGTH, IMAGE, CLASSES = 96, 2, 16, 32, 2
 SOUND = 4800
-"""So many samples, or a frame of a spectrogram for each 80 of them."""
+"""Samples of sound; a spectrogram has a frame per 80 samples."""
 
 COMMON = (
     *("albert", "bart", "bert", "bloom", "cohere", "convnext", "dinov2", "electra", "falcon", "gemma4_unified"),
     *("gpt2", "gpt_neo", "llama", "mamba", "mamba2", "marian", "mistral", "mixtral", "moonshine", "olmoe", "opt"),
     *("pegasus", "qwen2_moe", "resnet", "stablelm", "swin", "t5", "vit", "whisper", "xglm"),
 )
-"""Thirty families of all kinds that many people train."""
+"""Thirty popular families of all kinds."""
 
 LARGEST = 20_000_000
-"""No model has more parameters."""
+"""Maximum parameters of a model."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models, small."""
-
     name: str
     task: str
     model_class: Any
     config: Any
 
     def build(self) -> nn.Module:
-        """A model with random weights, in training mode."""
         model: nn.Module = self.model_class(self.config)
         return model.train()
 
     def batch(self, model: Any, seed: int) -> dict[str, Any]:
-        """Make inputs of the model's forward pass, with labels."""
         draw = torch.Generator().manual_seed(seed)
         return _batch(self, model, draw)
 
 
 def names() -> list[str]:
-    """All families that a task knows."""
     return list(dict.fromkeys(name for task in TASKS for name in _classes(task)))
 
 
 def small(name: str) -> Family:
-    """A family's first task, and its configuration shrunk."""
+    """Return a family with its first task and a shrunken configuration."""
     from transformers import CONFIG_MAPPING
 
     task = next(task for task in TASKS if name in _classes(task))
@@ -85,7 +79,6 @@ def small(name: str) -> Family:
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The model's own loss."""
     return model(**batch).loss
 
 
@@ -156,25 +149,24 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r".*(pad|bos|eos|sep|cls|mask|start|end|image|video|audio|boi|eoi|boa|eoa)_token_(id|index)", 5),
     (r"relative_attention_num_buckets", 8),
 )
-"""New values for numbers of a configuration, by name; the first rule that matches. Smaller numbers stay."""
+"""New values of a configuration's numbers, by pattern of the name; the first match applies. Smaller numbers stay."""
 
 
 SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
-    (r"(.*_)?layerdrop", 0.0),  # a draw decides whether a layer runs
-    (r"mask_(time|feature)_prob", 0.0),  # NumPy draws what is masked
+    (r"(.*_)?layerdrop", 0.0),  # random skipping of layers
+    (r"mask_(time|feature)_prob", 0.0),  # NumPy draws the mask
 )
-"""Options that a compiled step refuses by name, and that these models train without."""
+"""Options that a compiled step refuses; the models train without them."""
 
 
 def shrunken(config_class: Any, overrides: Mapping[str, Any]) -> Any:
-    """A configuration of a class with small numbers."""
     return config_class(**_small_numbers(config_class, overrides))
 
 
 def _small_numbers(config_class: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     try:
         default = config_class()
-    except Exception:  # some defaults do not fit each other
+    except Exception:  # some defaults are inconsistent
         default = None
     found: dict[str, Any] = {}
     for key, value in (vars(default) if default is not None else {}).items():
@@ -275,7 +267,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "speecht5": _NO_STRINGS,
     "moonshine": _DECODER,
 }
-"""Exceptions from the rules: numbers that must fit each other."""
+"""Exceptions from the rules: numbers that must match each other."""
 
 
 # Batches
@@ -369,6 +361,6 @@ def _labels(family: Family, batch: Mapping[str, Any], draw: torch.Generator) -> 
 
 
 def _horizon(family: Family) -> int:
-    """Count the steps that a model of time series looks ahead."""
+    """Return the number of steps that a time-series model predicts."""
     config = family.config
     return int(getattr(config, "prediction_length", None) or getattr(config, "horizon_length", 8))

@@ -1,4 +1,4 @@
-"""Train small models of a public library by fxcomp and eagerly, and compare everything bit for bit.
+"""Train small models of a public library with fxcomp and eagerly, and compare the results bit for bit.
 
     python benchmarks/public_models.py --ranks 1                          # one process against plain eager steps
     python benchmarks/public_models.py --ranks 2 --docs                   # the dense plan against DDP
@@ -7,13 +7,12 @@
     python benchmarks/public_models.py --ranks 2 --frontend all --steps 20 --common
     python benchmarks/public_models.py --ranks 2 --frontend all --steps 20 --common --plan int8
 
-Each family takes a few steps of AdamW with dropout as the library has it (`public_families.py` shrinks and feeds it),
-in processes of its own: one that crashes or hangs costs no other its record. Compared are losses, parameters, buffers,
-the optimizer's state and the random generator's (`public_training.py`). Records are written to `--json` as they come;
-`--resume` keeps what is there. `--docs` writes tables in docs/compatibility.md: of all families, or with several
-frontends one of frontends.
+Each family (`public_families.py`) takes a few steps of AdamW with the library's dropout in its own processes, so that a
+crash or hang affects no other family. `public_training.py` compares losses, parameters, buffers, and the states of the
+optimizer and the random generator. Records are saved to `--json` after each family; `--resume` keeps existing ones.
+`--docs` writes a table of all families, or of several frontends, to docs/compatibility.md.
 
-Needs the extra `models`. All families take about half an hour on two processors.
+Requires the extra `models`. All families take about half an hour on two processors.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers", "fx
 
 
 def run_family(name: str, ranks: int, timeout_s: float, way: Way = COMPILED) -> Record:
-    """One record for all ranks: the worst of them."""
+    """Train a family on all ranks; return the worst rank's record."""
     start = time.monotonic()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
@@ -65,7 +64,7 @@ def run_family(name: str, ranks: int, timeout_s: float, way: Way = COMPILED) -> 
         found.get(rank, Record(name, ranks, "hung", way.frontend, way.plan, detail=f"after {timeout_s:.0f} s"))
         for rank in range(ranks)
     ]
-    # Where one rank is refused by another's failure, the other says why.
+    # PeerFailed only reports another rank's failure; prefer the record with the reason.
     worst = max(records, key=lambda r: (RESULTS.index(r.result), "PeerFailed" not in r.detail))
     return replace(worst, seconds=round(time.monotonic() - start, 1))
 
@@ -84,7 +83,7 @@ def _collect(pipes: Sequence[Connection], timeout_s: float) -> dict[int, Record]
             except EOFError:
                 found[rank] = Record("", len(pipes), "foreign", detail="the process died")
             if found[rank].result in ("foreign", "untried"):
-                until = min(until, time.monotonic() + 5)  # the other may wait for it
+                until = min(until, time.monotonic() + 5)  # other ranks may wait for this one
     return found
 
 
@@ -110,19 +109,16 @@ def _rank_main(result: Connection, port: int, name: str, rank: int, ranks: int, 
 
 
 def kept(path: Path) -> dict[tuple[str, str], Record]:
-    """The records of an earlier run, by family and frontend."""
     records = [Record(**record) for record in read(path)] if path.exists() else []
     return {(record.family, record.frontend): record for record in records}
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Count each result."""
     counts = Counter(record.result for record in records)
     return ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
 
 
 def table_of_all(records: Sequence[Record]) -> str:
-    """The page about public models."""
     tried = [record for record in records if record.result != "untried"]
     counts = [(r, sum(x.result == r for x in tried), MEANINGS[r]) for r in RESULTS[:-1]]
     by_task: list[tuple[str, str, str]] = []
@@ -142,7 +138,7 @@ def _cell(text: str, *, code: bool = False) -> str:
 
 
 def table_of_frontends(records: Sequence[Record]) -> str:
-    """A line for each family: what each frontend gives, and the last loss beside eager's where that differs."""
+    """Return a row per family with each frontend's result, and the losses under compressed plans."""
     found = {(record.family, record.frontend): record for record in records}
     rows = [
         (family, task, *(_result(found.get((family, frontend))) for frontend in FRONTENDS))
@@ -170,7 +166,7 @@ END = "<!-- end -->"
 
 
 def document(page: Path, begin: str, text: str) -> None:
-    """Put tables where the page wants them."""
+    """Replace the tables between the page's markers."""
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}")

@@ -1,9 +1,9 @@
-"""Train one family of a public library eagerly and by a frontend of fxcomp, on one rank of some, and compare both.
+"""Train a family of a public library eagerly and by a frontend of fxcomp on one rank, and compare the results.
 
     train("bert", rank=0, ranks=2, way=Way("torch.compile", steps=20))  ->  Record
 
-A dense plan must give every bit of eager PyTorch's. Under a compressed one, ranks must be equal to the bit, and the
-last losses are told.
+A dense plan must equal eager PyTorch bit for bit. Under a compressed plan ranks must be bitwise equal, and final losses
+are recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Frontend = Literal["compile_step", "torch.compile", "ddp_hook"]
 FRONTENDS: tuple[Frontend, ...] = ("compile_step", "torch.compile", "ddp_hook")
 STEPS = 3
 HOOK_STEPS = 10
-"""A hook follows its plan from the seventh on."""
+"""A hook follows its plan from step 7 on."""
 
 ROUNDING = 1e-6
 RESULTS = ("identical", "rounded", "compressed", "refused", "wrong", "foreign", "hung", "untried")
@@ -48,14 +48,12 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Way:
-    """The way to train a family."""
-
     frontend: Frontend = "compile_step"
     plan: str = "dense"
     steps: int = 0
-    """None are said: few, but enough for a hook to follow its plan."""
+    """0 selects a few steps, enough for a hook to follow its plan."""
     checkpoints: bool = False
-    """With the library's switch for activation checkpointing, where a family has it."""
+    """Use the library's activation checkpointing if the family supports it."""
 
     @property
     def taken(self) -> int:
@@ -67,8 +65,6 @@ COMPILED = Way()
 
 @dataclass(frozen=True)
 class Record:
-    """The result of one family."""
-
     family: str
     ranks: int
     result: str
@@ -83,12 +79,11 @@ class Record:
     capture_s: float = 0.0
     seconds: float = 0.0
     eager_loss: float = 0.0
-    """The last one."""
+    """Last loss in eager training."""
     loss: float = 0.0
 
 
 def train(name: str, rank: int, ranks: int, way: Way = COMPILED) -> Record:
-    """Take the same steps twice, and compare."""
     record = Record(name, ranks, "untried", way.frontend, way.plan, way.taken)
     try:
         family = small(name)
@@ -107,13 +102,13 @@ def train(name: str, rank: int, ranks: int, way: Way = COMPILED) -> Record:
     try:
         found, about = _RUNS[way.frontend](model, batches, rank, ranks, way.plan)
     except Exception as error:
-        error = getattr(error, "inner_exception", error)  # as torch.compile passes one on
+        error = getattr(error, "inner_exception", error)  # torch.compile wraps exceptions
         result = "refused" if isinstance(error, FxcompError) else "foreign"
         return replace(record, result=result, detail=said(error), where=line_of(error.__cause__ or error))
     record = replace(record, **{"capture_s": round(time.perf_counter() - start, 1), **about})
     last = f"loss {way.taken - 1}"
     record = replace(record, eager_loss=float(expected[last]), loss=float(found[last]))
-    if way.frontend == "torch.compile":  # it leaves buffers to each rank
+    if way.frontend == "torch.compile":  # buffers are per rank there
         expected, found = ({k: v for k, v in some.items() if not k.startswith("buffer ")} for some in (expected, found))
     return _judged(record, expected, found) if way.plan == "dense" else _judged_between_ranks(record, found)
 
@@ -133,7 +128,7 @@ def _judged(record: Record, expected: dict[str, Any], found: dict[str, Any]) -> 
 
 
 def _judged_between_ranks(record: Record, found: Mapping[str, Any]) -> Record:
-    """Compare with rank 0's parameters and states; every rank comes here, or none is left to."""
+    """Compare parameters and states with rank 0's; every rank calls it."""
     mine = {name: value for name, value in found.items() if name.startswith(("parameter ", "state "))}
     rank_0s: dict[str, Any] = {}
     for name, value in mine.items():
@@ -144,7 +139,7 @@ def _judged_between_ranks(record: Record, found: Mapping[str, Any]) -> Record:
     return replace(record, result="wrong" if difference else "compressed", detail=difference)
 
 
-# The frontends: each returns everything that a step changes, and what is to be noted
+# Frontends; each returns everything that a step changes, and notes for the record
 
 
 def _with_compile_step(
@@ -164,7 +159,7 @@ def _with_compile_step(
 def _with_torch_compile(
     model: nn.Module, batches: Sequence[Any], rank: int, _ranks: int, plan: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    logger: Any = logging.Logger  # the library adds methods; a warning would break the graph, whatever the backend
+    logger: Any = logging.Logger  # the library adds methods; a warning would break the graph for any backend
     torch._dynamo.config.ignore_logging_functions |= {logger.warning, logger.warning_once, logger.info}
     net: Any = fxcomp.compile_model(model, plan, fullgraph=True)
     return _loop(net, model, batches, rank), {}
@@ -187,8 +182,7 @@ _RUNS: Mapping[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def run_eagerly(model: nn.Module, batches: Sequence[Any], rank: int, ranks: int, hook: Any = None) -> dict[str, Any]:
-    """Train with plain PyTorch, under DistributedDataParallel where there are several ranks."""
-    # A family may leave parameters out of its loss.
+    # Some families leave parameters out of the loss.
     net: Any = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks > 1 else model
     if hook is not None:
         net.register_comm_hook(None, hook)
@@ -207,30 +201,29 @@ def _loop(
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    if with_rank_0s_buffers:  # DDP gives them to all before its next step, a compiled step at the end of this one
+    if with_rank_0s_buffers:  # DDP broadcasts them before the next step, a compiled step at the end of this one
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
     return everything(model, optimizer, losses)
 
 
-# What is compared
+# Comparison
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Tensor]) -> dict[str, Any]:
-    """All that a step changes, by name."""
     found: dict[str, Any] = {f"loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
     found |= {f"buffer {name}": value for name, value in model.named_buffers()}
     found["random numbers"] = torch.get_rng_state()
     for name, parameter in model.named_parameters():
         found[f"parameter {name}"] = parameter.detach()
         state: dict[str, Any] = optimizer.state.get(parameter, {})
-        # Eager AdamW keeps nothing for a parameter that has never had a gradient.
+        # Eager AdamW has no state for a parameter without gradients.
         found |= {f"state {name}.{key}": value for key, value in state.items() if state["step"] > 0}
     return found
 
 
 def first_difference(expected: dict[str, Any], found: dict[str, Any]) -> tuple[str, float]:
-    """The first name whose value is not the same in every bit; the largest difference, as a share of its tensor."""
+    """Return the first name with a bitwise difference, and the largest difference as a share of its tensor."""
     texts: list[str] = []
     largest = 0.0
     for name in {**expected, **found}:
@@ -264,7 +257,7 @@ def said(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor fxcomp's."""
+    """Return the innermost line outside torch and fxcomp."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not any(part in frame.filename for part in ("/torch/", "/fxcomp/", "<", "/benchmarks/")):

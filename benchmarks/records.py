@@ -1,9 +1,9 @@
-"""Write what benchmarks find: one format for records, and one way to make tables.
+"""Write benchmark records and tables in one format.
 
     {"made": {"by": "step_time.py", "date": "2026-11-25", "torch": "2.13.0", "processors": 2, ...}, "records": [{...}]}
 
-`made` says how and where, a record is flat. A file is written again with each record, so that a run that is cut off
-leaves what it has.
+`made` describes the run; records are flat. The file is rewritten after each record, so an interrupted run keeps its
+records.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fxcomp import compat
 Record = Mapping[str, Any]
 
 _TIMED = 30
-"""Steps of each contestant that a GPU is timed with."""
+"""Timed steps per contestant on a GPU."""
 
 
 class Records:
-    """Records as they come, in a file if there is one. Facts that hold for all of them are `made`."""
+    """Records, saved to a file if given. `made` holds facts about all records."""
 
     def __init__(self, path: Path | None, **made: object) -> None:
         where = {"torch": torch.__version__, "python": platform.python_version(), "processors": os.cpu_count()}
@@ -42,7 +42,6 @@ class Records:
         self._path = path
 
     def add(self, *records: Any) -> None:
-        """Keep more records: dictionaries or dataclasses."""
         self.found += [asdict(record) if is_dataclass(record) else dict(record) for record in records]  # pyright: ignore
         if self._path is not None:
             lines = ",\n".join(json.dumps(record) for record in self.found)
@@ -50,13 +49,12 @@ class Records:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 class Results(Records):
-    """Records of checks and times; a check that raises is a record too."""
+    """Records of checks and times; an exception in a check is recorded."""
 
     def __init__(self, path: Path | None = None, only: str = "", **made: object) -> None:
         super().__init__(path, **made)
@@ -74,7 +72,6 @@ class Results(Records):
         print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
 
     def time(self, contestants: dict[str, Callable[[], object]]) -> None:
-        """Steps in turns, each until the GPU is done."""
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(_TIMED):
             for name, run in contestants.items():
@@ -90,14 +87,14 @@ class Results(Records):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file; earlier files are a list of them, or one."""
+    """Read a file's records; earlier files hold a list or a single record."""
     data = json.loads(path.read_text())
     found = data.get("records", data) if isinstance(data, dict) else data
     return found if isinstance(found, list) else [found]
 
 
 def table(head: str, rows: Iterable[Sequence[object]]) -> str:
-    """Make a Markdown table: `table("name | ms >", rows)` has a second column that stands to the right."""
+    """Return a Markdown table: in `table("name | ms >", rows)` the second column is right-aligned."""
     heads = [each.strip() for each in head.split("|")]
     lines = [[each.removesuffix(">").strip() for each in heads]]
     lines.append(["--:" if each.endswith(">") else "---" for each in heads])
@@ -106,20 +103,18 @@ def table(head: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Sum up a sample: its median, the 10th and the 90th percentile, its size."""
     ordered = sorted(values)
     p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
     return {"median": statistics.median(ordered), "p10": p10, "p90": p90, "n": len(ordered)}
 
 
 def show_progress(note: str) -> None:
-    """Say on a terminal what is being done; an empty note takes it away."""
+    """Show a note on the terminal; an empty note clears it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser of the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here, as they come")
     return parser

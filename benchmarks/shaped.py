@@ -1,7 +1,7 @@
-"""Run the ranks of a benchmark: over hosts whose links are shaped, or on this machine.
+"""Run a benchmark's ranks on hosts with shaped links or on this machine.
 
-A benchmark starts its own file once a rank with `run`. A rank calls `join`, and tells the parent what it found with a
-`Teller`; rank 0 alone is heard.
+The parent starts its own file as ranks with `run`. A rank calls `join`, and rank 0 sends results to the parent with a
+`Teller`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxcomp.errors import FxcompError
 __all__ = ["UNSHAPED", "Teller", "agree", "ends_well", "is_rank", "join", "run", "set_rate", "slowest"]
 
 UNSHAPED = "loopback"
-_MARK = "@benchmark "  # begins the lines that rank 0 prints for the parent
+_MARK = "@benchmark "  # prefix of rank 0's lines for the parent
 
 Found = dict[str, Any]
 
@@ -38,7 +38,7 @@ def run(
     ranks_per_host: int = 1,
     timeout_s: float = math.inf,
 ) -> None:
-    """Run `python <command>` once a rank, on so many shaped hosts or on this one, and hear what rank 0 finds."""
+    """Run `python <command>` as ranks on `hosts` shaped hosts or on this one; pass rank 0's results to `hear`."""
 
     def on_line(_rank: int, line: str) -> None:
         if line.startswith(_MARK):
@@ -60,12 +60,12 @@ def run(
 
 def _show(note: str) -> None:
     show_progress(note)
-    if not sys.stderr.isatty() and "round " not in note:  # a file needs no line for each round
+    if not sys.stderr.isatty() and "round " not in note:  # not one line per round in a file
         print(note, file=sys.stderr, flush=True)
 
 
 def ends_well(main: Callable[[], int | None]) -> int:
-    """Run a benchmark's command: ranks and hosts are removed on every way out, and our errors are a line."""
+    """Run a benchmark's command, clean up ranks and hosts on exit, and print fxcomp's errors in one line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return main() or 0
@@ -76,16 +76,15 @@ def ends_well(main: Callable[[], int | None]) -> int:
         return 130
 
 
-# What ranks call
+# Calls of ranks
 
 
 def is_rank() -> bool:
-    """Return whether this process is a rank that `run` started."""
     return "RANK" in os.environ
 
 
 class Teller:
-    """Tell the parent, from rank 0 of a group."""
+    """Sends notes and results from rank 0 to the parent."""
 
     def __init__(self) -> None:
         self.prefix = ""
@@ -99,7 +98,7 @@ class Teller:
 
 
 def set_rate(inter: str) -> None:
-    """Shape all hosts for another bandwidth, between two barriers."""
+    """Shape all hosts for a bandwidth, between two barriers."""
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0" and os.environ["GLOO_SOCKET_IFNAME"] != "lo":
         shape_this_host(None if inter == UNSHAPED else inter)
@@ -107,14 +106,13 @@ def set_rate(inter: str) -> None:
 
 
 def slowest(times: Sequence[float]) -> list[float]:
-    """Return the slowest rank's of each time."""
+    """Return the maximum of each time over ranks."""
     found = torch.tensor(times)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.tolist()
 
 
 def agree(number: int) -> int:
-    """Return rank 0's number, on all ranks."""
     told = torch.tensor(number)
     dist.broadcast(told, 0)
     return int(told)

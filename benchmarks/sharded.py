@@ -1,19 +1,18 @@
-"""Measure sharded models over slow links: native FSDP and HSDP, and with what fxcomp does for them.
+"""Measure sharded models over slow links: native FSDP and HSDP, and both with fxcomp.
 
     python benchmarks/sharded.py hsdp --inter 300mbit --json hsdp.json
     python benchmarks/sharded.py fsdp --hosts 4 --inter 300mbit --json fsdp.json
 
-All contestants live in the same processes and take turns in short blocks, in another order each round. A step takes as
-long as its slowest rank.
+All contestants share processes and take turns in short blocks, in a new order each round. A step takes as long as its
+slowest rank.
 
-With `hsdp`, two hosts hold a replica each, sharded over two ranks, and `average_replicas` stands beside native HSDP.
-`free` is fully_shard on the shard dimension alone: no replica hears of the other, which is a step without the slow
-link. What a contestant recovers is the share of native HSDP's cost of the network, `(native - contestant) / (native -
-free)`: the median of all rounds, and that of the medians.
+`hsdp` compares `average_replicas` with native HSDP. Two hosts hold one replica each, sharded over two ranks. `free` is
+fully_shard on the shard dimension alone, a step without the slow link. The recovered share of native HSDP's network
+cost is `(native - contestant) / (native - free)`, as a median over rounds and computed from medians.
 
-With `fsdp`, a model is sharded over hosts of one rank each, and `compress_reduce_scatter` stands beside native FSDP.
-Parameters are gathered dense, so at best a half to a third of the bytes can be saved. Losses are those of the last
-step, from the same start and batches.
+`fsdp` compares `compress_reduce_scatter` with native FSDP. The model is sharded over hosts of one rank. Parameters are
+gathered dense, so at most a third to a half of the bytes can be saved. Losses are of the last step, from the same start
+and batches.
 """
 
 from __future__ import annotations
@@ -45,14 +44,13 @@ PLANS = {"hsdp": ("dense", "balanced", "lossy"), "fsdp": ("dense", "int8", "bala
 RANKS_PER_HOST = {"hsdp": 2, "fsdp": 1}
 NATIVE, AGAIN, FREE = "native", "native_again", "free"
 WARM_UP, RACE = 6, WARM_STEPS + LONGEST
-"""Steps: dense ones before there is a plan, and those in which plans that fxcomp chooses may race."""
+"""Dense steps before a plan is followed, and maximum steps of a race."""
 
 
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """Shard a model block by block."""
     children = list(model.children())
     blocks = [block for child in children if isinstance(child, nn.ModuleList) for block in child]
-    for layer in blocks or children:  # beside blocks there may be tied parameters, which belong together
+    for layer in blocks or children:  # with blocks, other children may have tied parameters, so the root shards them
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -60,12 +58,10 @@ def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 @dataclass
 class Contestant:
-    """A model in training, and what its steps took."""
-
     job: Job
     model: nn.Module
     ours: Any
-    """fxcomp's part in it; None for native ones."""
+    """fxcomp's object, or None for native contestants."""
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -80,7 +76,6 @@ class Contestant:
         return float(loss.detach())
 
     def block(self, steps: int) -> float:
-        """Return the milliseconds of a step: the slowest rank's."""
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -94,7 +89,7 @@ class Contestant:
 
 
 def contestants(arguments: argparse.Namespace) -> dict[str, Contestant]:
-    """Build all, by name: from the same start, on every rank at once."""
+    """Build all contestants by name, from the same start; every rank calls it."""
     kind = arguments.kind
     shape = (dist.get_world_size() // RANKS_PER_HOST[kind], RANKS_PER_HOST[kind])
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if kind == "hsdp" else None
@@ -118,7 +113,6 @@ def contestants(arguments: argparse.Namespace) -> dict[str, Contestant]:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """Let contestants take turns, and tell what they took."""
     join()
     tell = Teller()
     set_rate(arguments.inter)
@@ -151,7 +145,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def compared(took: Mapping[str, list[float]]) -> dict[str, dict[str, float | None]]:
-    """Compare medians of rounds with native's, and with a step without the slow link where there is one."""
+    """Compare contestants with native steps, and with steps without the slow link if measured."""
     native = [(a + b) / 2 for a, b in zip(took[NATIVE], took[AGAIN], strict=True)]
     slow, found = statistics.median(native), dict[str, dict[str, float | None]]()
     for name, times in took.items():

@@ -1,23 +1,22 @@
-"""Measure training steps over shaped networks: fxcomp, DDP with and without its hooks, and no network at all.
+"""Measure training steps over shaped networks: fxcomp, DDP with and without hooks, and steps without a network.
 
     python benchmarks/step_time.py --hosts 2 --inter 100mbit,300mbit,1gbit,10gbit --json step_time.json
     python benchmarks/step_time.py --hosts 8 --inter 100mbit,300mbit --model benchmarks/models.py:mlp
     python benchmarks/step_time.py --names fxcomp,fxcomp_lossy --against ../before --inter 100mbit
 
-All contestants live in the same rank processes and take turns in short blocks, in another order each round, so that a
-machine that drifts drifts for all. A step takes as long as its slowest rank. Plain DDP takes two turns a round; how far
-the two differ is the A/A spread, the error bar of everything else. The JSON file holds one record for each contestant
-and bandwidth; tables and verdicts are printed, and written to `--report`.
+All contestants share rank processes and take turns in short blocks, in a new order each round, so that drift of the
+machine affects all. A step takes as long as its slowest rank. Plain DDP takes two turns per round; their difference is
+the A/A spread, the error bar of all results. The JSON file has a record per contestant and bandwidth. Tables and
+verdicts are printed, and written to `--report`.
 
-`--against` takes another checkout with its kernels built, as `git worktree add ../before COMMIT` makes one. Its
-compiled steps run in processes of their own on the same hosts and take turns with the others, as `fxcomp_before` and so
-on.
-`--against .` measures this checkout against itself: how far a ratio is from 1 by chance.
+`--against` compares with another checkout with built kernels (`git worktree add ../before COMMIT`). Its compiled steps
+run in separate processes on the same hosts, in turns with the others, as `fxcomp_before` etc. `--against .` measures
+the random deviation of a ratio from 1.
 
-Models that are sharded have other contestants: `benchmarks/sharded.py`.
+`benchmarks/sharded.py` measures sharded models.
 
-Four bandwidths take about fifteen minutes, and longer with `--loss-steps`, which trains every contestant from the same
-seed at full speed to compare what they learned.
+Four bandwidths take about fifteen minutes. `--loss-steps` takes longer: it trains every contestant from the same seed
+without shaping, to compare losses.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ from fxcomp.frontends.job import load_job
 HERE = Path(__file__).resolve().parent
 EXAMPLE_GPT = HERE.parent / "examples" / "gpt.py"
 NAMES = (*BASELINES, *FXCOMP, *FREE)
-"""By default; those of `fixed_plans.py` may be named too."""
+"""Default names; plans of `fixed_plans.py` are also allowed."""
 
 
 def contest() -> None:
-    """Start the ranks, and write what they report as it comes."""
     arguments = parse_arguments()
     kept, sections = Records(arguments.json), list[str]()
     model = name_of(arguments.model)
-    load_job(arguments.model)  # here too, so that a mistake in it is told before ranks start
+    load_job(arguments.model)  # raise for a bad job before ranks start
 
     def hear(content: dict[str, Any]) -> None:
         turns = [Turns(**turn) for turn in content["turns"]]
@@ -71,7 +69,7 @@ def contest() -> None:
 
 
 def name_of(model: str) -> str:
-    """Name a model after its function, or after its file where that is just `job`."""
+    """Return the function's name, or the file's if the function is `job`."""
     path, _, function = model.rpartition(":")
     return function if path and function != "job" else Path(path or model).stem
 
@@ -133,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def why_no_checkout(path: Path) -> str | None:
-    """Say why a folder cannot be measured against; None if it can."""
+    """Return the reason against measuring a folder, or None."""
     for name in ("fxcomp/__init__.py", "benchmarks/baselines.py"):
         if not (path / name).is_file():
             return f"--against needs a checkout of fxcomp, and there is no {name} in {path}"

@@ -1,7 +1,7 @@
-"""Run one rank of step_time.py: build contestants, and let them take turns.
+"""Run one rank of step_time.py: build contestants and time them in turns.
 
-Ranks of one checkout are a *group*: they train with each other. Where two checkouts are compared, a host holds ranks of
-both, and the groups take turns: one does something, the others wait on the store.
+Ranks of one checkout are a *group* that trains together. To compare two checkouts, hosts run ranks of both. The groups
+take turns: one works while the others wait on the store.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from fxcomp.commands.demo.shaped_hosts import sent_by_this_host
 from fxcomp.frontends.job import Job, load_job
 from fxcomp.plan.plan import Plan
 
-WARM_UP_STEPS = 3  # DDP lays its buckets out again after the first, PowerSGD starts with the third
-# A compiled step is verified as step 2, 5 and 10, then seldom: a long job hardly sees it. A hook has its plan after 6.
+WARM_UP_STEPS = 3  # DDP rebuilds buckets after step 1, PowerSGD starts at step 3
+# Compiled steps are verified at steps 2, 5 and 10, then rarely, which a long job hardly notices. Hooks have a plan
+# after step 6.
 VERIFIED_STEPS = 11
 HELD_OUT_BATCHES = 8
 COMPILED = (*FXCOMP, *FIXED, "free_emitted")
@@ -41,16 +42,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Settings:
-    """The parent's message to every rank."""
-
     model: str
     inter: list[str]
     names: list[str]
     hosts: int
     ranks_here: int
-    """Of each group, on each host."""
+    """Ranks per group and host."""
     checkouts: list[str]
-    """Of each group: the first is this one, and its group measures everything but the others' compiled steps."""
+    """Checkouts by group. The first is this one, whose group measures everything except the others' compiled steps."""
     minutes: float
     blocks: int | None
     steps_per_block: int | None
@@ -58,8 +57,6 @@ class Settings:
 
 
 class Groups:
-    """The groups of ranks, seen by a rank of one of them."""
-
     def __init__(self, mine: int, count: int, store: dist.Store) -> None:
         self.mine = mine
         self.count = count
@@ -67,7 +64,7 @@ class Groups:
         self._calls = 0
 
     def in_turn(self, group: int, do: Callable[[], Result]) -> Result | None:
-        """Do this in one group, while the others wait for its end; None in the others."""
+        """Run `do` in one group while the others wait; return None in the others."""
         key = self._next_key()
         if group != self.mine:
             self._store.wait([key], FOR_EVER)
@@ -79,7 +76,7 @@ class Groups:
         return result
 
     def gather(self, value: object) -> list[Any]:
-        """Gather the values of rank 0 of each group, by group: the same on every rank."""
+        """Gather values of each group's rank 0; the result is equal on every rank."""
         key = self._next_key()
         if dist.get_rank() == 0:
             self._store.set(f"{key} {self.mine}", json.dumps(value))
@@ -91,7 +88,7 @@ class Groups:
 
 
 def join(group: int, groups: int) -> Groups:
-    """Join this group's process group, and the store that all groups share; end when the parent does."""
+    """Join this group's process group and the store of all groups; exit with the parent."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -104,7 +101,7 @@ def join(group: int, groups: int) -> Groups:
 
 @dataclass
 class Rank:
-    """This rank: which it is, what it trains on, and whom it tells."""
+    """This rank's settings, number, groups, batches and channel to the parent."""
 
     settings: Settings
     number: int
@@ -114,7 +111,6 @@ class Rank:
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what this group measures."""
         return BEFORE if self.groups.mine else ""
 
     def make(self, name: str, plan: object = None) -> Contestant:
@@ -123,7 +119,7 @@ class Rank:
         return make_contestant(name, load_job(self.settings.model), plan=plan)
 
     def prepare(self, names: Iterable[str]) -> dict[str, Contestant]:
-        """Build contestants and warm them up, by the names under which they are measured."""
+        """Build contestants and warm them up; return them by measured name."""
         made = {name + self.suffix: self.make(name) for name in names}
         for contestant in made.values():
             self.run_each([contestant], VERIFIED_STEPS if contestant.name in COMPILED else WARM_UP_STEPS)
@@ -133,7 +129,7 @@ class Rank:
         return made
 
     def run_each(self, contestants: Iterable[Contestant], steps: int) -> float:
-        """Run each contestant for some steps, TWICE twice, and return the seconds they took."""
+        """Run each contestant for `steps` steps, and TWICE for twice as many; return seconds."""
         dist.barrier()
         start = time.perf_counter()
         for contestant in contestants:
@@ -143,17 +139,17 @@ class Rank:
 
 
 def run(settings: Settings, group: int) -> None:
-    """Measure all bandwidths; rank 0 sends a line of JSON to the parent for each."""
+    """Measure all bandwidths; rank 0 sends a line of JSON per bandwidth."""
     groups = join(group, len(settings.checkouts))
     number = dist.get_rank()
     rank = Rank(settings, number, groups, load_job(settings.model), Teller())
     names = [name for name in settings.names if name in FXCOMP or group == 0]
     lasting = everywhere(groups, lambda: rank.prepare(name for name in names if name not in FXCOMP))
-    losses: dict[str, float] = {}  # by name and plan: equal plans learn the same
+    losses: dict[str, float] = {}  # by name and plan, as equal plans have equal losses
     for inter in settings.inter:
         groups.in_turn(0, lambda: set_rate(inter))  # noqa: B023  # it is called here
         rank.say.prefix = f"{inter}: "
-        # What fxcomp measures and plans belongs to this link.
+        # Costs and plans of fxcomp depend on the link.
         compiled = everywhere(groups, lambda: rank.prepare(name for name in names if name in FXCOMP))
         contestants = {name: (lasting | compiled)[name] for name in (name + rank.suffix for name in names)}
         turns = take_turns(rank, contestants)
@@ -167,13 +163,13 @@ def run(settings: Settings, group: int) -> None:
 
 
 def everywhere(groups: Groups, do: Callable[[], Result]) -> Result:
-    """Do this in every group, one after the other."""
+    """Run `do` in each group in turn."""
     results = [groups.in_turn(group, do) for group in range(groups.count)]
     return next(result for result in results if result is not None)
 
 
 def take_turns(rank: Rank, contestants: dict[str, Contestant]) -> dict[str, Turns]:
-    """Run blocks of all groups' contestants, round after round. Return what this group's did."""
+    """Time blocks of all contestants round by round; return this group's turns."""
     groups = rank.groups
     turns = {
         name: Turns(
@@ -206,7 +202,7 @@ def take_turns(rank: Rank, contestants: dict[str, Contestant]) -> dict[str, Turn
 
 
 def choose_lengths(round_s: float, settings: Settings) -> tuple[int, int]:
-    """Choose the steps of a block and the rounds that fit into the time for one bandwidth."""
+    """Return steps per block and rounds that fit the time for one bandwidth."""
     budget_s = settings.minutes * 60 / len(settings.inter)
     steps = settings.steps_per_block or min(max(int(budget_s / (ENOUGH_BLOCKS * round_s)), 1), 5)
     blocks = settings.blocks or min(max(int(budget_s / (steps * round_s)), 12), 40)
@@ -214,7 +210,7 @@ def choose_lengths(round_s: float, settings: Settings) -> tuple[int, int]:
 
 
 def run_block(rank: Rank, contestant: Contestant, steps: int) -> tuple[list[float], float]:
-    """Time some steps. Return the slowest rank's time of each, in ms, and the bytes that a host sent in a step."""
+    """Time steps; return the slowest rank's ms for each step, and bytes sent per host and step."""
     times: list[float] = []
     dist.barrier()
     before = sent_by_this_host(os.environ["GLOO_SOCKET_IFNAME"])
@@ -232,7 +228,7 @@ def run_block(rank: Rank, contestant: Contestant, steps: int) -> tuple[list[floa
 
 
 def train_all(rank: Rank, contestants: dict[str, Contestant], turns: dict[str, Turns], known: dict[str, float]) -> None:
-    """Train each contestant from the start, and write its loss down; `known` are the losses by name and plan."""
+    """Record each contestant's loss after training from the start; `known` caches losses by name and plan."""
     for name, contestant in contestants.items():
         if contestant.name in FREE:
             continue
@@ -243,7 +239,7 @@ def train_all(rank: Rank, contestants: dict[str, Contestant], turns: dict[str, T
 
 
 def final_loss(rank: Rank, contestant: Contestant) -> float:
-    """Train, and return the loss on batches that nobody trained on, the mean over ranks."""
+    """Train, and return the mean loss over ranks on held-out batches."""
     steps = rank.settings.loss_steps
     for step in range(steps):
         contestant.step(rank.batches.batch_at(step, rank.number))

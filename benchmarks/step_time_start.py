@@ -1,7 +1,7 @@
-"""Begin a rank of step_time.py: choose the checkout whose package and baselines it runs.
+"""Start a rank of step_time.py with the package and baselines of its checkout.
 
-The first ranks of a host belong to the first checkout, the next ones to the second. Everything else in this folder is
-the first checkout's in both, and imports little of the package: what it imports must be in the other checkout too.
+A host's first ranks belong to the first checkout, the next ranks to the second. All other files of this folder come
+from the first checkout. They may only import parts of the package that the other checkout has, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def enter_group(environment: MutableMapping[str, str], groups: int, ranks_here: int) -> int:
-    """Number this rank within its group, as a launcher of that group alone would. Return the group."""
+    """Renumber this rank as in a launch of its group alone; return the group."""
     rank, local = int(environment["RANK"]), int(environment["LOCAL_RANK"])
     host = rank // (groups * ranks_here)
     environment["RANK"] = str(host * ranks_here + local % ranks_here)
@@ -25,7 +25,7 @@ def enter_group(environment: MutableMapping[str, str], groups: int, ranks_here: 
 
 
 def use_checkout(path: Path) -> None:
-    """Import the package and the baselines from another checkout, and keep its measurements apart from ours."""
+    """Import the package and baselines from another checkout, with a separate cache."""
     sys.path.insert(1, str(path))
     os.environ["PYTHONPATH"] = str(path)
     os.environ["XDG_CACHE_HOME"] = str(path / "build" / "cache")

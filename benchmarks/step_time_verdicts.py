@@ -1,4 +1,4 @@
-"""Say what measured steps mean: tables, ratios with their intervals, verdicts, and records for a file.
+"""Turn measured steps into tables, ratios with confidence intervals, verdicts and records.
 
 Records of several models and links in one table: python benchmarks/step_time_verdicts.py mlp.json gpt.json
 """
@@ -19,27 +19,27 @@ from baselines import BASELINES, FREE, FXCOMP
 from records import Record, read, spread, table
 
 TWICE = "ddp_fp32"  # measured against itself
-BEFORE = "_before"  # ends the names of another checkout's contestants
+BEFORE = "_before"  # suffix of another checkout's contestants
 BASELINES_OF = {name: ("ddp_bf16", "ddp_powersgd")[: 2 if mode == "lossy" else 1] for name, mode in FXCOMP.items()}
-"""The baselines of each fxcomp contestant, besides the best of all and itself before."""
+"""Baselines of each fxcomp contestant, in addition to the best alternative and the contestant of another checkout."""
 AS_PRECISE = {
     name: {"lossless": BASELINES[:1], "lossy": BASELINES}.get(mode, BASELINES[:3]) for name, mode in FXCOMP.items()
 }
-"""The baselines that lose no more than each fxcomp contestant may: low rank is for `lossy` alone."""
+"""Baselines that lose no more than each fxcomp contestant may; low rank is only for `lossy`."""
 ENOUGH_BLOCKS = 20
-MARGIN = 1.02  # "never slower" allows this factor, plus the A/A spread
+MARGIN = 1.02  # factor allowed by "never slower", plus the A/A spread
 LARGEST_SPREAD = 0.10  # no verdict above
 RESAMPLES = 2000
 
 
 @dataclass
 class Turns:
-    """The measurements of one contestant at one bandwidth. A block holds the times of its steps, in ms."""
+    """Measurements of one contestant at one bandwidth. Blocks hold step times in ms."""
 
     name: str
     blocks: list[list[float]] = field(default_factory=list)
-    again: list[list[float]] = field(default_factory=list)  # the second turn in each round, for TWICE
-    wire_bytes: float = 0.0  # sent by a host in a step
+    again: list[list[float]] = field(default_factory=list)  # second turns of TWICE
+    wire_bytes: float = 0.0  # per host and step
     predicted_ms: float | None = None
     predicted_free_ms: float | None = None
     final_loss: float | None = None
@@ -48,7 +48,6 @@ class Turns:
 
     @property
     def pairs(self) -> list[list[float]]:
-        """All steps of each round."""
         return [a + b for a, b in zip(self.blocks, self.again, strict=True)] if self.again else self.blocks
 
     @property
@@ -58,8 +57,6 @@ class Turns:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two contestants' medians, with its 95 % interval."""
-
     name: str
     to: str
     ratio: float
@@ -95,7 +92,7 @@ def records(model: str, hosts: int, inter: str, turns: Sequence[Turns]) -> list[
 
 
 def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
-    """`free` is the faster of the steps without a network, under that one name."""
+    """Replace the steps without a network by the faster one, named `free`."""
     free = [turn for turn in turns if turn.name in FREE]
     if not free:
         return list(turns)
@@ -104,7 +101,7 @@ def with_one_free(turns: Sequence[Turns]) -> list[Turns]:
 
 
 def aa_spread(turns: Sequence[Turns]) -> float | None:
-    """Compare two measurements of the same thing: |a / b − 1| of their medians."""
+    """Return |a / b − 1| of the medians of two measurements of one contestant."""
     for turn in turns:
         if turn.again:
             return abs(statistics.median(flat(turn.blocks)) / statistics.median(flat(turn.again)) - 1)
@@ -112,7 +109,7 @@ def aa_spread(turns: Sequence[Turns]) -> float | None:
 
 
 def ratios(turns: Sequence[Turns]) -> Iterator[Ratio]:
-    """Compare our contestants with the baselines named for them and with those of another checkout, over all rounds."""
+    """Yield ratios to each contestant's baselines and to another checkout's contestant, over all rounds."""
     by_name = {turn.name: turn for turn in turns}
     for name, baselines in BASELINES_OF.items():
         for other in (*baselines, name + BEFORE):
@@ -121,7 +118,7 @@ def ratios(turns: Sequence[Turns]) -> Iterator[Ratio]:
 
 
 def ratio(mine: Turns, theirs: Turns, rounds: slice = slice(None)) -> Ratio:
-    """The ratio of medians; its interval comes from drawing rounds again with replacement."""
+    """Return the ratio of medians; its interval is bootstrapped over rounds."""
     ours, others = mine.pairs[rounds], theirs.pairs[rounds]
     generator = random.Random(0)
     drawn_ratios: list[float] = []
@@ -136,7 +133,6 @@ def ratio(mine: Turns, theirs: Turns, rounds: slice = slice(None)) -> Ratio:
 
 
 def analyse(inter: str, turns: Sequence[Turns]) -> str:
-    """Write the table of one bandwidth, and the verdicts, as Markdown."""
     by_name = {turn.name: turn for turn in turns}
     same = aa_spread(turns)
     rows: list[tuple[str, ...]] = []
@@ -167,7 +163,6 @@ def analyse(inter: str, turns: Sequence[Turns]) -> str:
 
 
 def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
-    """The share of what the network costs plain DDP that this contestant gets back."""
     free = [by_name[name].median_ms for name in FREE if name in by_name]
     if turn.name in FREE or TWICE not in by_name or not free:
         return None
@@ -177,7 +172,7 @@ def recovered(turn: Turns, by_name: dict[str, Turns]) -> float | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A contestant against the best of its rivals: chosen on odd rounds, compared on even ones."""
+    """Comparison with the best rival, which is chosen on odd rounds and compared on even ones."""
 
     found: Ratio
     rounds: int
@@ -189,7 +184,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """No slower than the best alternative, as far as can be told."""
+        """True unless significantly slower than the best alternative."""
         return self.found.low < MARGIN + (self.spread or 0.0)
 
     def __str__(self) -> str:
@@ -202,7 +197,7 @@ class Verdict:
 
 
 def verdict(turn: Turns, rivals: Sequence[Turns], spread: float | None) -> Verdict | None:
-    """Compare with the best of these; None if there is nothing to compare with."""
+    """Compare with the best rival; None without rivals or rounds."""
     if not rivals or len(turn.blocks) < 2:
         return None
     best = min(rivals, key=lambda rival: statistics.median(flat(rival.pairs[0::2])))
@@ -210,7 +205,7 @@ def verdict(turn: Turns, rivals: Sequence[Turns], spread: float | None) -> Verdi
 
 
 def verdicts(turn: Turns, by_name: Mapping[str, Turns], spread: float | None) -> list[Verdict]:
-    """Compare with the best alternative that loses no more, and with the best of all where that is another one."""
+    """Compare with the best alternative that loses no more, and with the overall best if different."""
     found = [
         verdict(turn, [by_name[name] for name in names if name in by_name], spread)
         for names in (AS_PRECISE[turn.name], BASELINES)
@@ -220,7 +215,7 @@ def verdicts(turn: Turns, by_name: Mapping[str, Turns], spread: float | None) ->
 
 
 def verdict_on_before(found: Ratio) -> str:
-    """Compare with another checkout; nothing for other ratios."""
+    """Return a verdict on a ratio to another checkout; empty for other ratios."""
     if not found.to.endswith(BEFORE):
         return ""
     if found.ratio <= MARGIN:
@@ -229,7 +224,7 @@ def verdict_on_before(found: Ratio) -> str:
 
 
 def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:
-    """The error of the prediction, raw and after scaling by how fast the machine was just now."""
+    """Return the prediction's error, raw and scaled by the machine's current speed."""
     assert turn.predicted_ms is not None, "asked only for contestants with a prediction"
     text = f"- {turn.name}: prediction off by {turn.predicted_ms / turn.median_ms - 1:+.1%}"
     free = [by_name[name].median_ms for name in FREE if name in by_name]
@@ -240,7 +235,6 @@ def prediction_line(turn: Turns, by_name: dict[str, Turns]) -> str:
 
 
 def loss_line(turn: Turns, by_name: dict[str, Turns]) -> str | None:
-    """The final loss beside dense training's."""
     dense = by_name[TWICE].final_loss if TWICE in by_name else None
     if turn.name == TWICE or turn.final_loss is None or dense is None:
         return None
@@ -257,7 +251,7 @@ HEAD = "hosts | model | link | contestant | ms > | predicted > | alternative | r
 
 
 def page(measured: Iterable[Record]) -> str:
-    """Write all comparisons of compiled steps as Markdown, and how many hold."""
+    """Return all comparisons of compiled steps as Markdown, with counts of verdicts."""
     rows: list[Sequence[str]] = []
     alike: list[Verdict] = []
     slower: list[str] = []

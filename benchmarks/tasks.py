@@ -1,12 +1,12 @@
-"""Small training tasks whose data is made here, for workers that live in one process.
+"""Small training tasks with generated data, for workers in one process.
 
     quadratic  each worker pulls to a place of its own, under noise; the loss is the distance from the places' mean
     logreg     logistic regression, 4,096 features of very different scales, workers with data of their own
-    charlm     the next byte of Python's standard library from the sixteen before: an embedding and two hidden layers
+    charlm     the next symbol of Python's help() topics from the sixteen before: an embedding and two hidden layers
     images     ten smooth patterns, shifted and under noise: two convolutions and two linear layers
 
-Each is far inside the learning rates at which dense training is stable, and is stopped before all methods have learned
-everything there is, so that what a compressor loses shows in the loss. Everything follows from the seed.
+Learning rates are far inside the stable range of dense training. Training stops before all methods have converged, so
+that compression losses show. All data follow from the seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A training task. Parameters are one flat tensor, and so is each worker's gradient."""
+    """Training task. Parameters and each worker's gradient are flat tensors."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -37,9 +37,9 @@ class Task:
     steps: int
     rates: dict[str, float]  # by optimizer
     gradients: Callable[[Tensor, int], list[Tensor]]
-    """Of each worker, at these parameters and this step."""
+    """Each worker's gradient at given parameters and step."""
     loss: Callable[[Tensor], float]
-    """Of all that there is to learn, at these parameters."""
+    """Loss over all data at given parameters."""
     workers: int = WORKERS
 
     @property
@@ -49,12 +49,12 @@ class Task:
 
 @cache
 def make_task(name: str, seed: int = 0, workers: int = WORKERS) -> Task:
-    """Make a task of this name; its data once in a process."""
+    """Make a task; cached per process."""
     return ALL_TASKS[name](seed, workers)
 
 
 def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> Task:
-    """Features are sparse and of scales from 1 to e^-4; the rows of each worker lean another way."""
+    """Sparse features with scales from 1 to e^-4; workers have different data distributions."""
     features, rows, batch, decay = 4096, 1000, 32, 5e-4
     random = torch.Generator().manual_seed(seed)
     scale = (-4 * torch.rand(features, generator=random)).exp()
@@ -85,7 +85,7 @@ def logistic_regression(seed: int, workers: int = WORKERS, steps: int = 600) -> 
 
 
 def character_model(seed: int, workers: int = WORKERS) -> Task:
-    """116,835 parameters, 73,728 of them in one matrix: more places than 16 bits can name."""
+    """116,835 parameters, 73,728 of them in one matrix: more than 16-bit indices can address."""
     context, embedding, width, batch, steps = 16, 24, 192, 64, 500
     random = torch.Generator().manual_seed(seed)
     tokens, letters = _text(), 27
@@ -148,7 +148,7 @@ def small_images(seed: int, workers: int = WORKERS) -> Task:
 
 
 def quadratic(seed: int, workers: int = WORKERS) -> Task:
-    """Every value is pulled as hard as every other, so what an encoder never delivers is never made good."""
+    """Equal curvature for all values, so that values an encoder never sends are never corrected."""
     size, steps, spread, noise = 4096, 2000, 0.3, 0.15
     random = torch.Generator().manual_seed(seed)
     places = spread * torch.randn(workers, size, generator=random)
@@ -172,11 +172,11 @@ TASKS: dict[str, Callable[[int, int], Task]] = {
     "images": small_images,
 }
 ALL_TASKS = {"quadratic": quadratic, **TASKS}
-"""With the one that only tells about two shots."""
+"""With the task that only tests two shots."""
 
 
 def _text() -> Tensor:
-    """The pages of Python's help() as 27 symbols: letters without their case, and one space for all else between."""
+    """Return Python's help() topics as 27 symbols: letters without case, and a space for other text."""
     topics: dict[str, str] = pydoc_data.topics.topics
     pages = "\n".join(topics[name] for name in sorted(topics)).lower()
     letters = re.sub("[^a-z]+", " ", pages).encode()
@@ -217,7 +217,7 @@ def _classifier(
 
 
 def _first_values(shapes: Sequence[tuple[int, ...]], random: torch.Generator) -> Tensor:
-    """Zeros for biases; for matrices what keeps the size of activations, as torch's layers do."""
+    """Return zeros for biases and random matrices that preserve the size of activations, as in torch's layers."""
     parts = [
         torch.randn(shape, generator=random) * ((3 * math.prod(shape[1:])) ** -0.5 if len(shape) > 1 else 0.0)
         for shape in shapes

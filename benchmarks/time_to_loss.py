@@ -1,4 +1,4 @@
-"""Loss against wall time: DDP and its hooks, 1-bit Adam, DiLoCo, and fxcomp, over shaped links.
+"""Loss over wall time: DDP and its hooks, 1-bit Adam, DiLoCo, and fxcomp, over shaped links.
 
     python benchmarks/step_time.py --hosts 4 --inter 100mbit,1gbit --model benchmarks/time_to_loss.py:small \\
         --names ddp_fp32,ddp_bf16,ddp_powersgd,fxcomp,fxcomp_lossy,dense,int4,momentum_sign,momentum_cmax8,free \\
@@ -6,13 +6,13 @@
     python benchmarks/time_to_loss.py --model small --times times.json --json losses.json
     python benchmarks/time_to_loss.py --times times.json --losses losses.json --report table.md
 
-The first command takes the time of steps, the second trains every contestant at full speed and writes its loss down as
-it falls, the third joins both. Warm-up steps and those after it are timed apart. All have dense training's best rate,
-along a cosine, and the same batches; the loss is that of passages which are the same for all.
+The first command times steps, the second trains every contestant without shaping and records its loss curve, the third
+joins both. Warm-up steps are timed separately. All use dense training's best learning rate with cosine decay, and the
+same batches. Losses are on fixed sequences, the same for all.
 
-What fxcomp's modes chose for a link is trained as it was measured there. 1-bit Adam is its algorithm on our runtime:
-signs of the momentum after a dense warm-up. DiLoCo averages parameters every 25 steps, and is simulated: it has the
-time of steps without a network, and for each average what the network adds to a step of DDP.
+Plans that fxcomp's modes chose for a link are trained as measured there. 1-bit Adam runs on fxcomp's runtime: signs of
+the momentum after a dense warm-up. DiLoCo averages parameters every 25 steps and is simulated: its time is the step
+without a network, plus DDP's network time for each average.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MODELS = {
     "small": (GPTConfig(layers=2, heads=4, width=64, context=32), 4, 2e-3),
     "large": (GPTConfig(layers=4, heads=5, width=320, context=64), 4, 5e-4),
 }
-"""The configuration, the passages of a rank's batch, and the learning rate: 0.1 and 5.1 M parameters."""
-JUDGED = 64  # passages a rank
+"""Configuration, sequences per rank and batch, and learning rate; 0.1 and 5.1 M parameters."""
+JUDGED = 64  # sequences per rank
 
 
 def job_of(name: str, seed: int = 0, rate: float | None = None) -> Job:
@@ -65,7 +65,7 @@ large = partial(job_of, "large")
 
 
 def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, str, GivenCompress | None]]:
-    """The contestant to train, the link that it belongs to, the `make_contestant` name, and what it is given."""
+    """Yield contestant, link or None, name for `make_contestant`, and plan."""
     steps = arguments.steps
     dense = fxcomp.Warmup(dense_steps=round(ONE_BIT_WARMUP * steps))
     int4 = fxcomp.Warmup(int4_steps=round(WARMUP * steps))
@@ -86,7 +86,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None, 
 
 
 def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompress | None) -> list[list[float]]:
-    """Train a contestant; returns its curve: steps taken, and the loss."""
+    """Train a contestant; return its curve of [steps, loss]."""
     job, rank, steps = job_of(arguments.model, arguments.seed, arguments.rate), dist.get_rank(), arguments.steps
     contestant = make_contestant(made, job, plan=given)
     falling = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))  # pyright: ignore[reportArgumentType]
@@ -104,7 +104,6 @@ def train(arguments: argparse.Namespace, name: str, made: str, given: GivenCompr
 
 
 def average(model: torch.nn.Module) -> None:
-    """Give all ranks the mean of their parameters."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
@@ -112,7 +111,7 @@ def average(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def judge(model: torch.nn.Module, name: str) -> float:
-    """The mean loss over passages that are the same at every call; each rank has its own."""
+    """Return the mean loss over fixed sequences, different per rank."""
     text, context = training_text(), MODELS[name][0].context
     mean = loss_fn(model, draw_batch(text.train, step=-1, rank=dist.get_rank(), size=JUDGED, context=context))
     dist.all_reduce(mean)
@@ -133,7 +132,6 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def join_files(arguments: argparse.Namespace) -> None:
-    """Join step times and losses; write the page and the records."""
     losses = [record for path in arguments.losses for record in read(path)]
     runs = joined(read(arguments.times), losses)
     Records(arguments.json, hosts=4).add(*runs)

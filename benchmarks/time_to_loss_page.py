@@ -1,4 +1,4 @@
-"""Join the time of steps with losses by step: curves over seconds, the time to a loss, and a table."""
+"""Join step times with loss curves: loss over seconds, time to a loss, and a table."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from records import Record, table
 
 WARMUP = 0.2
 ONE_BIT_WARMUP = 0.15
-"""Shares of the steps. Tang et al. (2021) warm up for 15 to 20 % of them."""
+"""Shares of the steps. Tang et al. (2021) warm up for 15 to 20 %."""
 DILOCO_STEPS = 25
 AIM = 1.005
-"""The loss to reach, over DDP's final one."""
+"""Target loss, relative to DDP's final loss."""
 
 DDP, FREE, SYNC = "ddp_fp32", "free", "sync"
-"""Names of times. `sync` is what the network adds to a step of DDP."""
+"""Names of times. `sync` is the network's time in a step of DDP."""
 
 Curve = list[tuple[float, float]]
-"""Seconds, and the loss."""
+"""(seconds, loss) pairs."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a job: its share of the steps, and the names of the times that make up a step."""
+    """Part of a job: its share of the steps, and the times that add up to a step."""
 
     share: float
     times: tuple[tuple[str, float], ...]
-    """Each with the share of the steps that have it."""
+    """Names of times, each with the share of the steps that include it."""
 
 
 @dataclass(frozen=True)
 class Contender:
     label: str
     losses: str
-    """The name of its training."""
+    """Name of its training."""
     phases: tuple[Phase, ...]
 
 
@@ -65,21 +65,19 @@ BASE, FLOOR = CONTENDERS[0].label, CONTENDERS[1].label
 
 @dataclass(frozen=True)
 class Run:
-    """A contestant's job over one link."""
-
     model: str
     inter: str
     label: str
     steps: int
     step_ms: tuple[float, ...]
-    """Of each phase."""
+    """Step time of each phase, in ms."""
     job_s: float
     loss: float
     curve: Curve
 
 
 def joined(times: Iterable[Record], losses: Iterable[Record]) -> list[Run]:
-    """Join what was measured over each link with what was learned by step; contestants without either are left out."""
+    """Join step times per link with loss curves; skip contestants without either."""
     learned = {(each["name"], each["inter"]): each for each in losses}
     by_link: dict[tuple[str, str], dict[str, float]] = {}
     for each in times:
@@ -103,7 +101,7 @@ def _run(model: str, inter: str, contender: Contender, ms: dict[str, float], fou
 
 
 def seconds_at(step: float, lengths: Sequence[float], step_ms: Sequence[float]) -> float:
-    """The time after so many steps, where phases of these lengths follow one another; the last one goes on."""
+    """Return the seconds after `step` steps of consecutive phases; the last phase has no end."""
     seconds, left = 0.0, step
     for length, ms in zip((*lengths[:-1], math.inf), step_ms, strict=True):
         taken = min(left, length)
@@ -112,7 +110,7 @@ def seconds_at(step: float, lengths: Sequence[float], step_ms: Sequence[float]) 
 
 
 def time_to(curve: Curve, aim: float) -> float | None:
-    """When a curve is first at a loss or below it, on a straight line between its points; None if it never is."""
+    """Return the time when a curve first reaches a loss, by linear interpolation; None if never."""
     if curve and curve[0][1] <= aim:
         return curve[0][0]
     for (before, above), (after, below) in pairwise(curve):
@@ -122,14 +120,12 @@ def time_to(curve: Curve, aim: float) -> float | None:
 
 
 def recovered(mine: float | None, plain: float | None, floor: float | None) -> float | None:
-    """The share of what the network costs that is recovered."""
     if mine is None or plain is None or floor is None or plain <= floor:
         return None
     return (plain - mine) / (plain - floor)
 
 
 def summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Sum each run up: its loss over DDP, its time to the loss to reach, and what it recovers."""
     found: list[dict[str, Any]] = []
     for run in runs:
         beside = {other.label: other for other in runs if (other.model, other.inter) == (run.model, run.inter)}
@@ -150,7 +146,6 @@ def summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Write the table, by model and link, the first to reach the loss first."""
     parts: list[str] = []
     for model, inter in dict.fromkeys((run.model, run.inter) for run in runs):
         chosen = [each for each in summaries(runs) if (each["model"], each["inter"]) == (model, inter)]

@@ -1,4 +1,4 @@
-"""Define the trials of convergence.py, their bands and their records."""
+"""Trials of convergence.py, their bands and records."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ class Trial:
     task: str
     optimizer: str
     method: str
-    """A compressor's text form, two of them for two shots, the name of a control, or `dense`."""
+    """Text of a compressor, or of two for two shots, name of a control, or `dense`."""
     feedback: bool = False
     seed: int = 0
     workers: int = WORKERS
     owner: str | None = None
-    """In two shots, what becomes of the shard owner's residual."""
+    """Treatment of the shard owner's residual in two shots."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """The excess to expect."""
-
     low: float
     high: float
 
@@ -42,7 +40,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Trial):
-    """The result of a trial. A diverged one has no loss."""
+    """Result of a trial; no loss if it diverged."""
 
     loss: float | None
     dense_loss: float

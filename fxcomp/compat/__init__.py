@@ -1,14 +1,14 @@
-"""The private parts of torch that fxcomp needs, and what differs between torch 2.11 and 2.13 and between systems.
+"""Private parts of torch, and differences between torch 2.11 and 2.13 and between systems.
 
-- tracing, constants, symbols, answers, graphs: make_fx on fake tensors, symbols and their guard, parts of torch.fx.
-- operators: facts about ATen operators, and the collectives of a user's loss function.
-- optimizers: how torch's own begin, GradScaler, hooks, and facts about tensors.
-- absent_device, absent_cuda, cuda_autocast, cuda_attention: a GPU that is not here.
-- modes: what is around a thread, and every call of a random generator's methods.
-- dynamo, fsdp: torch.compile's parts; the wrappers around a user's model.
+- tracing, constants, symbols, answers, graphs: make_fx on fakes, symbols and their guard, torch.fx.
+- operators: facts about ATen operators; collectives of a loss function.
+- optimizers: initial state, GradScaler, hooks, facts about tensors.
+- absent_device, absent_cuda, cuda_autocast, cuda_attention: imitation of an absent GPU.
+- modes: a thread's modes and settings, random generators.
+- dynamo, fsdp: torch.compile; wrappers around a user's model.
 - groups: process groups.
-- streams: devices that work after the host, and their streams.
-- structured: torch's trace of what is compiled.
+- streams: asynchronous devices.
+- structured: torch's structured trace.
 - source_lines, machine: the user's line, the machine, atomic writes.
 """
 

@@ -1,17 +1,17 @@
-"""Answers of torch.cuda, torch.accelerator and their neighbours for a GPU that is not here.
+"""Replacements of torch.cuda, torch.accelerator and related modules for an absent GPU.
 
-The file that calls decides:
+The calling file determines the answer:
 
-    the user's, a library's     the table's answer; a function of torch.cuda that it lacks is refused
-    torch's                     torch's own answer; the table's where torch raises without CUDA
-    fxcomp's                    torch's own answer
+    user's or library's     the table's; refused without an entry
+    torch's                 torch's own; the table's if torch raises
+    fxcomp's                torch's own
 
 Streams and events do nothing, memory figures are 0, and CUDA's random generator is the CPU's.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
-# Answers take arguments that they do not use.
+# Answers keep the original arguments.
 # ruff: noqa: ARG002, ARG005
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.cuda import gds, nccl, nvtx, profiler, tunable
 from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
 
 CUDA = torch.device("cuda", 0)
-"""The device that scripts see."""
+"""Device that scripts see."""
 
 VERSIONS = {torch.backends.cudnn: 92000, nccl: (2, 29, 7)}
 """Versions that torch 2.13 for CUDA 13.0 reports."""
 
 Refusal = Callable[[str], Exception]
-"""Makes the error for a call that has no answer."""
+"""Makes the error for an unanswered call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class DeviceFacts:
 
 
 def names_cuda(given: Any) -> bool:
-    """Return whether an argument is a CUDA device: an object, a text or an index."""
+    """Return whether a device object, string or index is a CUDA device."""
     if isinstance(given, str):
         return given.partition(":")[0] == "cuda"
     return given.type == "cuda" if isinstance(given, torch.device) else type(given) is int
 
 
 def check_index(given: Any, refusal: Refusal) -> None:
-    """Refuse every CUDA device but the first, as CUDA does where there is one."""
+    """Raise for a CUDA index above 0."""
     index = torch.device(given).index if isinstance(given, str) and names_cuda(given) else given
     index = given.index if isinstance(given, torch.device) else index
     if isinstance(index, int) and index > 0:
@@ -68,7 +68,7 @@ def check_index(given: Any, refusal: Refusal) -> None:
 
 
 class Event:
-    """An event, or a stream, on which nothing runs."""
+    """Event or stream without work."""
 
     cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
     device = CUDA
@@ -93,14 +93,12 @@ class Event:
 
 
 class Stream(Event):
-    """A stream on which nothing runs."""
+    """Stream without work."""
 
     priority_range = staticmethod(lambda: (0, -5))
 
 
 class _Properties(SimpleNamespace):
-    """Properties of a GPU, as far as they are known."""
-
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{users_line()} reads {name!r} of {self.name}, which --device does not know. It knows"
@@ -132,7 +130,6 @@ _CONTEXTS = ("device", "device_of", "device_index", "stream", "StreamContext")
 
 
 def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
-    """Make the answers, by the name of the function."""
     major, minor = facts.capability
     properties = _Properties(
         name=facts.name, major=major, minor=minor, total_memory=facts.memory_bytes, warp_size=32,
@@ -167,7 +164,7 @@ def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
 
 
 def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Make the attributes of torch's modules that answer for a device, by module."""
+    """Return replacement attributes by module."""
     cuda, answers, public = vars(torch.cuda), _answers(facts), torch.cuda.__all__
 
     def answering(name: str, original: Any, answer: Any, of: str = "torch.cuda") -> Callable[..., Any]:
@@ -177,14 +174,14 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
     here |= {name: getattr(torch, name) for name in public if name.endswith("Tensor")}
     here |= {"Stream": Stream, "Event": Event, "default_generators": (torch.default_generator,)}
     made: dict[Any, dict[str, Any]] = {torch.cuda: here}
-    for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # torch.cuda has them from there
+    for part in (cuda[name] for name in ("memory", "random", "streams", "graphs")):  # re-exported by torch.cuda
         made[part] = {name: value for name, value in here.items() if vars(part).get(name, part) is cuda[name]}
     for part in (nvtx, profiler, nccl, gds, tunable, torch.accelerator, torch.backends.cudnn, torch.backends.cuda):
         names = [name for name in answers if hasattr(part, name)]
         made[part] = {name: answering(name, getattr(part, name), answers[name]) for name in names}
     for part, version in VERSIONS.items():
         made[part]["version"] = answering("version", part.version, lambda value=version: value)
-    for part in (torch.cuda, torch.cuda.memory, nccl, gds, tunable):  # functions that are in no list of names
+    for part in (torch.cuda, torch.cuda.memory, nccl, gds, tunable):  # functions not in __all__
         own = {name: each for name, each in vars(part).items() if isinstance(each, FunctionType)}
         rest = {name: each for name, each in own.items() if each.__module__ == part.__name__ and name not in made[part]}
         made[part] |= {name: answering(name, each, answers.get(name), part.__name__) for name, each in rest.items()}
@@ -195,12 +192,12 @@ def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, An
 
 
 def _acts(value: Any) -> bool:
-    """Return whether an attribute of torch.cuda needs the GPU: neither an error's class nor a tensor's."""
+    """Return whether an attribute of torch.cuda needs the GPU."""
     return callable(value) and not (isinstance(value, type) and issubclass(value, (Exception, torch.TypedStorage)))
 
 
 def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str) -> Callable[..., Any]:
-    """Answer by the file of the calling frame."""
+    """Return a function that answers by the file of the calling frame."""
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
 
@@ -220,6 +217,6 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str)
                 raise
             return answer(*args, **kwargs)
 
-    if isinstance(original, type):  # annotations name it
+    if isinstance(original, type):  # annotations use the class
         return type(name, (), {"__new__": lambda _, *args, **kwargs: respond(sys._getframe(1), args, kwargs)})
     return lambda *args, **kwargs: respond(sys._getframe(1), args, kwargs)

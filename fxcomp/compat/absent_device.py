@@ -1,18 +1,18 @@
-"""Let a training script for a GPU run where there is none: its job and the trace of its step.
+"""Run a GPU training script, and trace its step, on a machine without a GPU.
 
-    device arguments         cuda is where the tensor is: the CPU, meta for a tensor without memory
-    x.device, x.is_cuda      cuda:0 to files of the user's and of libraries, the real device to torch's and ours
-    in a trace               everything is a fake of the CPU, tensors without memory too
+    device arguments         cuda becomes the CPU, or meta for tensors without memory
+    x.device, x.is_cuda      cuda:0 for files of the user and of libraries, real for torch's and fxcomp's
+    in a trace               all tensors are CPU fakes
     torch.cuda               absent_cuda.py
-    processes and wrappers   a group of one; DistributedDataParallel and torch.compile call what they wrap
+    processes and wrappers   groups of one rank; DistributedDataParallel and torch.compile only call the wrapped object
 
-torch's build without CUDA aborts the process where fakes of CUDA differentiate, so no tensor's device is ever cuda.
+No tensor is really on cuda: torch's CPU build aborts the process when CUDA fakes are differentiated.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
-# What stands in for a function takes its arguments.
+# Replacement functions keep the original arguments.
 # ruff: noqa: ARG001, ARG005
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ from fxcomp.compat.tracing import is_traced_here
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _WITHOUT_MEMORY = torch.device("cuda", 0)
-"""The object that scripts get for the device of a tensor without memory: what is made there has none either."""
+"""Device that scripts see for a tensor without memory."""
 
 _BASE: Any = Tensor.__base__
-"""The class in C that has tensors' methods and attributes."""
+"""C base class of tensors."""
 
 _scopes: list[DeviceFacts] = []
 
 
 def imagined_device() -> DeviceFacts | None:
-    """Return the facts of the device that scripts see; None outside of a scope."""
+    """Return the imitated device; None outside `as_if_on`."""
     return _scopes[-1] if _scopes else None
 
 
 @contextmanager
 def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
-    """Run scripts and traces as if a device were here. `refusal` makes errors; inner scopes change nothing."""
+    """Run scripts and traces as if a GPU were present. Nested scopes have no effect."""
     if _scopes:
         yield
         return
     mode, default, begin = _Placing(refusal), _default_device(), vars(threading.Thread)["_bootstrap_inner"]
 
     def begin_thread(thread: Any) -> None:
-        with _Placing(refusal):  # a thread begins without the modes of the one that starts it
+        with _Placing(refusal):  # a new thread does not inherit modes
             begin(thread)
 
     instead: dict[Any, Mapping[str, Any]] = {
@@ -83,7 +83,7 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
         **_optimizers_instead(),
         DistributedDataParallel: _WRAPPER,
         threading.Thread: {"_bootstrap_inner": begin_thread},
-        nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # in a group of one that is what it does on a GPU
+        nn.SyncBatchNorm: {"forward": _BatchNorm.forward},  # with one rank both are equal
     }
     _scopes.append(facts)
     try:
@@ -106,12 +106,12 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
 
 
 def _default_device() -> torch.device | None:
-    """Return the device that torch.set_default_device has set; None where it has not."""
+    """Return the device set by torch.set_default_device, or None."""
     return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
 def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
-    """Exchange CUDA for the place where tensors like `like` are here; in a trace that is the CPU for all."""
+    """Replace CUDA by the device of tensors like `like`; in a trace, replace all devices by the CPU."""
     if names_cuda(given):
         check_index(given, refusal)
         is_meta = given is _WITHOUT_MEMORY or (isinstance(like, Tensor) and like.is_meta)
@@ -120,7 +120,7 @@ def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
 
 
 class _Placing(TorchFunctionMode):
-    """Exchanges the device that a function of torch is given, or takes by default."""
+    """Replaces device arguments and default devices of torch functions."""
 
     def __init__(self, refusal: Refusal):
         super().__init__()
@@ -130,29 +130,29 @@ class _Placing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs) if kwargs else {}
-        if not _scopes:  # in a thread of the script's that outlives the scope
+        if not _scopes:  # in a script's thread that outlives the scope
             return func(*args, **given)
         if func is torch.device:
             return func("cuda", *args) if args and type(args[0]) is int else func(*args, **given)
         if given.get("pin_memory"):
-            del given["pin_memory"]  # torch's build for the CPU has no such memory
+            del given["pin_memory"]  # torch's CPU build has no pinned memory
         device = given.get("device")
         if device is None and takes_default_device(func):
-            device = innermost_device()  # the mode of a default device runs after this one
+            device = innermost_device()  # the default-device mode runs later
         if device is not None:
             given["device"] = _real(device, self._refusal, args[0] if args else None)
         return func(*args, **given)
 
 
 def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Make attributes of tensors and of fakes; fakes of tensors without memory are fakes of the CPU."""
+    """Return replacement attributes of tensors and fakes."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         named = kwargs.pop("device", args[0] if args else None)
         if not isinstance(named, torch.device | str | int):
             return _BASE.to(tensor, *args, **kwargs)
         place = _real(named, refusal, tensor)
-        if place is not named and len(args) < 4 and _moves(tensor):  # the fourth is `copy`
+        if place is not named and len(args) < 4 and _moves(tensor):  # the fourth argument is `copy`
             kwargs.setdefault("copy", True)
         return _BASE.to(tensor, place, *args[1:], **kwargs)
 
@@ -186,7 +186,7 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         torch: {"get_device": methods["get_device"]},
         Fake: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
-        _meta_registrations: {"device_hint": lambda tensor: "cuda"},  # types and layouts of fakes are those of CUDA
+        _meta_registrations: {"device_hint": lambda tensor: "cuda"},  # fakes get CUDA's dtypes and layouts
         lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
     }
 
@@ -196,9 +196,9 @@ def _getter(real: Any, answer: Any) -> property:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Return whether a move to the GPU copies, as from the host's memory, which closes gaps of a view.
+    """Return whether a move to the GPU copies, which closes gaps of a view.
 
-    Parameters stay where they are. In a trace, where all may be on the GPU already, only what has gaps is copied.
+    Parameters are not copied. In a trace only tensors with gaps are copied: others may be on the GPU already.
     """
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return False
@@ -206,7 +206,7 @@ def _moves(tensor: Tensor) -> bool:
 
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Make functions that take or return a device and that no mode sees, and torch.compile, which does nothing."""
+    """Return replacements of device functions that function modes do not see, and of torch.compile."""
     made, move = cast("Any", torch.Generator), cast("Any", nn.Module.to)
     load, default = torch.load, torch.get_default_device
 
@@ -248,7 +248,7 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 
 
 def _optimizers_instead() -> dict[Any, dict[str, Any]]:
-    """Let fused and capturable optimizers take tensors that play the GPU's, and let a GradScaler be enabled."""
+    """Let fused, capturable optimizers and GradScaler work without a GPU."""
 
     is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
     names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
@@ -260,7 +260,7 @@ def _optimizers_instead() -> dict[Any, dict[str, Any]]:
 
 
 def _supported_devices(supports_xla: bool = True) -> list[str]:
-    """Return the devices that fused and capturable optimizers take; torch.distributed.optim makes TorchScript of it."""
+    """Return devices of fused and capturable optimizers; torch.distributed.optim scripts this function."""
     return ["cuda", "cpu", "meta"]
 
 
@@ -276,11 +276,11 @@ _WRAPPER: Mapping[str, Any] = {
     **dict.fromkeys(("no_sync", "join"), lambda self, *_, **__: nullcontext()),
     **dict.fromkeys(("register_comm_hook", "_set_static_graph"), lambda self, *_, **__: None),
 }
-"""Methods of a DistributedDataParallel that calls its module and communicates nothing."""
+"""Methods of a DistributedDataParallel without communication."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of torch's data-parallel wrappers and of what torch.compile makes."""
+    """Return the module inside data-parallel and torch.compile wrappers."""
     inner: Any = uncompiled(model)
     while isinstance(inner, DistributedDataParallel | DataParallel):
         inner = uncompiled(inner.module)
@@ -288,12 +288,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""The environment of a rank that is alone, as torchrun makes it."""
+"""torchrun's environment for a single rank."""
 
 
 @contextmanager
 def _group_of_one() -> Generator[None]:
-    """Make the process groups that a script begins groups of one, on the CPU, and destroy them at the end."""
+    """Make process groups CPU groups of one rank; destroy them on exit."""
     begin, barrier, new, backend = (
         getattr(distributed, name) for name in ("init_process_group", "barrier", "new_group", "get_backend")
     )

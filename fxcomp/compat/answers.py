@@ -1,4 +1,4 @@
-"""Ask somebody who knows where torch's tracer cannot go on, because only the data will tell."""
+"""Resolve data-dependent values of a trace through a callback."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -23,14 +23,14 @@ from fxcomp.compat.operators import is_view
 from fxcomp.compat.source_lines import is_called_by_user
 
 Expression = Any
-"""A question: a SymPy expression of symbols."""
+"""SymPy expression whose value is requested."""
 
 
 class AskingShapes(ShapeEnv):
-    """torch's knowledge of symbols, which asks before it gives up. The answer None gives up."""
+    """Shape environment that requests a value before it raises; the answer None raises."""
 
     def __init__(self, ask: Callable[[Expression], Any]):
-        # Numbers that happen to be equal are symbols of their own: which are equal for good, tracing asks.
+        # Equal numbers get separate symbols; tracing requests their equality when needed.
         super().__init__(duck_shape=False)
         self._ask = ask
 
@@ -44,7 +44,7 @@ class AskingShapes(ShapeEnv):
     def guard_or_defer_runtime_assert(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, orig_expr: Expression, msg: str, fx_node: Any = None
     ) -> bool:
-        """Evaluate what the user checks (`torch._check`); what torch's own functions check, operators check again."""
+        """Evaluate a check of the user (`torch._check`). Checks of torch's functions are repeated by operators."""
         if is_called_by_user():
             return bool(self._answered(orig_expr, lambda: self.evaluate_expr(orig_expr)))
         return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
@@ -60,31 +60,28 @@ class AskingShapes(ShapeEnv):
 
 
 def unknown_size(shapes: ShapeEnv) -> Any:
-    """Make a size that only the data will tell."""
     size = shapes.create_unbacked_symint()
     _constrain_range_for_size(size)
     return size
 
 
 def current_tracer() -> Any:
-    """Find the tracer that the code around is traced by: its `graph` grows."""
+    """Return the active tracer, whose `graph` grows."""
     mode = get_proxy_mode()
     assert mode is not None, "only what is being traced asks for its tracer"
     return mode.tracer
 
 
 def node_of(tensor: torch.Tensor) -> Node:
-    """Find the node that a traced tensor is."""
     return get_proxy_slot(tensor, current_tracer()).proxy.node
 
 
 def symbols_of(expression: Expression) -> list[str]:
-    """Name the symbols of an expression, in order."""
     return sorted(map(str, expression.free_symbols))
 
 
 def as_symbol(number: Any) -> str | None:
-    """Name the one symbol that a number stands for, or a truth that asks whether it is 1; None for other numbers."""
+    """Return the single symbol of a number or boolean, or None."""
     if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
     names = symbols_of(number.node.expr)
@@ -94,19 +91,19 @@ def as_symbol(number: Any) -> str | None:
 
 class _Printer(PythonPrinter):
     def _print_Float(self, expr: Any) -> str:
-        return repr(float(expr))  # every digit
+        return repr(float(expr))
 
 
 def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]], Any]] | None:
-    """Make Python of an expression, by the names of its symbols; None where Python would have computed otherwise.
+    """Compile an expression to Python over its symbols' names; None where Python could differ.
 
-    SymPy puts sums and products in an order of its own, which is exact for integers alone.
+    SymPy reorders sums and products, which is exact only for integers.
     """
     if not _is_exact(expression):
         return None
     try:
         text = _Printer().doprint(expression)
-    except (NotImplementedError, AssertionError):  # what the printer cannot write stays refused
+    except (NotImplementedError, AssertionError):  # unsupported by the printer
         return None
     code = compile(text, "<question>", "eval")
     return text, lambda values: eval(code, SYMPY_INTERP, values)
@@ -119,7 +116,7 @@ def _is_exact(expression: Expression) -> bool:
 
 
 def can_fail(node: Node) -> bool:
-    """Ask if a node may raise for some values, or must not run on some: anything but plain arithmetic and views."""
+    """Return whether a node may raise for some values: all but pointwise operators, views and a list of safe ones."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -140,6 +137,6 @@ _HARMLESS = frozenset(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Read `.grad` past Python's modes, which refuse that to the user."""
+    """Read `.grad` without Python's modes, which refuse it to the user."""
     with torch.DisableTorchFunction():
         return parameter.grad

@@ -1,7 +1,7 @@
-"""Give a trace one fake for each tensor that comes in from outside: what is written is the fake.
+"""Give a trace one fake for each tensor from outside; in-place operators write to the fake.
 
    c = torch.ones(3)          outside the traced function
-   c.mul_(0.5)                torch's own fake mode computes this on `c` itself, as its operand is a Python number
+   c.mul_(0.5)                torch's fake mode would change the real `c`: the operand is a number
 -->
    %c     f32[3]  constant
    %mul_  f32[3]  mul_(%c, 0.5)
@@ -25,13 +25,13 @@ from fxcomp.compat.modes import DispatchMode, Fake, FakeMode, dispatch_mode_stac
 from fxcomp.compat.source_lines import is_called_by_user
 
 _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""Operators whose argument was made in the trace: by torch.tensor(...)."""
+"""Operators whose argument was made in the trace by torch.tensor(...)."""
 
 
 class Constants(DispatchMode):
-    """Sees every operator before the tracer does, and exchanges real tensors for traced fakes.
+    """Dispatch mode around the tracer that replaces real tensors by traced fakes.
 
-    `equal`, which has no fake, is asked by operators that have one. An operator's own `allclose` checks, and stays.
+    `equal` has no fake kernel and is decomposed. An operator's own `allclose` becomes an assertion.
     """
 
     supports_higher_order_operators = True
@@ -45,11 +45,11 @@ class Constants(DispatchMode):
         assert proxies is not None, "constants are those of a trace"
         self._tracer: Any = proxies.tracer
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        """Real tensors and their fakes, by the id of the real ones."""
+        """Real tensors and fakes, by id of the real tensor."""
         self._gradients: list[tuple[Tensor, Tensor | None, Any]] = []
-        """The `.grad` of real tensors, into which a traced backward pass puts fakes, and handles of hooks on them."""
+        """Real tensors, their `.grad` before the trace, and hook handles."""
         self.trained: list[Tensor] = []
-        """Real tensors into whose `.grad` a traced backward pass has put a fake."""
+        """Real tensors that got a fake `.grad`."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -60,9 +60,9 @@ class Constants(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], Fake):  # torch asks twice for every operator
+        if func is torch.ops.prim.device.default and isinstance(args[0], Fake):  # torch checks twice per operator
             return args[0].fake_device
-        if func is torch.ops.aten.equal.default:  # also inside of operators: torch.cov checks weights by it
+        if func is torch.ops.aten.equal.default:  # also inside operators: torch.cov checks weights
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func is torch.ops.aten.allclose.default and not is_called_by_user():
             message = "a check inside of an operator failed: of svd's backward pass, that no loss depends on a phase"
@@ -74,7 +74,7 @@ class Constants(DispatchMode):
         return func(*given[0], **given[1])
 
     def traced(self, tensor: Tensor) -> Tensor:
-        """Exchange a real tensor for its fake; others pass."""
+        """Return a real tensor's fake; other tensors pass."""
         if self._fakes is None or not _is_real(tensor):
             return tensor
         if id(tensor) not in self._known:
@@ -83,20 +83,20 @@ class Constants(DispatchMode):
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = tensor, fake
             if tensor.requires_grad and tensor.is_leaf:
-                with torch.DisableTorchFunction():  # it is no hook of the user's
+                with torch.DisableTorchFunction():  # not a hook of the user
                     hook = cast("Any", tensor.register_post_accumulate_grad_hook(self.trained.append))
                     self._gradients.append((tensor, tensor.grad, hook))
         return self._known[id(tensor)][1]
 
 
 def traced(tensor: Tensor) -> Tensor:
-    """Exchange a tensor that comes in from outside for its fake, if a trace is under way; others pass."""
+    """Return a tensor's fake while tracing; other tensors pass."""
     modes = _under_way()
     return modes[-1].traced(tensor) if modes else tensor
 
 
 def trained_outside() -> list[Tensor]:
-    """List the tensors from outside into whose `.grad` the trace under way has put a gradient."""
+    """List tensors from outside that got a traced gradient."""
     return [tensor for mode in _under_way() for tensor in mode.trained]
 
 
@@ -105,12 +105,11 @@ def _under_way() -> list[Constants]:
 
 
 def _is_torchs_own(func: Any) -> bool:
-    """Ask if torch knows what to do: it refuses operators that give a real tensor another shape."""
+    """Return whether torch handles the operator: it refuses a new shape for a real tensor."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
 
 
 def _holds_real(value: Any) -> bool:
-    """Ask if an operator's argument is or holds a real tensor."""
     if isinstance(value, dict):
         return any(map(_holds_real, cast("dict[Any, Any]", value).values()))
     return any(map(_holds_real, cast("list[Any]", value))) if isinstance(value, list | tuple) else _is_real(value)

@@ -1,11 +1,11 @@
-"""Let scaled_dot_product_attention of a trace on CPU fakes be the operator that a GPU would choose.
+"""Trace scaled_dot_product_attention on CPU fakes as the operator that a GPU would choose.
 
     F.scaled_dot_product_attention(q, k, v)     of bf16 fakes
  -->
     aten._scaled_dot_product_flash_attention(q, k, v, ...)
 
-The rules are those of torch's select_sdp_backend (ATen/native/transformers: cuda/sdp_utils.cpp, sdp_utils_cpp.h), the
-calls those of attention.cpp. Real tensors are computed as on the CPU.
+Rules: torch's select_sdp_backend (ATen/native/transformers: cuda/sdp_utils.cpp, sdp_utils_cpp.h); calls: attention.cpp.
+Real tensors use the CPU kernel.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -34,19 +34,19 @@ _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 
 _SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-"""Capabilities whose multiprocessors have little shared memory: the flash kernel trains no wide heads there."""
+"""Capabilities with little shared memory, where the flash kernel does not train wide heads."""
 
 
 @contextmanager
 def cuda_attention(capability: tuple[int, int]) -> Generator[None]:
-    """While open, attention on fakes is the operator of a GPU of this compute capability."""
+    """Replace attention on fakes by the GPU's operator."""
     on_cpu = torch.library.get_kernel(aten.scaled_dot_product_attention.default, "CPU")
 
     def attend(keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         is_wrong = any(each.dtype != q.dtype or each.is_nested or each.dim() < 2 for each in (q, k, v))
         if is_wrong or not is_traced_here():
             return on_cpu.call_boxed(keys, q, k, v, *args, **kwargs)
-        # From cuDNN 9.15.1 on, which comes with torch's wheels for CUDA. An order that the script sets is its own.
+        # torch prefers cuDNN from 9.15.1 on, which its CUDA wheels include. A script's own order has precedence.
         is_usual = attention_order() == usual and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         first = [_CUDNN] if capability[0] in (9, 10) and is_usual else []
         return _attend(capability, first, q, k, v, *args, **kwargs)
@@ -85,7 +85,7 @@ def _choose(
     capability: tuple[int, int], first: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     p: float, *, is_causal: bool, enable_gqa: bool, trains: bool,
 ) -> SDPBackend:  # fmt: skip
-    """Find the first kernel that is enabled and takes this call. Raises as torch does where there is none."""
+    """Return the first enabled kernel for this call. Raise like torch if there is none."""
     can = {_MATH: cuda.math_sdp_enabled()}
     is_plain = q.dim() == k.dim() == v.dim() == 4 and (mask is None or mask.stride(-1) == 1)
     if is_plain and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] > 0 and k.shape[2] > 0:
@@ -111,5 +111,5 @@ def _choose(
         )  # fmt: skip
     found = next((each for each in (*first, *map(SDPBackend, attention_order()[0])) if can.get(each)), None)
     if found is None:
-        raise RuntimeError("No available kernel. Aborting execution.")  # torch's own text
+        raise RuntimeError("No available kernel. Aborting execution.")  # torch's text
     return found

@@ -1,10 +1,10 @@
-"""Let autocast cast for CUDA on CPU tensors, which stand for tensors of a GPU that is not here.
+"""Apply CUDA's autocast rules to CPU tensors that represent tensors of an absent GPU.
 
     with cuda_autocast(), torch.autocast("cuda"):
         layer_norm(x.half())     in float32: CUDA's lists, in place of the CPU's
 
-The lists are those of "CUDA Op-Specific Behavior" in torch's documentation of AMP and of ATen/autocast_mode.h. Each
-operator gets a kernel for the CPU's autocast key, which casts arguments and calls the operator without autocast.
+Lists: "CUDA Op-Specific Behavior" in torch's AMP documentation, and ATen/autocast_mode.h. Kernels for the CPU's
+autocast key cast arguments and call the operator without autocast.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -43,10 +43,10 @@ LOWER_PRECISION = """
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
 """
-"""Operators that compute in autocast's type."""
+"""Operators that compute in autocast's dtype."""
 
 CUDNN_RNN = "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
-"""Operators that are `_cudnn_rnn` on CUDA, where autocast casts input, state and weights (cudnn/AutocastRNN.cpp)."""
+"""`_cudnn_rnn` on CUDA, where autocast casts input, state and weights (cudnn/AutocastRNN.cpp)."""
 
 FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
@@ -58,32 +58,33 @@ FLOAT32 = """
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
 """
-"""Operators that compute in float32. For the two last, torch calls the overload that names the result's type."""
+"""Operators that compute in float32. For the last two, torch calls the overload with a result dtype."""
 
 FLOAT32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
-"""Operators that are asked for a result in float32, unless the call names its type."""
+"""Operators that return float32 unless the call names a dtype."""
 
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
-"""Operators that compute in the widest type of their arguments."""
+"""Operators that compute in the widest dtype of their arguments."""
 
 BANNED = "binary_cross_entropy"
 """Operators that raise under autocast."""
 # fmt: on
 
 _USERS = {"cpu": "maia"}
-"""The device type whose state in torch is the user's state of "cpu" meanwhile; that of "cpu" is what kernels see."""
+"""Device type that stores the user's "cpu" state inside the context, while kernels read "cpu"."""
 
 _DEVICES = ("cuda", *_USERS, *_USERS.values())
 
 
 @contextmanager
 def cuda_autocast() -> Generator[None]:
-    """While open, autocast of "cuda" and of "cpu" both cast CPU tensors by CUDA's lists; everything is as before after.
+    """Cast CPU tensors by CUDA's lists under autocast for "cuda" or "cpu".
 
-    The default type of "cuda" is float16. Where both are on, the type of "cuda" counts.
+    The default dtype of "cuda" is float16. If both are on, the dtype of "cuda" applies. On exit autocast's state is
+    restored.
     """
     assert torch.set_autocast_enabled is set_autocast_enabled, "cuda_autocast is not entered twice"
     before = {device: (is_autocast_enabled(device), get_autocast_dtype(device)) for device in _DEVICES}
@@ -92,7 +93,7 @@ def cuda_autocast() -> Generator[None]:
         torch: {**_functions(), "clear_autocast_cache": casts.clear},
         torch.autocast: {"__init__": _begin_without_cuda},
         autocast_mode: {"_cast": _cast_on_cpu},
-        DefaultDeviceType: {"_default_device_type": "cuda"},  # whose autocast activation checkpointing repeats
+        DefaultDeviceType: {"_default_device_type": "cuda"},  # activation checkpointing repeats its autocast
     }
     try:
         with kernels_instead(_kernels(casts), "AutocastCPU"), attributes_instead(attributes):
@@ -106,7 +107,6 @@ def cuda_autocast() -> Generator[None]:
 
 
 def _kernels(casts: _Casts) -> dict[str, Callable[..., Any]]:
-    """Make the kernels of all operators that autocast of either device treats."""
     on_cpu, on_cuda = (
         [name.removeprefix("aten::") for name in _dispatch_get_registrations_for_dispatch_key(key)]
         for key in ("AutocastCPU", "AutocastCUDA")
@@ -128,7 +128,7 @@ def _operator(name: str) -> Operator:
 
 
 class _Casts:
-    """Casts of arguments, of which those of weights are kept until autocast ends, as in at::autocast::cached_cast."""
+    """Casts of arguments; casts of weights are cached as in at::autocast::cached_cast."""
 
     def __init__(self) -> None:
         self._of_weights: dict[Tensor, Tensor] = {}
@@ -138,7 +138,7 @@ class _Casts:
         clear_autocast_cache()
 
     def run(self, choose: Callable[[Any], torch.dtype], operator: Operator, *args: Any, **kwargs: Any) -> Any:
-        """Call an operator on arguments of the type that is chosen for them."""
+        """Call an operator with arguments cast to the chosen dtype."""
         with _without_autocast():
             cast = partial(self._cast, choose((args, kwargs)))
             given, named = pytree.tree_map_only(Tensor, cast, (args, kwargs))
@@ -157,7 +157,6 @@ class _Casts:
 
 @contextmanager
 def _without_autocast() -> Generator[None]:
-    """Let operators run as they are: their arguments are cast."""
     is_enabled = is_autocast_enabled("cpu")
     set_autocast_enabled("cpu", False)
     try:
@@ -178,7 +177,7 @@ def _lower() -> torch.dtype:
 def _widest(values: Any) -> torch.dtype:
     types = {value.dtype for value in pytree.tree_leaves(values) if _is_cast(value)}
     if types - {_lower(), torch.float32}:
-        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # torch's own text
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # torch's text
     return torch.float32 if torch.float32 in types else _lower()
 
 
@@ -201,7 +200,6 @@ def _raise(*_: Any) -> Any:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    """Make torch's functions that read and set autocast's state."""
     of_device = (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype)
     on_cpu = {each.__name__.replace("autocast", "autocast_cpu"): partial(_call, each, "cpu") for each in of_device}
     return on_cpu | {each.__name__: partial(_call, each) for each in (*of_device, set_autocast_gpu_dtype)}
@@ -215,7 +213,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply() -> None:
-    """Let kernels see the state of "cuda" where that is on, or else the user's of "cpu"."""
+    """Give kernels the state of "cuda" if that is on, else the user's of "cpu"."""
     device = "cuda" if is_autocast_enabled("cuda") else _USERS["cpu"]
     _set("cpu", is_autocast_enabled(device), get_autocast_dtype(device))
 
@@ -231,11 +229,11 @@ _BEGIN, _CAST = torch.autocast.__init__, autocast_mode._cast
 def _begin_without_cuda(
     self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
 ) -> None:
-    """Begin autocast without the question for a GPU, which torch asks where autocast is enabled."""
+    """Skip torch's check for a GPU."""
     _BEGIN(self, device_type, dtype, enabled and device_type != "cuda", cache_enabled)
     self._enabled = self._enabled or (enabled and device_type == "cuda")
 
 
 def _cast_on_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast inputs of torch.amp.custom_fwd; those on CUDA are on the CPU."""
+    """Cast inputs of torch.amp.custom_fwd."""
     return _CAST(value, "cpu" if device_type == "cuda" else device_type, dtype)

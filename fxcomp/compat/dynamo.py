@@ -1,4 +1,4 @@
-"""Compile with Dynamo, AOTAutograd and Inductor, and read what they say of graphs."""
+"""Compile with Dynamo, AOTAutograd and Inductor, and read metadata of graphs."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -29,20 +29,17 @@ from fxcomp.compat.symbols import SYMBOLS, has_symbols
 F = TypeVar("F", bound=Callable[..., Any])
 
 RUN_WITH_RNG_STATE: Any = torch.ops.higher_order.run_with_rng_state
-"""Takes a state, an operator and its arguments; the backward passes of activation checkpointing draw by it."""
+"""Used by the backward passes of activation checkpointing."""
 
 
 def outside_dynamo(function: F, why: str) -> F:
-    """Give a function at which torch.compile ends its graph, and into which it does not look.
-
-    `why` is told where a graph must not end.
-    """
+    """Disable torch.compile for a function. Errors print `why`."""
     disabled: Any = torch.compiler.disable(function, reason=why)
     return disabled
 
 
 def uncompiled(function: Any) -> Any:
-    """Give the model or the function inside what torch.compile has made; others pass."""
+    """Return the model or function inside torch.compile's wrapper; other objects pass."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by the first call of torch.compile
     if dynamo is None:
         return function
@@ -52,28 +49,26 @@ def uncompiled(function: Any) -> Any:
 
 
 def compiled_functions_inline() -> AbstractContextManager[Any]:
-    """Let make_fx trace into what torch.compile has made, which raises else."""
+    """Let make_fx trace into compiled functions; otherwise it raises."""
     config: Any = sys.modules.get("torch._dynamo.config")
     return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
 def compiled_functions_eager() -> AbstractContextManager[Any]:
-    """Run what torch.compile has made as it was before."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
-    """Run backward() with function modes around the Python that it calls; torch's own takes the mode off."""
+    """Run backward() inside the active function modes; torch's own backward() disables them."""
     _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def nodes_of(loss: torch.Tensor) -> list[Any]:
-    """List the nodes of a loss's backward graph, in an order that follows from the graph."""
+    """List the nodes of a loss's backward graph in breadth-first order."""
     return list(_nodes_below([loss.grad_fn]))
 
 
 def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield these nodes of a backward graph and all that they lead to, the nearest first, each once."""
     left, seen = deque(nodes), set[Any]()
     while left:
         node = left.popleft()
@@ -84,7 +79,7 @@ def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """List the tensors into whose `.grad` a backward pass would add."""
+    """List the tensors whose `.grad` backward accumulates into."""
     return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
 
 
@@ -94,10 +89,10 @@ def compile_training(
     forward: Callable[[GraphModule], GraphModule],
     backward: Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]],
 ) -> Callable[..., Any]:
-    """Compile what Dynamo hands to a backend: `forward` rewrites the forward graph, `backward` compiles the other.
+    """Compile a graph from Dynamo: `forward` rewrites the forward graph, `backward` compiles the backward graph.
 
-    Both are compiled now, so that every rank compiles at the same call. What `backward` returns takes one list, and may
-    empty it.
+    Both compile now, so that every rank compiles at the same call. The compiled backward function may empty its list of
+    arguments.
     """
 
     def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -111,32 +106,32 @@ def compile_training(
     def compile_forward(graph: GraphModule, _: Any) -> Callable[..., Any]:
         return run_eagerly(forward(graph))
 
-    # Without keeping input mutations AOTAutograd raises AssertionError for `.data =` on a graph input.
+    # Without this AOTAutograd raises AssertionError for `.data =` on a graph input.
     compiler: Any = aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
         inference_compiler=compile_forward,
         keep_inference_input_mutations=True,
     )
-    # A generator's state as a tensor, on every device: generator objects are inputs of another kind.
+    # Pass generator states as tensors, not generator objects.
     with functorch_config.patch(force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False):
         return compiler(gm, inputs)
 
 
 Backward = Callable[[list[Any]], Sequence[Any]]
-"""Takes a list, which it may empty."""
+"""Takes one list, which it may empty."""
 
 
 def compile_training_with_inductor(
     gm: GraphModule, inputs: Sequence[Any], backward: Callable[[GraphModule, Backward], Backward]
 ) -> Callable[..., Any]:
-    """Compile what Dynamo hands to a backend as `backend="inductor"` does, but the backward graph by `backward`.
+    """Compile a graph from Dynamo as `backend="inductor"` does, but compile the backward graph with `backward`.
 
-    The forward pass is Inductor's, and so is what is saved for the backward pass and what that computes again.
-    `backward` is given the graph, with fakes that lie as real values will, and the function that Inductor makes of it
-    as a whole: when it is called first, or now where sizes are symbols, because the next call may assume no more.
+    `backward` receives the backward graph, whose fakes have the strides of the real values, and Inductor's function for
+    the whole graph. That function is compiled at its first call. With symbolic sizes it is compiled immediately,
+    because a later call may add no assumptions.
 
-    With symbolic sizes random operators stay torch's own. Else Inductor may replace them by `draws_by_seed`.
+    Inductor may replace random operators (see `draws_by_seed`), but not with symbolic sizes.
     """
     from torch._inductor import compile_fx, config
 
@@ -166,17 +161,15 @@ def compile_training_with_inductor(
         vars(run)["_boxed_call"] = True
         return run
 
-    # A cache of both passes would not ask for the backward pass again.
+    # With a cache hit AOTAutograd would not call `inner_compile` for the backward pass.
     with functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False, enable_autograd_cache=False
     ):
-        compile_both: Any = compile_fx.compile_fx  # typed for what Inductor itself makes
+        compile_both: Any = compile_fx.compile_fx  # typed for Inductor's own `inner_compile`
         return compile_both(gm, list(inputs), inner_compile=compile_graph, config_patches=patches)
 
 
 class _MadeLater:
-    """A function that is made when it is called first."""
-
     def __init__(self, make: Callable[[], Backward]) -> None:
         self._make: Callable[[], Backward] | None = make
         self._run: Backward | None = None
@@ -192,7 +185,7 @@ class _MadeLater:
 
 
 def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
-    """Let a graph's fakes follow from others: what Inductor's forward pass saves may lie otherwise than traced."""
+    """Recompute a graph's fakes: saved tensors may have other strides than traced."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     mode = next(value.fake_mode for value in given if isinstance(value, Fake))
@@ -201,24 +194,19 @@ def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
 
 
 def _keep_what_is_saved() -> None:
-    """Allow backward(retain_graph=True): what is saved for the backward pass being compiled is never written into."""
+    """Allow backward(retain_graph=True): donate no buffers."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
 
 def backward_node(results: Sequence[Any]) -> Any:
-    """Find the node of the compiled function that returned these, None if nothing can run backward through it.
-
-    It is the nearest one: outputs may be views of what it returned.
-    """
+    """Return the nearest compiled function's node in the backward graph of `results`, which may be views; or None."""
     nodes = _nodes_below(value.grad_fn for value in results if isinstance(value, torch.Tensor))
     return next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
 
 
 def before_backward(node: Any, call: Callable[[], None]) -> None:
-    """Call something each time before the backward pass of a node runs."""
-
     def before(_: Sequence[Any]) -> None:
         call()
 
@@ -226,26 +214,26 @@ def before_backward(node: Any, call: Callable[[], None]) -> None:
 
 
 def backward_call() -> int | None:
-    """Number the call of backward() that is under way; None outside of any."""
+    """Return the id of the running backward() call, or None."""
     number: int = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def will_run_backward(node: Any) -> bool:
-    """Ask if the call of backward() that is under way runs a node, or has run it."""
+    """Return whether the running backward() call runs a node or has run it."""
     return torch._C._will_engine_execute_node(node)
 
 
 def will_accumulate(parameter: torch.Tensor) -> bool:
-    """Ask if the call of backward() that is under way adds to a parameter's `.grad`."""
+    """Return whether the running backward() call accumulates into `parameter.grad`."""
     try:
         return will_run_backward(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except RuntimeError:  # gradients are returned, by torch.autograd.grad
+    except RuntimeError:  # torch.autograd.grad returns gradients
         return False
 
 
 def register_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Register a hook on a parameter that may be frozen, or not initialized yet."""
+    """Register a hook on a parameter, which may be frozen or uninitialized."""
     with torch.DisableTorchFunctionSubclass():
         trains = parameter.requires_grad
         parameter.requires_grad_(True).register_hook(hook)
@@ -259,19 +247,19 @@ def _config() -> Any:
 
 
 def suppresses_errors() -> bool:
-    """Ask if Dynamo runs eager code in place of what a backend refuses."""
+    """Return whether Dynamo falls back to eager code on errors."""
     return bool(_config().suppress_errors)
 
 
 def is_restart(error: Exception) -> bool:
-    """Ask if an exception of a backend is no error: it makes Dynamo trace the same code again."""
+    """Return whether an exception makes Dynamo restart its analysis."""
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
 
 
 def why_not_compiled() -> str | None:
-    """Name the setting of this process that keeps torch.compile from compiling, if there is one."""
+    """Return the setting that disables torch.compile in this process, if any."""
     from torch._dynamo import eval_frame
 
     if _config().disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
@@ -281,13 +269,13 @@ def why_not_compiled() -> str | None:
 
 
 def draws_by_seed(node: Node) -> bool:
-    """Ask if a node stands for random numbers that only Inductor's code makes, of a seed that the graph has."""
+    """Return whether a node draws from a seed with one of Inductor's own operators."""
     target = node.target
     return isinstance(target, OpOverload) and target._schema.name.startswith("prims::inductor_rand")
 
 
 def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Make a function that runs a graph's operators one by one; it takes one list and empties it."""
+    """Return a function that runs a graph's operators one by one and empties its list of arguments."""
     from torch._dynamo.backends.debugging import boxed_nop
 
     run: Any = boxed_nop(graph, [])
@@ -295,7 +283,7 @@ def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def gradient_places(backward: GraphModule) -> dict[int, int | None]:
-    """Find the gradients among a backward graph's outputs, each with its input; None is an input that others alias."""
+    """Map gradients among a backward graph's outputs to input indices, or None for an aliased input."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
         place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")
@@ -303,7 +291,7 @@ def gradient_places(backward: GraphModule) -> dict[int, int | None]:
 
 
 def source_name(node: Node) -> str:
-    """Name the place where Dynamo found a graph input: `L['self']._modules['fc']._parameters['weight']`."""
+    """Return a graph input's source: `L['self']._modules['fc']._parameters['weight']`."""
     found = node.meta.get("grapharg")
     if found is None or found.source is None:
         return node.name
@@ -312,7 +300,7 @@ def source_name(node: Node) -> str:
 
 
 def graph_break(gm: GraphModule) -> str | None:
-    """Tell in a line where and why Dynamo ended a graph early; None if the frame simply returned."""
+    """Return place and reason of a graph break in one line; None if the frame returned."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -324,22 +312,22 @@ def graph_break(gm: GraphModule) -> str | None:
 
 
 def inside_ddp() -> bool:
-    """Ask if DistributedDataParallel's forward is running, which reduces gradients itself."""
+    """Return whether DistributedDataParallel's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Callable[..., Any]:
-    """Compile a graph of fake inputs with Inductor; returns a function of real ones with a tuple of results.
+    """Compile a graph with Inductor for fake inputs. The compiled function returns a tuple.
 
-    `keeps_order` is for graphs that draw random numbers more than once: operators run in the order of the graph.
+    `keeps_order` is for graphs that draw random numbers more than once.
 
-    With symbolic sizes nothing is taken from Inductor's cache of graphs. Its entries keep only what was assumed of
-    sizes that are inputs by themselves: one for `Sym(s0*s1)` alone raises NameError in the next process, and one for a
-    tensor of s0 rows would be taken where its assumptions do not hold. Kernels come from their own cache.
+    With symbolic sizes the FX graph cache is off. Its entries only guard sizes that are inputs themselves: an entry for
+    `Sym(s0*s1)` alone raises NameError in the next process, and an entry for a tensor of s0 rows would be used where
+    its assumptions do not hold. The kernel cache stays on.
     """
     from torch._inductor import standalone_compile as compile_graph
 
-    # Inductor's own generator would draw other numbers than eager, where the graph does not name it.
+    # Inductor's own generator draws other numbers than eager mode.
     patches: dict[str, Any] = {"fallback_random": not any(map(draws_by_seed, module.graph.nodes))}
     if keeps_order:
         patches |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
@@ -347,17 +335,16 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
         patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     given: dict[str, Any] = {"options": {"config_patches": patches}}
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, Fake)), None)
-    # A step's regions hold their own backward pass: that of parameters, which require gradients, is not differentiated.
-    # standalone_compile warns that it cannot save what nobody asked it to save.
+    # Step graphs contain their own backward pass. The log would warn that the result cannot be saved.
     log = logging.getLogger("torch._inductor.standalone_compile")
     with torch.no_grad(), mock.patch.object(log, "disabled", True):
         if mode is None:
             return compile_graph(module, list(fakes), dynamic_shapes="from_example_inputs", **given)
-        # In a mode of its own Inductor would take two sizes for one where they were equal while tracing.
+        # Another fake mode would merge sizes that were equal while tracing.
         with tracing(TracingContext(mode)):
             return compile_graph(module, list(fakes), dynamic_shapes="from_tracing_context", **given)
 
 
 def is_cached(fakes: Sequence[Any]) -> bool:
-    """Return whether a graph of such inputs may be taken from Inductor's cache on disk."""
+    """Return whether Inductor's disk cache may be used for these inputs."""
     return not any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes)

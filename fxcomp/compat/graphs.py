@@ -1,4 +1,4 @@
-"""Copy nodes and make modules faster than torch.fx's public ways."""
+"""Copy nodes and make modules faster than torch.fx's public functions."""
 
 # pyright: reportPrivateUsage=false
 
@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 
 def copied(nodes: Iterable[Node]) -> Graph:
-    """Make a graph of the same nodes, in this order, under the same names."""
+    """Copy nodes into a new graph, in this order and with the same names."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in nodes:
         copies[node] = append_copy(graph, node, copies)
@@ -20,10 +20,10 @@ def copied(nodes: Iterable[Node]) -> Graph:
 
 
 def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: str | None = None) -> Node:
-    """Copy a node to a graph's end, under another name if one is given; its arguments are replaced by their copies.
+    """Append a copy of a node, with copied arguments, to a graph, under the name `called` if given.
 
-    `Graph.node_copy` also looks for raw symbols in the arguments, which takes longer than all the rest and finds
-    nothing in nodes that have been in a graph before.
+    `Graph.node_copy` also searches arguments for raw symbols. That dominates its time and finds nothing in nodes that
+    were in a graph before.
     """
     name = graph._graph_namespace.create_name(called or node.name, None)
     args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
@@ -37,5 +37,5 @@ def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: s
 
 
 def graph_module(root: GraphModule, graph: Graph, name: str) -> GraphModule:
-    """Make a module of a graph that writes its Python code only when somebody asks for it."""
+    """Make a module that generates its Python code on demand."""
     return _LazyGraphModule(root, graph, class_name=name)

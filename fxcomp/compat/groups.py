@@ -1,4 +1,4 @@
-"""Process groups: names, stores, timeouts and orderly ends; and the collectives that torch 2.13 renamed."""
+"""Process groups: names, stores, timeouts and shutdown; the collectives that torch 2.13 renamed."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-# torch 2.13 renamed these two and warns about the old names.
+# torch 2.13 deprecates the old names.
 _dist = cast("Any", dist)
 ProcessGroup = dist.ProcessGroup
 DeviceMesh = device_mesh.DeviceMesh
@@ -26,36 +26,36 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _di
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 SECONDS_TO_CLOSE = 10.0
-"""Python's end waits so long for groups that are being closed."""
+"""Longest wait at exit for groups that are being closed."""
 
 
 def process_group(name: str) -> Any:
-    """Find the living process group of a name."""
+    """Return the live process group with this name."""
     return dist.distributed_c10d._resolve_process_group(cast("Any", name))
 
 
 def group_name(boxed: Any) -> str:
-    """Name a boxed process group; any rank finds it by that name as long as it lives."""
+    """Return a boxed process group's name, by which any rank finds it."""
     return dist.ProcessGroup.unbox(boxed).group_name
 
 
 def default_group() -> Any:
-    """Give the default process group; another object each time that it is initialised."""
+    """Return the default process group, a new object after each initialization."""
     return dist.distributed_c10d._get_default_group()
 
 
 def world() -> Any:
-    """Give the default process group; None where there is none."""
+    """Return the default process group or None."""
     return dist.GroupMember.WORLD
 
 
 def default_store() -> dist.Store:
-    """Give the store of the default process group, with keys of our own."""
+    """Return the default process group's store with a key prefix."""
     return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
 
 
 def store_host() -> str | None:
-    """Name the machine that the default process group's store is on; None where no machine serves it."""
+    """Return the host of the default process group's store, if any."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -63,13 +63,13 @@ def store_host() -> str | None:
 
 
 def is_store_gone(error: Exception) -> bool:
-    """Ask if a store failed because whoever serves it has ended, and not because a key did not come."""
+    """Return whether a store's error means a lost server, not a timeout."""
     text = str(error).lower()
     return isinstance(error, dist.DistNetworkError) or not ("timeout" in text or "timed out" in text)
 
 
 def is_of_another_process(store: dist.Store) -> bool:
-    """Return whether another process has been this rank in a store: its answers to all may still be there."""
+    """Return whether another process was this rank in a store and may have left keys."""
     return set_once(store, f"process/{dist.get_rank()}", _this_process()) != _this_process()
 
 
@@ -79,7 +79,7 @@ def _this_process() -> str:
 
 
 def outlives_restarts() -> str:
-    """Name what lets torchrun start ranks again on the store that they had before; empty where nothing does."""
+    """Return the option that restarts ranks on the same store, or an empty string."""
     environment = os.environ
     may_restart = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -88,12 +88,12 @@ def outlives_restarts() -> str:
 
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
-    """Write a key unless another rank has; returns its value then, or the given one where no store can compare."""
+    """Write a key unless another rank has; return its value. Without a working store return `value`."""
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
-        # Called by a rank that is about to raise: its own error must not give way to that of a store whose host has
-        # died. One that cannot compare keeps the last value of ranks that write at once.
+        # The caller is about to raise: a store's error must not hide that. Stores without compare_set keep the last of
+        # simultaneous writes.
         with suppress(RuntimeError, NotImplementedError):
             if store.check([key]):
                 return store.get(key).decode()
@@ -102,16 +102,15 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
 
 
 def group_timeout() -> timedelta:
-    """Give the time that the default process group waits for a rank, as init_process_group was told."""
     group = default_group()
     backend = group._get_backend(group._device_types[0])
     return backend.options._timeout
 
 
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
-    """Make a process group, by another name than torch's count if one is given.
+    """Make a process group, numbered `name` instead of torch's count if given.
 
-    Ranks that are no members need not call it for a name of its own, and are given none.
+    With `name`, ranks outside the group need not call it.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count
@@ -127,10 +126,10 @@ def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: i
 
 @contextmanager
 def _unbound(group: Any) -> Generator[None]:
-    """Let new groups connect by themselves.
+    """Let new groups connect on their own.
 
-    Where the default group is bound to a device, torch splits its communicator for each new group, which takes all
-    ranks of the job. Those of other ranks' groups do so for a group of any backend, and members of a gloo group do not.
+    If the default group is bound to a device, torch splits its communicator for each new group, a collective of all
+    ranks. Members of a gloo group do not take part.
     """
     device = group.bound_device_id
     group.bound_device_id = None
@@ -141,37 +140,37 @@ def _unbound(group: Any) -> Generator[None]:
 
 
 def backend_names(group: Any) -> dict[str, str]:
-    """Name a group's backends by type of device; to `dist.get_backend` all have one name, which may be "undefined"."""
+    """Map device types to backend names; `dist.get_backend` returns one name, which may be "undefined"."""
     return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
 def destroy_groups(handles: list[Any]) -> None:
-    """Close process groups' connections. The list must hold the only references, and is emptied."""
+    """Close process groups. The list must hold the only references, and is emptied."""
     for handle in handles:
         with suppress(ValueError, RuntimeError):  # the user may have destroyed all of them
             _abort(handle)
             dist.destroy_process_group(handle)
     handle = None
-    # A group is gone with the last reference, which waits for what is under way; normally nothing is.
+    # Dropping the last reference waits for running work.
     last = threading.Thread(target=handles.clear, name="fxcomp-closing", daemon=True)
-    with suppress(RuntimeError):  # while Python ends, no thread starts
+    with suppress(RuntimeError):  # no thread starts while Python exits
         last.start()
         last.join(0.1)
-        if last.is_alive():  # a thread that leaves torch after Python has ended aborts the process
+        if last.is_alive():  # a thread that leaves torch after Python's exit aborts the process
             atexit.register(last.join, SECONDS_TO_CLOSE)
 
 
 def _abort(group: Any) -> None:
-    """Abort what is under way over NCCL: closing would wait for it."""
+    """Abort NCCL work, which closing would wait for."""
     for backend in {group._get_backend(device) for device in group._device_types}:
         if backend.name() == "nccl":
             backend.abort()
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Ask if a collective failed because another rank is not there, as far as its backend tells."""
+    """Return whether a collective's error shows a missing rank."""
     lost = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
     text = str(error)
-    # "Application timeout caused pair closure" is what gloo says of all that was under way beside what timed out.
+    # gloo reports "Application timeout caused pair closure" for all work during a timeout.
     told = ("gloo/", "onnection", "pair closure")
     return isinstance(error, lost) or "timed out" in text.lower() or any(part in text for part in told)

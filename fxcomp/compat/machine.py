@@ -1,4 +1,4 @@
-"""Read the machine as the system describes it (names, processors, memory), and write files whole."""
+"""Names, processors and memory of the machine, and atomic file writes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from fxcomp.compat.streams import streams_of
 
 
 def cache_directory() -> Path:
-    """Give the directory for what fxcomp can make again."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fxcomp"
 
 
 @contextmanager
 def alone_on_this_machine(path: Path | None) -> Generator[None]:
-    """Hold an exclusive lock on a file; do nothing without a path, or where the file cannot be made or locked.
+    """Hold an exclusive file lock; do nothing without a path or if locking fails.
 
-    The lock of a process that dies is released.
+    The system releases the lock of a process that dies.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -35,12 +34,12 @@ def alone_on_this_machine(path: Path | None) -> Generator[None]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX)
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked processes have the file open, too
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked processes share the open file
         yield
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; another process may write the same one. Links are followed."""
+    """Replace a file atomically, also with concurrent writers. Links are followed."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text)
@@ -50,7 +49,7 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is its owner's alone
+        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is readable by its owner only
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -58,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    """Read the process's umask, which can only be read by setting it."""
+    """Return the umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -68,17 +67,15 @@ def _umask() -> int:
 
 
 def machine_name() -> str:
-    """Name this machine apart from others."""
     return socket.gethostname()
 
 
 def host_name() -> str:
-    """Name this host apart from others. Namespaces of one machine share a name, but not their network."""
+    """Return a name of this host. Network namespaces of one machine get different names."""
     return f"{machine_name()} {os.readlink('/proc/self/ns/net') if os.path.exists('/proc/self/ns/net') else ''}".strip()
 
 
 def processor_name() -> str:
-    """Name the processor as the system does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,28 +88,27 @@ def processor_name() -> str:
 
 
 def usable_processors() -> list[int]:
-    """Number the processors that this process may run on."""
+    """Return the indices of processors that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def processors(root: Path = Path("/")) -> int:
-    """Count the processors that this process may run on, at most its control groups' quota."""
+    """Return the number of usable processors, limited by cgroup quotas."""
     return int(min(len(usable_processors()), processor_quota(root)))
 
 
 def processor_quota(root: Path = Path("/")) -> float:
-    """Give the tightest quota of the control groups around this process, in processors; infinite without one.
+    """Return the tightest cgroup quota in processors; infinite without one.
 
-    A quota is rounded down: `docker run --cpus 1.5` gives one processor to count on, half a one still is one.
+    Quotas are rounded down, but not below 1: `docker run --cpus 1.5` gives 1.
     """
     return max(1.0, min(map(math.floor, _quotas(root)), default=math.inf))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors' worth of time that each control group around this process may use (Linux, cgroups(7)).
+    """Yield each cgroup quota of this process, in processors (Linux, cgroups(7)).
 
-    A group's path is as the host sees it; a container may see its own group as the top. Both are looked at, and all
-    that lie between.
+    A container may see its own group as the root, so the host's path and its parents are read.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -128,7 +124,7 @@ def _quotas(root: Path) -> Iterator[float]:
                 quota, _, period = _text(folder / "cpu.max").partition(" ")
             try:
                 us, of_us = int(quota), int(period)
-            except ValueError:  # no such file, or "max"
+            except ValueError:  # no file, or "max"
                 continue
             if us > 0 and of_us > 0:
                 yield us / of_us
@@ -140,14 +136,14 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Tell a device that is handed its work by the host, and starts operators at a price."""
+    """Return whether the host launches a device's operators, at a cost."""
     return device.type not in ("cpu", "meta")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; the CPU always has.
+    """Wait until a device has finished.
 
-    Its own module is asked: `torch.accelerator` is the one that a build was made for, which another may stand beside.
+    The device's own module is used: `torch.accelerator` may be another device.
     """
     module = streams_of(device)
     if module is not None:
@@ -157,15 +153,15 @@ def synchronize(device: torch.device) -> None:
 
 
 def forget_freed_memory(device: torch.device) -> None:
-    """Give the memory that a device's allocator keeps for later back to the device."""
+    """Release cached memory of a device's allocator."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Give the memory left beside this process's peak so far; None where nobody knows.
+    """Return the bytes left on top of this process's peak; None if unknown.
 
-    Of a host's memory, processes that torchrun has started there leave each other an equal share.
+    Host memory is divided equally among torchrun's local processes.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -192,7 +188,6 @@ def _kilobytes(path: Path, key: str) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """Read a system file; empty if there is none."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Read torch's modes of a thread, what Python or C++ puts around every operator, and its random generators."""
+"""torch's thread-local modes and settings around operators, and its random generators."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -24,19 +24,17 @@ from fxcomp.compat.symbols import attributes_instead
 _C: Any = torch._C
 
 FakeMode = FakeTensorMode
-"""The mode under which tensors have shapes and no values."""
 
 Fake = FakeTensor
-"""The class of such tensors."""
+"""Class of tensors with a shape and no values."""
 
 DispatchMode = TorchDispatchMode
 
 DeviceContext = _device.DeviceContext
-"""The function mode of a default device."""
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:
-    """Find the device whose default generator this is; None for any other."""
+    """Return the device with this default generator; None for other generators."""
     if is_same_generator(generator, torch.default_generator):
         return torch.device("cpu")
     places = [i for i, default in enumerate(torch.cuda.default_generators) if is_same_generator(default, generator)]
@@ -44,7 +42,7 @@ def device_of_default(generator: torch.Generator) -> torch.device | None:
 
 
 def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
-    """Compare what two objects stand for: an operator's argument comes back in another object."""
+    """Compare underlying generators: operators return them in new objects."""
     return _place(one) == _place(other)
 
 
@@ -53,7 +51,6 @@ def _place(generator: Any) -> int:
 
 
 def generators_in(graph: GraphModule) -> list[torch.Generator]:
-    """List the generators that a graph names, each once."""
     found: dict[int, torch.Generator] = {}
 
     def note(value: Any) -> Any:
@@ -67,46 +64,46 @@ def generators_in(graph: GraphModule) -> list[torch.Generator]:
 
 
 _INSTEAD_OF_VALUES = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
-"""Dispatch modes of torch under which no operator computes on values."""
+"""torch's dispatch modes under which operators compute no values."""
 
 _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
-"""Dispatch modes of torch that hook into modules' calls, which a compiled step does not make."""
+"""torch's dispatch modes that hook module calls, which a compiled step does not make."""
 
 
 def default_device() -> torch.device | None:
-    """Read the default device; None where nobody has set one, which is told without the microseconds of asking."""
+    """Return the default device; None without function modes, which saves a slow call."""
     return torch.get_default_device() if _C._len_torch_function_stack() else None
 
 
 def innermost_device() -> torch.device | None:
-    """Return the device of the innermost mode of a default device; None outside of any."""
+    """Return the device of the innermost default-device mode, or None."""
     return _device.CURRENT_DEVICE
 
 
 def takes_default_device(function: object) -> bool:
-    """Return whether a function of torch makes a tensor on the default device where it is given none."""
+    """Return whether a torch function makes tensors on the default device."""
     return function in _device._device_constructors()
 
 
 def function_modes() -> list[str]:
-    """Name the TorchFunctionModes around this thread, but for the one of a default device."""
+    """Return the names of active TorchFunctionModes except a default device's."""
     return [type(mode).__name__ for mode in function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
 def function_mode_stack() -> list[TorchFunctionMode]:
-    """List the function modes around this thread, the outermost first."""
+    """List active function modes, outermost first."""
     return [_C._get_function_stack_at(place) for place in range(_C._len_torch_function_stack())]
 
 
 @contextmanager
 def outside_function_modes() -> Generator[None]:
-    """Read and make fakes past all function modes, each of which Python calls for every attribute of a tensor."""
+    """Disable function modes, which Python calls for every tensor attribute."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Keep a mode around the Python that backward passes call; torch takes it off where a function begins one."""
+    """Keep a mode active in Python code of backward passes; torch disables it if a function mode starts one."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +114,9 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager
 
 
 def dispatch_mode() -> str | None:
-    """Name a TorchDispatchMode around this thread that is not torch's own, or under which nothing is computed.
+    """Return an active TorchDispatchMode that is not torch's, or that computes nothing or hooks modules.
 
-    Those of torch that remain count, log or trace memory.
+    torch's other modes count, log or trace memory.
     """
     for mode in dispatch_mode_stack():
         kind: Any = type(mode)
@@ -129,38 +126,36 @@ def dispatch_mode() -> str | None:
 
 
 def dispatch_mode_stack() -> list[Any]:
-    """List the dispatch modes around this thread, the outermost first."""
+    """List active dispatch modes, outermost first."""
     return [_C._get_dispatch_stack_at(place) for place in range(_C._len_torch_dispatch_stack())]
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks for saved tensors are around this thread."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_inside_transform() -> bool:
-    """Ask if this thread is inside of torch.func's vmap, grad and the like, or of forward-mode differentiation."""
+    """Return whether torch.func transforms or forward-mode differentiation are active."""
     return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def subclass_dispatch() -> Hashable:
-    """Read whether tensors' subclasses are asked, and how autograd repeats views."""
+    """Return torch-function settings and whether autograd replays views."""
     is_off = _C._is_torch_function_all_disabled()
     return _C._is_torch_function_enabled(), is_off, _C._is_view_replay_enabled()
 
 
 def determinism() -> Hashable:
-    """Read everything that torch.use_deterministic_algorithms and its neighbours set."""
+    """Return the settings of torch.use_deterministic_algorithms and related functions."""
     return torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def cpu_libraries() -> Hashable:
-    """Read which libraries' kernels the CPU may use."""
     return backends.mkldnn.enabled, backends.mkldnn.deterministic, _C._get_nnpack_enabled()
 
 
 def attention_order() -> tuple[tuple[int, ...], bool]:
-    """Read which of the attention kernels that may run is tried first."""
+    """Return the order in which attention kernels are tried."""
     return tuple(_C._get_sdp_priority_order()), _C._get_overrideable_sdp_enabled()
 
 
@@ -168,10 +163,9 @@ _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("m
 
 
 def float32_precision() -> Hashable:
-    """Read in which precision products and convolutions of float32 may be computed."""
-    return tuple(_C._get_fp32_precision_getter(*each) for each in _PRECISIONS)  # the public ones take 5 times as long
+    """Return the allowed precisions of float32 products and convolutions."""
+    return tuple(_C._get_fp32_precision_getter(*each) for each in _PRECISIONS)  # public getters take 5 times as long
 
 
 def is_profiling() -> bool:
-    """Ask if torch's profiler runs in this process."""
     return profiler._is_profiler_enabled

@@ -1,4 +1,4 @@
-"""Read facts about ATen operators from schemas, tags and torch's flop formulas; recognise collectives among them."""
+"""Facts about ATen operators and collectives, from schemas, tags and flop formulas."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,17 +26,16 @@ Operator = OpOverload[..., Any]
 
 
 def is_operator(target: Any) -> TypeGuard[Operator]:
-    """Ask if a node's target is an ATen operator, or one like it."""
+    """Return whether a node's target is an operator overload."""
     return isinstance(target, OpOverload)
 
 
 def is_higher_order(target: Any) -> bool:
-    """Ask if a node's target takes functions: a loop, a branch, flexible attention."""
     return isinstance(target, HigherOrderOperator)
 
 
 def is_profiler(target: Any) -> bool:
-    """Ask if an operator only marks a range for the profiler."""
+    """Return whether an operator marks a range for the profiler."""
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
 
@@ -45,7 +44,7 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd
 
 @cache
 def communicates(target: Any) -> bool:
-    """Ask if an operator sends or receives, or waits for what does."""
+    """Return whether an operator sends, receives, or waits for communication."""
     return isinstance(target, OpOverload) and (
         target.namespace in _COLLECTIVE_NAMESPACES or target._schema.name == "fxcomp::exchange"
     )
@@ -53,13 +52,12 @@ def communicates(target: Any) -> bool:
 
 @cache
 def is_pointwise(target: Operator) -> bool:
-    """Ask if torch tags an operator as elementwise."""
     return torch.Tag.pointwise in target.tags
 
 
 @cache
 def is_bound_by_memory(target: Operator) -> bool:
-    """Ask if torch tags an operator as elementwise or as a reduction."""
+    """Return whether torch tags an operator as pointwise or reduction."""
     return torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
 
 
@@ -67,41 +65,39 @@ def is_bound_by_memory(target: Operator) -> bool:
 
 
 def bare_name(target: Operator) -> str:
-    """Name an operator without its namespace."""
     return target._schema.name.partition("::")[2]
 
 
 @cache
 def places_of_arguments(target: Operator) -> Mapping[str, int]:
-    """Number the arguments of an operator, by name."""
+    """Map an operator's argument names to positions."""
     return {argument.name: place for place, argument in enumerate(target._schema.arguments)}
 
 
 def named_arguments(target: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name an operator's arguments; those that were left out are missing."""
+    """Map names to the given arguments, without defaults."""
     return {**dict(zip(places_of_arguments(target), args, strict=False)), **kwargs}
 
 
 @cache
 def written_arguments(target: Operator) -> tuple[str, ...]:
-    """Name the arguments that an operator writes into. The gradients of a fused optimizer it only may."""
+    """Return the arguments that an operator writes into, except a fused optimizer's `grads`."""
     written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(name for name in written if name != "grads")
 
 
 @cache
 def is_in_place(target: Operator) -> bool:
-    """Ask if an operator writes into its arguments."""
     return target._schema.is_mutable
 
 
 def functional_operator(target: Operator) -> Operator | None:
-    """Find the operator that makes a new value of what this one changes in place: add for add_."""
+    """Return the out-of-place operator of an in-place one: add for add_."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     overload = target._overloadname
     found = [getattr(packet, each, None) for each in (overload, f"Tensor_{overload}")]
-    # pow.Scalar takes a number and a tensor; what pow_.Scalar takes, pow.Tensor_Scalar does.
+    # pow_.Scalar has the argument types of pow.Tensor_Scalar, not of pow.Scalar.
     return next((each for each in found if each is not None and _takes(each) == _takes(target)), None)
 
 
@@ -111,33 +107,32 @@ def _takes(target: Operator) -> list[str]:
 
 @cache
 def is_view(target: Operator) -> bool:
-    """Ask if an operator's results share memory with its arguments, and it writes nothing."""
+    """Return whether an operator only returns aliases of its arguments."""
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 @cache
 def takes_lists(target: Operator) -> bool:
-    """Ask if an operator works on lists of tensors, each with its own place in them."""
+    """Return whether an operator works on lists of tensors, elementwise."""
     arguments = target._schema.arguments
     return bool(arguments) and str(arguments[0].type) == "List[Tensor]"
 
 
 @cache
 def has_results(target: Operator) -> bool:
-    """Ask if an operator returns anything."""
     return bool(target._schema.returns)
 
 
 @cache
 def moves_tensors(target: Operator) -> bool:
-    """Ask if an operator makes tensors or writes into some; the others tell sizes, or one value."""
+    """Return whether an operator returns or writes tensors; others return sizes or one value."""
     makes = any("Tensor" in str(result.type) for result in target._schema.returns)
     return makes or target._schema.is_mutable
 
 
 def has_effect(node: Node) -> bool:
-    """Ask if a node must stay although nobody uses its value."""
+    """Return whether a node must stay even if unused."""
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
@@ -156,14 +151,13 @@ _CHECKS = frozenset(
     searchsorted _pack_padded_sequence _validate_sparse_coo_tensor_args
     """.split()  # noqa: SIM905  # a table of one word each
 )
-"""ATen's operators that look at values and raise: an index out of range, a matrix that is singular."""
+"""ATen operators that raise for some values: an index out of range, a singular matrix."""
 
 _DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
-"""Operators that raise where an integer is divided by zero."""
+"""Operators that raise on integer division by zero."""
 
 
 def checks_values(node: Node) -> bool:
-    """Ask if a node raises for some values."""
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
@@ -175,16 +169,16 @@ def checks_values(node: Node) -> bool:
 
 
 def is_random(target: Any) -> bool:
-    """Ask if torch tags an operator as drawing random numbers; attention without dropout is tagged too.
+    """Return whether an operator is tagged as random; includes attention without dropout.
 
-    The backward pass of attention is tagged, but repeats the draws of the seed that it is given.
+    The backward pass of attention, also tagged, only repeats the draws of a given seed.
     """
     is_tagged = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return is_tagged and "philox_seed" not in places_of_arguments(target)
 
 
 def draws(node: Node) -> bool:
-    """Ask if a node draws from a random generator. What reads and sets its state (fxcomp's own) draws nothing."""
+    """Return whether a node draws from a generator; fxcomp's operators only read or set its state."""
     if not is_random(node.target) or cast("Operator", node.target).namespace == "fxcomp":
         return False
     target = cast("Operator", node.target)
@@ -198,7 +192,6 @@ def draws(node: Node) -> bool:
 
 @cache
 def has_flop_formula(target: Any) -> bool:
-    """Ask if torch's flop counter knows an operator, or ours."""
     return _flop_formula(target) is not None
 
 
@@ -212,13 +205,13 @@ def _flop_formula(target: Any) -> Callable[..., Any] | None:
 
 
 def _grouped_flops(one: Any, _: Any, *__: Any, out_val: Any, **___: Any) -> Any:
-    """Count products of experts: each value of the result is a sum over the inner dimension, or over a group of it."""
+    """Count flops of a grouped matmul: each output sums over the inner dimension, or over a group of it."""
     groups = out_val.shape[0] if one.dim() == 2 and out_val.dim() == 3 else 1
     return 2 * out_val.numel() * one.shape[-1] // groups
 
 
 def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Count an operator's call on fake values with torch's flop counter; 0 if it does not know the operator."""
+    """Count the flops of a call on fake values; 0 without a formula."""
     count = _flop_formula(target)
     if count is None:
         return 0.0
@@ -229,7 +222,7 @@ def flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
 
 
 def multiplies_in_tf32(*, is_convolution: bool) -> bool:
-    """Ask if torch's settings let a GPU round the factors of a float32 product to TF32."""
+    """Return whether a GPU may round the factors of a float32 product to TF32."""
     backends: Any = torch.backends
     return (backends.cudnn.conv if is_convolution else backends.cuda.matmul).fp32_precision == "tf32"
 
@@ -238,11 +231,11 @@ def multiplies_in_tf32(*, is_convolution: bool) -> bool:
 def kernels_instead(
     kernels: Mapping[str, Callable[..., Any]], key: str, *, with_keyset: bool = False
 ) -> Generator[None]:
-    """Give operators of ATen other kernels for a dispatch key meanwhile."""
+    """Replace kernels of ATen operators inside the context."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that it overrides some
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # about overriding
             for name, kernel in kernels.items():
                 library.impl(name, kernel, key, with_keyset=with_keyset)
         yield
@@ -252,9 +245,9 @@ def kernels_instead(
 
 @contextmanager
 def symbolic_products(inputs: Iterable[Any]) -> Generator[None]:
-    """Keep the sizes in matmul symbols, in linear and einsum too, while a function of these inputs is traced.
+    """Keep matmul's sizes symbolic while a function is traced, also in linear and einsum.
 
-    Until torch 2.12 the C++ of matmul asks for plain sizes; torch's own Python version of it does not.
+    Until torch 2.12 the C++ matmul requires plain sizes; torch's Python decomposition does not.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if torch.__version__ >= "2.13" or not any(map(has_symbols, tensors)):
@@ -274,7 +267,7 @@ def _matmul(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class _Direct:
-    """A namespace of operators that looks each attribute up once."""
+    """Operator namespace that caches attributes."""
 
     def __init__(self, find: Callable[[str], Any]):
         self._find = find
@@ -296,24 +289,24 @@ def _overloads(name: str) -> _Direct:
 
 
 direct_aten = _Direct(_overloads)
-"""`torch.ops.aten` whose overloads enter the dispatcher at once, without the Python frame of `OpOverload.__call__`."""
+"""`torch.ops.aten` without the Python frame of `OpOverload.__call__`."""
 
 OBJECTS = "a collective of Python objects"
 
 
 def is_functional_collective(target: Operator) -> bool:
-    """Ask if a collective's result is new, and to be waited for."""
+    """Return whether a collective returns a new tensor, which must be waited for."""
     return target.namespace != "c10d"
 
 
 def reduction(boxed: Any) -> str | None:
-    """Name a boxed reduction operation; None for one with a factor."""
+    """Return a reduction's name; None for one with a factor."""
     name: str = dist.ReduceOp.RedOpType(boxed.op()).name.lower()
     return None if name == "premul_sum" else name
 
 
 def finished_work(target: Operator, args: Sequence[Any]) -> Any:
-    """Make what an in-place collective returns when it is done: its outputs, and work that is finished."""
+    """Return the result of a finished in-place collective: outputs and completed work."""
     from torch._C._distributed_c10d import FakeWork
 
     returns = len(target._schema.returns)
@@ -324,13 +317,13 @@ def finished_work(target: Operator, args: Sequence[Any]) -> Any:
 
 
 def carries_objects() -> bool:
-    """Ask if a collective of Python objects is being called, which sends their sizes first."""
+    """Return whether a collective of Python objects is running; it first sends their sizes."""
     here, codes = dist.distributed_c10d.__file__, (frame.f_code for frame in frames(sys._getframe(1)))
     return any(code.co_filename == here and "_object" in code.co_name for code in codes)
 
 
 def without_hidden_communication(refuse: Callable[[str], Any]) -> AbstractContextManager[None]:
-    """Call `refuse` with what was tried where torch.distributed would communicate by other ways than operators."""
+    """Call `refuse` with a description if torch.distributed communicates without operators."""
     hidden = {
         "_object_to_tensor": OBJECTS,
         "_tensor_to_object": OBJECTS,

@@ -1,4 +1,4 @@
-"""Read optimizers that differ between torch's versions, GradScaler's notes on each, hooks, and facts about tensors."""
+"""Differences of optimizers between torch versions, GradScaler state, hooks, and facts about tensors."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -21,7 +21,7 @@ from fxcomp.compat.modes import Fake
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    """The scale, a scalar of fp32 on the device; made there at the first call."""
+    """Return the scale, an fp32 scalar on the device; create it at the first call."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
     scale: Any = scaler._scale
@@ -35,30 +35,30 @@ def some_scaler_scales() -> bool:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """Count a tensor's bytes; of a sparse one those of its entries."""
+    """Return a tensor's bytes, including a sparse tensor's indices."""
     parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
     return sum(part.nbytes for part in parts)
 
 
 def is_alias(one: Tensor, other: Tensor) -> bool:
-    """Ask if two tensors lie in the same memory; fakes may be asked too."""
+    """Return whether tensors or fakes share memory."""
     return torch._C._is_alias_of(one, other)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Record that an optimizer has stepped, or was left out for infinite gradients, as `scaler.step` does."""
+    """Record that an optimizer stepped or skipped, as `scaler.step` does."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"] = OptState.STEPPED
     state["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
 def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has stepped, or gradients were unscaled, since the last `scaler.update`."""
+    """Return whether an optimizer stepped or its gradients were unscaled since `scaler.update`."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
 
 def global_module_hooks() -> dict[str, dict[int, Any]]:
-    """Give the live tables of the hooks that every module runs, by kind."""
+    """Return the live tables of global module hooks, by kind."""
     from torch.nn.modules import module
 
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
@@ -66,9 +66,9 @@ def global_module_hooks() -> dict[str, dict[int, Any]]:
 
 
 def watch_optimizer(optimizer: torch.optim.Optimizer, called: Any) -> None:
-    """Call a function before and after each eager step with its arguments, and after each `load_state_dict` without.
+    """Call `called` before and after each eager step with its arguments, and after `load_state_dict`.
 
-    An optimizer whose class leaves out `super().__init__()` runs no hooks and is not watched.
+    Optimizers that skip `super().__init__()` have no hooks.
     """
     if "_optimizer_step_pre_hooks" in vars(optimizer):
         optimizer.register_step_pre_hook(called)
@@ -77,13 +77,13 @@ def watch_optimizer(optimizer: torch.optim.Optimizer, called: Any) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]:
-    """Name the kinds of hooks other than `ours` that an optimizer's step would run."""
+    """Return the kinds of hooks other than `ours` in an optimizer's step."""
     import torch.optim.optimizer as module
 
     of_step = [vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {}).values() for kind in ("pre", "post")]
     own_step = vars(optimizer).get("step")
     tables: dict[str, Any] = {
-        # Schedulers put a step of their own in its place, to count.
+        # Schedulers replace step by a counting wrapper.
         "step method of its own": own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"),
         "step pre-hook": [each for each in of_step[0] if each is not ours],
         "step post-hook": [each for each in of_step[1] if each is not ours],
@@ -94,7 +94,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]
 
 
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that this optimizer's step was taken: else they warn of a wrong order."""
+    """Mark a step as taken, so that schedulers do not warn."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what schedulers' own wrapper sets
 
 
@@ -104,43 +104,41 @@ def is_subclass(tensor: Tensor) -> bool:
 
 
 suggested_format = suggest_memory_format
-"""The memory format that kernels give to the result for a tensor, where they do not follow its strides."""
+"""Memory format of results whose kernels do not follow strides."""
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Ask if a tensor was made while tracing, or comes in as an argument; others are constants of the trace."""
+    """Return whether a tensor is a fake; others are constants of the trace."""
     return isinstance(tensor, Fake)
 
 
 def knows_values(tensor: Tensor) -> bool:
-    """Ask if a fake knows what it stands for, as what torch.tensor([1, 2]) makes in a trace."""
+    """Return whether a fake knows its values, like torch.tensor([1, 2]) in a trace."""
     return getattr(tensor, "constant", None) is not None
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Ask if a lazy module has not given a tensor its shape yet."""
     return is_lazy(tensor)
 
 
 def is_without_memory(tensor: Tensor) -> bool:
-    """Ask if a tensor is one of autograd's zeros, which lie nowhere."""
+    """Return whether a tensor is one of autograd's zeros without memory."""
     return torch._is_zerotensor(tensor)
 
 
 def is_sparse_view(tensor: Tensor) -> bool:
-    """Ask if a tensor is a view of a sparse one: its transpose, or its entries."""
     return tensor._is_view() and (tensor.is_sparse or (tensor._base is not None and tensor._base.is_sparse))
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:
-    """Give a tensor's strides; a dimension with 0 is one value, however large. Sparse tensors have no 0."""
+    """Return a tensor's strides; 1 for sparse tensors. Stride 0 means one repeated value."""
     return tensor.stride() if tensor.layout is torch.strided else [1] * tensor.dim()
 
 
 def begin_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer whose constructor did not run make its state in its first step.
+    """Let an optimizer whose constructor did not run create its state in its first step.
 
-    All do, but for Adagrad until torch 2.12.
+    Only Adagrad until torch 2.12 needs this.
     """
     if not isinstance(optimizer, torch.optim.Adagrad) or not _adagrad_begins_when_made():
         return

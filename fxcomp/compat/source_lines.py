@@ -1,4 +1,4 @@
-"""Find the user's line among frames of torch, of Python's library and of ours."""
+"""Find the user's line among frames of torch, the standard library and fxcomp."""
 
 # pyright: reportPrivateUsage=false
 
@@ -20,25 +20,25 @@ _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parents[1])
 
 _NOT_THE_USERS = (_TORCH, _OURS, os.path.dirname(os.__file__), "<")
-"""Beginnings of the names of files of torch, of fxcomp, of Python's library, and of made-up ones."""
+"""Filename prefixes of torch, fxcomp, the standard library and generated code."""
 
 _OF_PYTHON = (os.path.dirname(os.__file__), "<frozen")
-"""Beginnings of the names of files of Python's library, below which packages may be installed."""
+"""Standard library; packages may be installed below."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 _PASSES_ON = (*_OF_PYTHON, "<string>")
-"""Beginnings of the names of files of Python's library, whose callers ask."""
+"""Standard library and generated code, skipped to find the caller."""
 
 _KNOW_SYMBOLS = (_TORCH, _OURS, "<eval")
-"""Beginnings of the names of files that work on symbols, beside SymPy's."""
+"""Code that handles symbols, besides SymPy's."""
 
 _TRACES = (
     *(os.path.join(_TORCH, name) for name in ("_", "fx", "autograd", "utils", "func", "export", "distributed")),
     _OURS,
     "<",
 )
-"""Beginnings of the names of files that do otherwise while a step is traced; torch's layers do not."""
+"""Code that behaves differently while tracing; torch's layers do not."""
 
 _PASS_TO_US = (
     *(
@@ -47,35 +47,35 @@ _PASS_TO_US = (
     ),
     _OURS,
 )
-"""Beginnings of the names of files between a caller of `torch._check` or `str(tensor)` and us."""
+"""Code between a caller of `torch._check` or `str(tensor)` and fxcomp."""
 
 
 _EXACT = frozenset({"type", "dump", "dumps", "Decimal", "Fraction"})
-"""Names of what looks at the exact type of a number."""
+"""Functions that depend on a number's exact type."""
 
 
 def users_line(error: BaseException | None = None) -> str | None:
-    """Name the user's line that runs now, or that ran when an error came up: `train.py:41`."""
+    """Return the user's line that runs now or where an error came up: `train.py:41`."""
     place = _users_place(error)
     return f"{os.path.basename(place[0])}:{place[1]}" if place is not None else None
 
 
 def users_source(error: BaseException) -> str | None:
-    """Name the user's line where an error came up, with its text: `train.py:41: if loss > 1:`."""
+    """Return the user's line of an error with its text: `train.py:41: if loss > 1:`."""
     place = _users_place(error)
     return f"{users_line(error)}: {linecache.getline(*place).strip()}" if place is not None else None
 
 
 def is_raised_as_eager(error: BaseException) -> bool:
-    """Ask if code raised an error that does the same in eager PyTorch: the user's, Python's, that of modules."""
+    """Return whether eager PyTorch would raise the error too: raised by the user's, Python's or module code."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    passing = _PASS_TO_US if names[:1] == [torch.__file__] else "<"  # torch._check and the like
+    passing = _PASS_TO_US if names[:1] == [torch.__file__] else "<"  # torch._check and similar
     raised_in = next((name for name in names if not name.startswith(passing)), "<")
     return isinstance(error, IndexError) or not raised_in.startswith(_TRACES)
 
 
 def is_asked_by_user() -> bool:
-    """Ask if the user's Python calls the caller of this, by itself or through Python's library."""
+    """Return whether the user's Python calls the caller, directly or through the standard library."""
     for frame in frames(sys._getframe(2)):
         name = frame.f_code.co_filename
         if name.startswith(_PASSES_ON) and not any(part in name for part in _INSTALLED):
@@ -85,13 +85,13 @@ def is_asked_by_user() -> bool:
 
 
 def is_called_by_user() -> bool:
-    """Ask if the user's Python called the function of torch that the caller of this works for."""
+    """Return whether the user's Python called the torch function that the caller runs for."""
     names = (frame.f_code.co_filename for frame in frames(sys._getframe(2)))
     return not next(name for name in names if not name.startswith(_PASS_TO_US)).startswith(_TORCH)
 
 
 def is_users_call() -> bool:
-    """Ask if a line of the user's own code calls the caller of this, or a dict that hashes a tensor does."""
+    """Return whether a user's line calls the caller directly, or a dict hashes a tensor."""
     code = sys._getframe(2).f_code
     name = code.co_filename
     is_pythons = name.startswith(_OF_PYTHON) and not any(part in name for part in _INSTALLED)
@@ -99,7 +99,7 @@ def is_users_call() -> bool:
 
 
 def users_code_tells_kinds() -> bool:
-    """Ask if the user's function that runs now may tell a symbol from a number, in a way that no method sees."""
+    """Return whether the user's running function may distinguish symbols from numbers without calling a method."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))
     users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
     return users is not None and _tells_kinds(users)
@@ -107,7 +107,7 @@ def users_code_tells_kinds() -> bool:
 
 @cache
 def _tells_kinds(code: CodeType) -> bool:
-    """Look for exact types, `is` beside a constant, and what libraries in C take by its exact type."""
+    """Return whether code uses exact types, `is` with a constant, or C libraries that check types."""
     lines = list(dis.get_instructions(code))
     constants = {at for at, line in enumerate(lines) if line.opname == "LOAD_CONST" and line.argval is not None}
     compares = any(line.opname == "IS_OP" and {at - 1, at - 2} & constants for at, line in enumerate(lines))
@@ -115,7 +115,7 @@ def _tells_kinds(code: CodeType) -> bool:
 
 
 def users_level() -> int:
-    """Find the `stacklevel` with which a warning of the caller names the user's line."""
+    """Return the `stacklevel` at which the caller's warning names the user's line."""
     files = (frame.f_code.co_filename for frame in frames(sys._getframe(1)))
     return next((level for level, name in enumerate(files, 1) if not name.startswith(_NOT_THE_USERS)), 1)
 
@@ -130,12 +130,11 @@ def _users_place(error: BaseException | None) -> tuple[str, int] | None:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Return whether fxcomp's code runs in a frame."""
     return frame.f_code.co_filename.startswith(_OURS + os.sep)
 
 
 def is_scripts(frame: FrameType) -> bool:
-    """Return whether code of the user or of a library runs in a frame, and not torch's or ours."""
+    """Return whether a frame runs the user's or a library's code, not torch's or fxcomp's."""
     return _is_scripts(frame.f_code.co_filename)
 
 
@@ -145,7 +144,6 @@ def _is_scripts(name: str) -> bool:
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Go from a frame to those that called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Tell devices that work after the host has given them work, and do what such a device alone needs."""
+"""Devices that run after the host, and their streams."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 
 def streams_of(device: torch.device) -> Any:
-    """Return the module with a device's streams and events, as torch.cuda; None where work is done as it is given."""
+    """Return the module with a device's streams and events, such as torch.cuda; None for synchronous devices."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     return module if hasattr(module, "Stream") else None
 
 
 def works_later(device: torch.device) -> bool:
-    """Tell a device that works after the host has given it work."""
+    """Return whether a device runs asynchronously."""
     return streams_of(device) is not None
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values of the host to a device, which the host does not wait for."""
+    """Copy host values to a device without blocking the host."""
     return values.pin_memory().to(device, non_blocking=True) if works_later(device) else values.to(device)
 
 
 def recorded(device: torch.device, *, timed: bool = False) -> Any:
-    """Make an event after what a device's stream in use has been given, whichever device is the current one."""
+    """Record an event on the device's current stream; the device need not be current."""
     streams = streams_of(device)
     event = streams.Event(enable_timing=timed)
     event.record(streams.current_stream(device))
@@ -34,13 +34,13 @@ def recorded(device: torch.device, *, timed: bool = False) -> Any:
 
 
 def stream_of(device: torch.device) -> Any:
-    """The stream in use; None where there are none."""
+    """Return the current stream or None."""
     streams = streams_of(device)
     return None if streams is None else streams.current_stream(device)
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a device's one other stream than compute's: memory that was its own once is reused. None on the CPU."""
+    """Return a device's single side stream, whose freed memory is reused; None on the CPU."""
     return None if streams_of(device) is None else _side_stream(torch.empty(0, device=device).device)
 
 
@@ -50,6 +50,6 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def wait_for_stream(stream: Any) -> None:
-    """Let the stream in use wait for another one."""
+    """Let the current stream wait for another one."""
     if stream is not None:
         stream_of(stream.device).wait_stream(stream)

@@ -1,4 +1,4 @@
-"""Write artifacts into torch's structured trace (TORCH_TRACE), which tlparse lays out as a page."""
+"""Write artifacts to torch's structured trace (TORCH_TRACE), which tlparse renders."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch._logging import _internal  # pyright: ignore[reportPrivateUsage]
 
 
 def is_traced() -> bool:
-    """Tell a process whose compilations are traced into a folder."""
+    """Return whether compilations are traced to a folder."""
     return any(getattr(handler, "root_dir", None) is not None for handler in _internal.trace_log.handlers)
 
 
 def trace_artifact(name: str, found: str | dict[str, Any]) -> None:
-    """Write a text, or data, for whoever has asked `is_traced`."""
+    """Write text or JSON data; call only if `is_traced`."""
     encoding, text = ("string", found) if isinstance(found, str) else ("json", json.dumps(found, indent=1))
     trace = cast("Callable[..., None]", _internal.trace_structured)
     about = {"name": f"fxcomp_{name}", "encoding": encoding}

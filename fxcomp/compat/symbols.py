@@ -1,11 +1,11 @@
-"""Handle symbols that stand for numbers and sizes while tracing, and guard a capture that has some.
+"""Symbolic numbers and sizes of a trace, and the guard of a capture with symbolic sizes.
 
     batch_0  f32[s0, 20]   traced with s0 = 5       [7, 20] and [7] fit: every assumption holds for s0 = s1 = 7
     batch_1  i64[s1]       tracing assumed s0 = s1  [7, 20] and [8] do not
                                                     [7, 21] and [7] do not: 20 is no symbol
                                                     [1, 20] and [1] do not: symbols are neither 0 nor 1
 
-What tracing made a number of is compared as it is.
+Sizes that tracing specialized must be equal.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -35,21 +35,20 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
-    """Make a float symbol with a hint: comparisons decide by the hint, arithmetic becomes nodes."""
+    """Make a float symbol: its hint decides comparisons, arithmetic becomes nodes."""
     source = constant_source(f"live_{name}".replace(".", "_"))
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
 
 
 def constant_source(name: str) -> Any:
-    """Name the origin of a symbol as torch does for a constant."""
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)
 
 
 def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:
-    """List what tracing has assumed of symbols so far, and whether it is the sign of one alone."""
+    """List tracing's assumptions, each with a flag: it concerns only the sign of one symbol."""
     return [(str(guard.expr), _is_sign(guard.expr)) for guard in shapes.guards]
 
 
@@ -57,23 +56,22 @@ def _is_sign(relation: Any) -> bool:
     sides = relation.args
     if len(sides) != 2 or not sides[1].is_number or float(sides[1]) != 0:
         return False
-    more, symbol = sides[0].as_coeff_Add() if sides[0].is_Add else (0, sides[0])  # a counter, after its step
+    more, symbol = sides[0].as_coeff_Add() if sides[0].is_Add else (0, sides[0])  # a counter after its step
     return symbol.is_Symbol and more >= 0
 
 
 def decided_symbols(shapes: ShapeEnv) -> set[str]:
-    """Name the symbols by which tracing has decided something, or of which it has made a number."""
+    """Return the names of symbols that tracing compared or specialized."""
     found = {str(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
     return found | set(map(str, shapes.replacements))
 
 
 def symbols_of_number(number: torch.SymFloat) -> set[str]:
-    """Name the symbols in a number."""
     return set(map(str, number.node.expr.free_symbols))
 
 
 def noting_texts(note: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call `note` where the user's code writes a float symbol as text: that has the number of today."""
+    """Call `note` if the user's code formats a float symbol as text."""
 
     def noting(method: Callable[..., str]) -> Callable[..., str]:
         def text(number: torch.SymFloat, *form: str) -> str:
@@ -88,28 +86,28 @@ def noting_texts(note: Callable[[], None]) -> AbstractContextManager[None]:
 
 
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
-    """Tell a symbol's environment that its value lies between two numbers."""
+    """Limit a symbol's value range to [low, high]."""
     symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)
 
 
 def symbols(leaves: Iterable[Any]) -> set[str]:
-    """Name the symbols in tensors' sizes."""
+    """Return the names of symbols in tensors' shapes."""
     sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
     return {str(symbol) for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 def unbacked_symbols(number: Any) -> list[str]:
-    """Name the symbols in a number or a size that only the data will tell."""
+    """Return the names of data-dependent symbols in a number."""
     return sorted(map(str, symbolic_shapes.free_unbacked_symbols(number))) if isinstance(number, SYMBOLS) else []
 
 
 def bound_symbols(values: Iterable[Any]) -> set[Any]:
-    """The symbols that these tensors and whole numbers tell: one of their sizes is that symbol, and nothing else."""
+    """Return the symbols that are themselves a size, stride or integer."""
     return {expression for expression in _sizes(values) if expression.is_Symbol}
 
 
 def unbound_symbols(values: Iterable[Any]) -> set[Any]:
-    """The symbols that these tensors and whole numbers do not tell: they have them in products and sums alone."""
+    """Return the symbols that occur only in products and sums."""
     found = _sizes(values)
     told = {expression for expression in found if expression.is_Symbol}
     return {symbol for expression in found for symbol in expression.free_symbols} - told
@@ -123,17 +121,17 @@ def _sizes(values: Iterable[Any]) -> list[Any]:
 
 
 def has_symbols(value: Tensor) -> bool:
-    """Ask if a fake value's sizes or strides are symbols."""
+    """Return whether a fake tensor's sizes or strides are symbols."""
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
 
 
 def is_open(value: Any) -> bool:
-    """Ask if a number follows from symbols, and not from what tracing has assumed of them."""
+    """Return whether a number depends on symbols that were not specialized."""
     return isinstance(value, SYMBOLS) and _as_constant(value) is None
 
 
 def as_number(value: Any) -> Any:
-    """Turn a symbol with one possible value into that number; other values pass."""
+    """Replace a specialized symbol by its number; other values pass."""
     return _as_constant(value) if isinstance(value, SYMBOLS) else value
 
 
@@ -146,25 +144,25 @@ def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 def hint(value: Any) -> Any:
-    """Turn a symbol into the number that it was traced with; None for one that only the data will tell."""
+    """Return a symbol's traced value; None if data-dependent."""
     return value.node.hint
 
 
 def size_hint(size: Any) -> int:
-    """Turn a symbolic size into the number that it was traced with; one that only the data will tell counts as 1."""
+    """Return a size's traced value; 1 if data-dependent."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return 1 if size.node.hint is None else int(size.node.hint)
 
 
 def without_locations() -> AbstractContextManager[None]:
-    """Keep symbols from noting where they are made, for which torch would import its exporter."""
+    """Do not record where symbols are made, which would import torch's exporter."""
     return attributes_instead({symbolic_shapes: {"uninteresting_files": set[str]}})
 
 
 @contextmanager
 def attributes_instead(attributes: Mapping[type | ModuleType, Mapping[str, Any]]) -> Generator[None]:
-    """Give classes and modules other attributes meanwhile."""
+    """Replace attributes of classes and modules inside the context."""
     before = {kind: {name: vars(kind)[name] for name in new if name in vars(kind)} for kind, new in attributes.items()}
     try:
         for kind, new in attributes.items():
@@ -181,28 +179,28 @@ def attributes_instead(attributes: Mapping[type | ModuleType, Mapping[str, Any]]
 
 
 SPECIAL_SIZES = (0, 1)
-"""Sizes that are never symbols. Of a symbol torch takes for granted that it is neither, and notes no assumption where
-it decides by that: for broadcasting, strides, empty tensors."""
+"""Sizes that are never symbols. torch assumes that a symbol is neither, and records no assumption where it relies on
+that: for broadcasting, strides, empty tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeGuard:
-    """The sizes that a capture was traced with, and what was assumed of those that are symbols."""
+    """Sizes of a capture and tracing's assumptions about them."""
 
     shapes: ShapeEnv
     tensors: tuple[Tensor, ...]
-    """The fake tensors of the batch."""
+    """Fakes of the batch."""
 
     @property
     def is_open(self) -> bool:
-        """Some size may be another: tracing has not made a number of every symbol."""
+        """True if some size is still symbolic."""
         sizes = [size for fake in self.tensors for size in fake.shape if isinstance(size, torch.SymInt)]
         return any(size.node.expr.free_symbols for size in sizes)
 
     def __call__(self, leaves: Sequence[Any]) -> bool:
-        """Ask if the tensors among these leaves may run through the graph: a batch that differs in sizes alone.
+        """Return whether a batch that differs only in sizes fits the graph.
 
-        Assumptions are read now, not when the graph was made: whatever has worked on it since may have added some.
+        Assumptions are read at each call: later passes may add some.
         """
         real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         pairs = [pair for fake, tensor in zip(self.tensors, real, strict=True) for pair in _numbers(fake, tensor)]
@@ -219,15 +217,15 @@ class ShapeGuard:
 
 
 def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> ShapeGuard | None:
-    """Make the guard of a capture; None where no size is a symbol, so that it serves the traced sizes alone."""
+    """Make a capture's guard; None without symbolic sizes."""
     guard = ShapeGuard(shapes, tuple(leaf for leaf in batch if isinstance(leaf, Tensor)))
     return guard if guard.is_open else None
 
 
 def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, int]]:
-    """Pair each property of a fake tensor with the real one's, all that a graph may depend on.
+    """Pair the properties of a fake and a real tensor that a graph may depend on.
 
-    A plain offset is no part of it: tensors of one size begin at any place of their memory.
+    Plain storage offsets are left out: they may differ between tensors of one size.
     """
     assert fake.dim() == real.dim(), "a guard is asked of batches that differ in sizes alone"
     yield from zip(fake.shape, real.shape, strict=True)
@@ -237,7 +235,7 @@ def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, i
 
 
 def _is(given: int | torch.SymInt, number: int, values: dict[Any, Any]) -> bool:
-    """Compare a number with the traced one, or with what a symbolic one is: as it was made, and as it is known now."""
+    """Compare a number with the traced one; symbolic ones in both their original and simplified form."""
     if not isinstance(given, torch.SymInt):
         return given == number
     return all(expression.xreplace(values) == number for expression in (given.node._expr, given.node.expr))

@@ -1,4 +1,4 @@
-"""Trace on fake tensors: modes, make_fx, and switches of torch that a trace must not see."""
+"""Trace on fake tensors: modes, make_fx, and torch settings that a trace must not see."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -35,23 +35,23 @@ from fxcomp.compat.modes import Fake, FakeMode, dispatch_mode_stack, outside_fun
 from fxcomp.compat.operators import symbolic_products
 from fxcomp.compat.symbols import constant_source
 
-_GENERATOR = torch.Generator  # which as_if_on exchanges for another class
+_GENERATOR = torch.Generator  # as_if_on replaces the class
 
 SIZE_DEPENDS = DynamicOutputShapeException
-"""The error of tracing where an operator makes tensors of a size that only values tell, and has no symbol for it."""
+"""Tracing error of operators whose output size depends on values and has no symbol."""
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, SIZE_DEPENDS)
-"""Errors of tracing where Python asks for a tensor's value."""
+"""Tracing errors where Python reads a tensor's value."""
 
 
 def fake_mode() -> tuple[FakeMode, ShapeEnv]:
-    """Make a fake mode that lets constants of the model (tensors that are no buffers) into the graph."""
+    """Make a fake mode that accepts real tensors, such as constants of the model."""
     shapes = ShapeEnv()
     return FakeMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
 
 
 def fake_with_dynamic_dims(mode: FakeMode, value: Any, dims: frozenset[int], name: str) -> Any:
-    """Make a fake tensor with symbols for the named dimensions; other values pass."""
+    """Make a fake tensor with symbolic sizes in `dims`; other values pass."""
     if not isinstance(value, Tensor):
         return value
     if not dims:
@@ -62,7 +62,7 @@ def fake_with_dynamic_dims(mode: FakeMode, value: Any, dims: frozenset[int], nam
 
 
 def fake_on(value: Tensor, device: torch.device) -> Tensor:
-    """Make a fake like a fake, of the same mode, on a device that need not be here."""
+    """Copy a fake to a device that may be absent."""
     if not isinstance(value, Fake):
         return value
     with _disable_current_modes():
@@ -71,7 +71,7 @@ def fake_on(value: Tensor, device: torch.device) -> Tensor:
 
 
 def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
-    """Let the next fakes of some tensors be others than those that they have."""
+    """Make new fakes of these tensors at the next conversion."""
     known = mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
     for value in values:
         if isinstance(value, Tensor):
@@ -79,28 +79,27 @@ def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
 
 
 def plain_values() -> AbstractContextManager[Any]:
-    """Compute on real values, unseen by whatever traces around us."""
+    """Compute on real values outside all dispatch modes."""
     return _disable_current_modes()
 
 
 @contextmanager
 def real_tensors() -> Generator[None]:
-    """Compute and communicate as if no compiler around us worked on fake tensors.
+    """Compute and communicate without a compiler's fake modes.
 
-    Its Python dispatcher must be off too: it starts a collective with the interpreter's lock held, and gloo's thread
-    may want that lock to drop a finished collective's tensors while it holds the queue that the new one needs.
+    The Python dispatcher is disabled too, to avoid a deadlock. It starts collectives with the GIL held, and gloo's
+    thread may need the GIL to free a finished collective's tensors while it holds the queue lock.
     """
     with _disable_current_modes(), _DisablePythonDispatcher():
         yield
 
 
 def is_traced_here() -> bool:
-    """Ask if operators that this thread calls now are traced."""
     return any(isinstance(mode, FakeMode) for mode in dispatch_mode_stack())
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
-    """Trace a function of fake inputs into ATen operators; the graph writes its Python only if somebody asks for it."""
+    """Trace a function of fake inputs into ATen operators; Python code is generated on demand."""
 
     def outside_exchanged(*args: Any) -> Any:
         with Constants(args):
@@ -116,7 +115,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
 
 
 def _generators_as_attributes() -> AbstractContextManager[Any]:
-    """Let operators be given generators in a graph; torch does so itself since 2.13, and raises before."""
+    """Allow generators as arguments of operators in a graph. torch does so since 2.13 and raises before."""
 
     def as_attribute(tracer: Any, generator: torch.Generator) -> Node:
         name = tracer.get_fresh_qualname("_generator")
@@ -129,9 +128,9 @@ def _generators_as_attributes() -> AbstractContextManager[Any]:
 def trace_functional(
     traced: GraphModule, inputs: Sequence[Any], mode: FakeMode, begun: Callable[[], None]
 ) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors; calls `begun` inside, first.
+    """Trace again without in-place operators and views of written tensors; first call `begun` inside the trace.
 
-    Constants come in beside the inputs meanwhile, as fakes of a mode: a tensor outside the model may be written too.
+    Constants become fake inputs of this trace, because tensors outside the model may be written.
     """
     constants, given = _constants(traced), len(inputs)
 
@@ -158,7 +157,6 @@ def trace_functional(
 
 
 def _constants(traced: GraphModule) -> dict[str, Tensor]:
-    """Find the plain tensors that a graph names."""
     named = {node: getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"}
     return {
         str(node.target): value
@@ -168,8 +166,6 @@ def _constants(traced: GraphModule) -> dict[str, Tensor]:
 
 
 class _WithConstants(Interpreter):
-    """Runs a graph with other tensors in the place of constants."""
-
     def __init__(self, traced: GraphModule, instead: Mapping[str, Tensor]):
         super().__init__(traced)
         self._instead = instead
@@ -181,9 +177,9 @@ class _WithConstants(Interpreter):
 
 @contextmanager
 def without_autocast() -> Generator[None]:
-    """Run as if the caller had not switched autocast on.
+    """Turn autocast off.
 
-    Not as a context of autocast: one inside of another does not forget its casts of weights when it ends.
+    An autocast context would keep its cached casts of weights when nested.
     """
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:
@@ -196,13 +192,12 @@ def without_autocast() -> Generator[None]:
 
 
 def uses_onednn() -> bool:
-    """Ask if operators may choose oneDNN."""
     return bool(mkldnn.enabled)
 
 
 @contextmanager
 def onednn(use: bool) -> Generator[None]:
-    """Let operators choose oneDNN, or do what PyTorch does without. Its public switch sets TF32 as well, and warns."""
+    """Enable or disable oneDNN. The public switch also sets TF32, and warns."""
     before = uses_onednn()
     _set_mkldnn_enabled(use)
     try:
