@@ -149,7 +149,9 @@ def test_hard_sentences_only_become_fewer(kind: str):
 
 
 def test_planted_patterns_are_counted():
-    planted = '"""What those that are told say, so often that nobody asks. `what`"""\n# one that is beside\nx = "what is"\n'
+    planted = (
+        '"""What those that are told say, so often that nobody asks. `what`"""\n# one that is beside\nx = "what is"\n'
+    )
     assert counts(strings(planted, are_docstrings=True)) == {
         "what": 1, "those that": 1, "so many": 1, "tell": 2, "nobody": 1
     }  # fmt: skip
