@@ -25,6 +25,7 @@ SAMPLE = 2**17
 SAMPLE_SHAPE = (512, 256)
 WIDTH = 120
 
+_PADDED = ", up to a multiple of 4"
 _BIAS = {Bias.UNBIASED: "unbiased", Bias.ROUNDING: "rounding", Bias.BIASED: "biased"}
 
 HEAD = f"""\
@@ -34,8 +35,8 @@ This page lists the compressors with their sizes and errors, and when to use eac
 [Strategies](strategies.md#strategies-of-each-mode) lists the compressors of each mode;
 [more compressors](../examples/more_compressors) are a separate package.
 
-- The first column is the text of a compressor in plans and strategies. n is the number of values of a parameter, B the
-  block size.
+- The first column is a compressor's text in plans and strategies. n is the number of values of a parameter, B the block
+  size; † rounds up to a multiple of 4.
 - *Bits* are all bits that a rank sends for a matrix of {SHAPE[0]} × {SHAPE[1]}, agreement included.
 - The network sums *linear* payloads (all_reduce); others are gathered.
 - *Passes* is the number of times that encoding reads the gradient from main memory.
@@ -43,9 +44,9 @@ This page lists the compressors with their sizes and errors, and when to use eac
 - *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values on one rank, without error feedback,
   which delays it to the next step. The mean over N ranks of an unbiased compressor has ω/N.
 
-Compressors take and return fp32, and residuals are fp32. Other gradients are converted while they are packed, or after
-a sum inside their host; the mean is rounded to their type once, equally on all ranks. Dense gradients travel in their
-own type. So no mode offers bf16 for 16-bit gradients; int8 halves their bytes, and quarters fp32's.
+Compressors work in fp32, residuals too. Other gradients are converted while they are packed, or after a sum inside
+their host; the mean is rounded to their type once, equally on all ranks. Dense gradients travel in their own type. So
+no mode offers bf16 for 16-bit gradients; int8 halves their bytes.
 
 """
 
@@ -89,7 +90,7 @@ def _table(compressors: Sequence[Compressor]) -> str:
     for compressor in compressors:
         facts = compressor.facts
         cells = (
-            facts.payload,
+            facts.payload.replace(_PADDED, " †"),
             f"{bits_per_value(compressor, SHAPE):.3g}",
             "yes" if facts.is_linear else "no",
             _BIAS[compressor.bias],
