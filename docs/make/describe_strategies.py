@@ -2,40 +2,34 @@
 
     PYTHONPATH=tests python docs/make/describe_strategies.py > docs/strategies.md
 
-Errors are what `Strategy.parse` raises, pictures what `strategy_meaning` says of four ranks, bytes those of the bound
-routes. Words are here and in `strategy_shapes.py`; all else is made.
+Errors come from `Strategy.parse`, pictures from `strategy_meaning` for four ranks, bytes from the bound routes.
+`strategy_shapes.py` has the prose of the pictures.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from textwrap import fill
 
 from draw_strategies import ELEMENTS, cluster_of, names_of, picture, traffic_of
-from helpers.strategy_space import Space, published_space, strategies_in, ways_through
 from strategy_shapes import CHAPTERS
 
 from fxcomp.cluster.cluster import Level
-from fxcomp.compressors import BF16, TopK
 from fxcomp.errors import BadStrategy
 from fxcomp.plan.modes import AT_MOMENTA, ENTRIES, Entry, Mode
-from fxcomp.plan.strategy import DENSE, Device, Strategy
+from fxcomp.plan.strategy import DENSE, Strategy
 
 WIDTH = 120
 
 HEAD = """\
 # Strategies
 
-Made by `PYTHONPATH=tests python docs/make/describe_strategies.py`: edit that file or `strategy_shapes.py` beside it,
-not this page.
-
-DistributedDataParallel all-reduces a bucket of gradients. A *strategy* reaches the same end by more steps, and sends
-fewer bytes over the slow links. It is a line of steps, and every rank takes them:
+A strategy is the sequence of steps that averages one bucket of gradients over all ranks. This page lists the steps, the
+rules, the common strategies with their traffic, and the candidates of each mode. Every rank runs the same steps:
 
     reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra
 
-A strategy is legal if every rank ends with the dense mean of all ranks' gradients, with each gradient in it once.
-Compressors round, so the mean lacks what they leave out. All ranks get the same bits.
+A strategy is legal if every rank ends with the mean of all ranks' gradients, each counted once, up to the errors of its
+compressors. All ranks get the same bits.
 
 ## Steps
 
@@ -44,30 +38,25 @@ Compressors round, so the mean lacks what they leave out. All ranks get the same
 """
 
 STEPS = {
-    "compress(int4)@gpu": "makes a payload of the values that a rank holds, by any compressor of "
-    "[this list](compressors.md)",
-    "decompress@gpu": "makes values of payloads again. Payloads of several ranks for the same values become their mean",
-    "propose(powersgd(4))@gpu": "makes a proposal, which the all_reduce that follows reduces. Ranks so agree on "
-    "something before they compress, such as one basis for all",
-    "all_reduce@world": "adds up what the ranks hold; every rank gets the sum",
-    "reduce_scatter@world": "cuts the bucket into a shard for each rank; every rank gets the sum of its shard",
-    "reduce@world": "adds up what the ranks hold; the first rank gets the sum",
-    "all_gather@world": "gives every rank what all have: their payloads, or, after a step that has cut the bucket, the "
-    "shards",
-    "all_to_all@world": "cuts the bucket like reduce_scatter, but nothing is added: every rank gets all payloads of "
-    "its shard",
-    "gather@world": "gives the first rank the payloads of all",
-    "broadcast@world": "gives every rank what the first one has, after reduce or gather",
+    "compress(int4)@gpu": "makes a payload of the local values, by any [compressor](compressors.md)",
+    "decompress@gpu": "restores values. Payloads of several ranks for the same values become their mean",
+    "propose(powersgd(4))@gpu": "makes a proposal, which the next all_reduce sums: the ranks agree, for example, on a"
+    " basis",
+    "all_reduce@world": "sums the values; every rank gets the sum",
+    "reduce_scatter@world": "cuts the bucket into shards; every rank gets the sum of its shard",
+    "reduce@world": "sums the values; the first rank gets the sum",
+    "all_gather@world": "gives every rank the payloads of all ranks, or all shards of a cut bucket",
+    "all_to_all@world": "cuts the bucket like reduce_scatter, without a sum: every rank gets all payloads of its shard",
+    "gather@world": "gives the first rank the payloads of all ranks",
+    "broadcast@world": "gives every rank the result of the first rank, after reduce or gather",
 }
 """One of each kind, and what it does."""
 
 LEVELS = """
-A compression or a decompression names its device. `@gpu` is the device that computes gradients; `@cpu` is the host's
-processor, which works beside it. Values are copied there and back. Without a GPU, `gpu` is the main thread and `cpu`
-the pool. Reports print `@main` and `@pool` there; both spellings are read everywhere. Saved plans have `@gpu` and
-`@cpu`. A collective names its level: the ranks that meet in it.
-
-The gradients of a bucket have one type. Its dense values travel in that type, before compressors and after them.
+compress and decompress name a device: `@gpu` computes the gradients, `@cpu` is the host's processor, which works in
+parallel; values are copied there and back. Without a GPU, these are the main thread and a thread pool: reports print
+`@main` and `@pool`, saved plans `@gpu` and `@cpu`. Both spellings are accepted. A collective names its level: the ranks
+that take part. The dense values of a bucket travel in the type of its gradients.
 
 | level | ranks that meet | on 2 racks of 2 hosts of 2 ranks |
 |---|---|---|
@@ -76,26 +65,24 @@ The gradients of a bucket have one type. Its dense values travel in that type, b
 LEVEL_WORDS = {
     Level.WORLD: "all",
     Level.INTRA: "the ranks of a host",
-    Level.INTER: "the ranks with the same place in their hosts, one of each host",
-    Level.RACK: "of these, the ones in one rack",
-    Level.RACKS: "the ranks with the same place in their racks, one of each rack",
+    Level.INTER: "the ranks with the same place in their hosts",
+    Level.RACK: "of these, the ranks in one rack",
+    Level.RACKS: "the ranks with the same place in their racks",
 }
 
 CUTS = """
-Once the sum is complete, steps that cut the bucket are undone in the reverse order: reduce_scatter and all_to_all by
-all_gather, reduce and gather by broadcast.
+Steps that cut the bucket are undone in reverse order once the sum is complete: reduce_scatter and all_to_all by
+all_gather, reduce and gather by broadcast. Shards are as equal as possible, without padding, and never cut a
+compressor's block. Some shards of a small bucket are empty.
 
-Shards are as equal as possible and never cut a compressor's block. Leading dense shards may be cut anywhere. Of a small
-bucket some shards are empty. Nothing is padded.
-
-A strategy that ends with the word `shards` leaves each rank its own shard of the mean, as in
-`compress(int4)@gpu > all_to_all@world > decompress@gpu > shards`. [`compress_reduce_scatter`](sharding.md#plain-fsdp)
-follows such plans, and cuts as `fully_shard` does: along the rows of each parameter, with padding. Nothing else takes
-them.
+A strategy that ends with `shards` leaves each rank its own shard of the mean:
+`compress(int4)@gpu > all_to_all@world > decompress@gpu > shards`. Only
+[`compress_reduce_scatter`](sharding.md#plain-fsdp) follows such plans; it cuts along the rows of each parameter, with
+padding, as `fully_shard` does.
 
 ## Rules
 
-A strategy that breaks a rule is refused. The error names the step, what is held before it, and what would fit:
+A strategy that breaks a rule is refused. The error names the step, the values before it, and the steps that would fit:
 
 """
 
@@ -106,68 +93,54 @@ BROKEN = (
     "reduce_scatter@intra > all_gather@intra > all_reduce@inter",
     "all_gather@world",
     "all_to_all@world > all_gather@world",
-    "reduce@world > all_gather@world",
     "compress(int8) > decompress > all_reduce@world",
-    "decompress > all_reduce@world",
     "compress(int8) > compress(int4) > all_gather@world > decompress",
     "compress(bf16) > all_to_all@intra > all_reduce@inter > all_gather@intra > decompress",
-    "compress(int8) > all_gather@world",
     "propose(int8) > all_reduce@world > compress(int8) > all_gather@world > decompress",
     "compress(powersgd(4)) > all_reduce@world > decompress",
     "propose(powersgd(4)) > compress(powersgd(4)) > all_reduce@world > decompress",
-    "propose(powersgd(4)) > all_reduce@world > all_reduce@world",
     "propose(powersgd(4)) > all_reduce@world > compress(powersgd(4)) > reduce_scatter@world > all_gather@world"
     " > decompress",
     "propose(powersgd(4)) > all_reduce@intra > compress(powersgd(4)) > all_reduce@world > decompress",
     "reduce_scatter@intra > propose(powersgd(4)) > all_reduce@inter > compress(powersgd(4)) > all_reduce@inter"
     " > decompress > all_gather@intra",
 )
-"""One strategy for each rule that can be broken."""
+"""Strategies that break a rule."""
 
 READING = """
 ## Reading the pictures
 
-There are four ranks, a and b on one host, c and d on another, unless a picture says otherwise. A column is a rank. A
-line says what each rank holds after a step: whose gradients, and a bar for the part of the bucket.
+Unless a picture shows otherwise, ranks a and b share one host, c and d another. A column is a rank. A line shows the
+values of each rank after a step: whose gradients, and a bar for the part of the bucket.
 
     ab   ██··     the sum of a's and b's gradients, for the first half of the bucket
-    a,b  ▒▒▒▒     a's payload and b's, side by side, for the whole bucket: decompressing takes their mean
+    a,b  ▒▒▒▒     separate payloads of a and b for the whole bucket: decompressing takes their mean
     abcd ▒▒▒▒     a payload of the sum of all four
 
-*rank* is what the busiest rank sends in a step, *uplink* what the busiest host sends to other hosts. Both are shares of
-the bucket's dense bytes; a dense ring sends {ring:.2f} of them. All_reduce is a ring here. All other collectives send
-directly from rank to rank, as fxcomp does over gloo. *Latencies* count rounds of messages that wait for each other: one
-for a direct collective, 2(p - 1) for a ring of p ranks.
-
-*Error* is the relative squared error of the mean, |applied - mean|² / |mean|², without error feedback, for independent
-Gaussian gradients. With error feedback each compression has a *slot*, which keeps its residual and adds it at the next
-step. The residuals of all ranks, each times its *weight*, add up to what the mean still lacks.
+*rank* and *uplink* are the bytes that the busiest rank sends, and that the busiest host sends to other hosts, as shares
+of the bucket's dense bytes. A dense ring sends {ring:.2f}. all_reduce is a ring; other collectives send directly from
+rank to rank, as over gloo. *Latencies* count rounds of dependent messages: one for a direct collective, 2(p - 1) for a
+ring of p ranks. *Error* is |applied - mean|² / |mean|² for independent Gaussian gradients without error feedback. With
+error feedback, each compression has a *slot* with a residual. The residuals of all ranks, times their *weights*, sum to
+the part that the mean still lacks.
 
 Numbers are for a bucket of {elements:,} values.
-"""
-
-COUNTS = """
-## Number of strategies
-
-A space of strategies has levels, collectives, compressors, devices, and a limit on the number of compressions;
-`tests/helpers/strategy_space.py` lists every strategy of one. The decision tree of Espresso (Wang et al., EuroSys 2023)
-is such a space: strategies go to all ranks at once or host by host, the network never adds payloads, and inside hosts
-no collective gives every rank the whole sum.
-
-| space | strategies | compressed 0, 1, 2, ... times |
-|---|---|---|
 """
 
 MODES = """
 ## Strategies of each mode
 
-Every mode offers dense buckets, over all ranks or level by level. It also offers the compressors below, in one shot or
-in two, flat or by level, on either device. Two shots need three ranks or more. *Vectors* means buckets of biases and
-norms, *both* buckets that mix them with matrices. `aggressive` offers [momenta](where_the_mean_stands.md) too, where
-the length of the job is given.
+Every mode offers dense buckets, flat or by level, and the compressors below, in one shot or (for three ranks or more)
+in two, on either device. *Vectors* are buckets of biases and norms, *both* are buckets that mix them with matrices.
+With `steps=`, `aggressive` also offers [momenta](where_the_mean_stands.md).
 
 | mode | first | second shot | for | why |
 |---|---|---|---|---|
+"""
+
+
+FOOT = """
+Generated by `PYTHONPATH=tests python docs/make/describe_strategies.py`. Edit that file or `strategy_shapes.py`.
 """
 
 
@@ -181,7 +154,7 @@ def describe() -> str:
         for shape in chapter.shapes:
             drawn = picture(Strategy.parse(shape.strategy), cluster_of(shape.cluster))
             parts.append(f"\n### {shape.title}\n\n{fill(shape.words, WIDTH)}\n\n```text\n{drawn}\n```\n")
-    return "".join([*parts, COUNTS, *_counts(), MODES, *_modes()])
+    return "".join([*parts, MODES, *_modes(), FOOT])
 
 
 def _levels() -> str:
@@ -214,25 +187,6 @@ def problem_of(error: str) -> str:
     return first.partition(" over all ranks once: ")[2].replace(", does not fit: ", ": ").removesuffix(".")
 
 
-def _counts() -> list[str]:
-    sparse = (TopK(0.01),)
-    spaces = {
-        "Espresso's tree, one compressor": published_space(*sparse),
-        "the same, each compression and decompression on either device": published_space(
-            *sparse, devices=tuple(Device)
-        ),
-        "two levels, one compressor": Space(ways=ways_through(cluster_of("2x2")), compressors=sparse),
-        "two levels, one linear compressor": Space(ways=ways_through(cluster_of("2x2")), compressors=(BF16(),)),
-        "three levels, one compressor": Space(ways=ways_through(cluster_of("2x2x2")), compressors=sparse),
-    }
-    rows: list[str] = []
-    for name, space in spaces.items():
-        counts = Counter(len(strategy.compressors) for strategy in strategies_in(space))
-        by_number = ", ".join(f"{counts[number]:,}" for number in sorted(counts))
-        rows.append(f"| {name} | {counts.total():,} | {by_number} |\n")
-    return rows
-
-
 def _modes() -> list[str]:
     rows: list[str] = []
     known: set[Entry] = set()
@@ -241,9 +195,9 @@ def _modes() -> list[str]:
         known.update(fresh)
         if len(fresh) < len(entries):
             buckets = "all" if mode is Mode.LOSSY else "as there"
-            rows.append(f"| `{mode.value}` | what `balanced` offers | | {buckets} | |\n")
+            rows.append(f"| `{mode.value}` | the entries of `balanced` | | {buckets} | |\n")
         if not entries:
-            rows.append(f"| `{mode.value}` | nothing: every bucket is dense | | | |\n")
+            rows.append(f"| `{mode.value}` | none: every bucket is dense | | | |\n")
         for entry in fresh:
             buckets = ", ".join(["matrices", *["vectors"] * entry.vectors, *["both"] * entry.mixed])
             buckets = "all" if mode is Mode.LOSSY else buckets

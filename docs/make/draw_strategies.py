@@ -166,4 +166,4 @@ def _kept(slot: Slot, size: int) -> str:
     where = (
         "every rank keeps" if holders == size else f"{holders} ranks keep" if holders > 1 else "the first rank keeps"
     )
-    return f"{where} what is left out of {parts}{what}{scaled}; weight {slot.weights[0]}"
+    return f"{where} the residual of {parts}{what}{scaled}; weight {slot.weights[0]}"

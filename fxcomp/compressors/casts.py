@@ -60,8 +60,8 @@ class BF16(CastCompressor):
         is_joined=True,
         bias=Bias.ROUNDING,
         feedback=Feedback.OPTIONAL,
-        use="Always worth a try: half the bytes, no state, the plain all_reduce.",
-        avoid="Where compute hides the dense collective anyway.",
+        use="The first try: half the bytes, no state, one all_reduce.",
+        avoid="Where compute hides the dense collective.",
         source="IEEE fp32 cut to bfloat16, round to nearest even",
     )
 

@@ -71,7 +71,7 @@ class CMax(Compressor):
 
     facts: ClassVar[Facts] = Facts(
         name="cmax",
-        summary="place and sign of the largest of every few values, a scale a parameter",
+        summary="index and sign of the largest value of each chunk, one scale per parameter",
         payload="4 + Σ⌈mb/8⌉, up to a multiple of 4; m = ⌈n/chunk⌉, b the powers of two that add up to log₂(chunk) + 1",
         is_joined=True,
         bias=Bias.BIASED,
@@ -79,8 +79,8 @@ class CMax(Compressor):
         passes=2,
         parameters=(Parameter("chunk", "values of which one is sent, a power of two", 2, 128),),
         grain="chunk",
-        use="Momenta that are exchanged in place of gradients, on slow links, in two shots.",
-        avoid="Gradients in front of Adam, as everything that leaves most values out.",
+        use="Momenta instead of gradients, on slow links, in two shots.",
+        avoid="Gradients before Adam.",
         source="the largest of each chunk as in ScaleCom, Chen et al. 2020; signs with a scale as in EF-SignSGD,"
         " Karimireddy et al. 2019; momenta as in DeMo, Peng et al. 2024",
     )

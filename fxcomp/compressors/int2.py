@@ -46,7 +46,7 @@ class Int2(BlockCompressor):
 
     facts: ClassVar[Facts] = Facts(
         name="int2",
-        summary="two bits a value, a scale a block",
+        summary="two bits per value, one scale per block",
         payload="⌈n/4⌉ + 4⌈n/B⌉, up to a multiple of 4",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,

@@ -37,7 +37,7 @@ class Int4(SymmetricCompressor):
 
     facts: ClassVar[Facts] = Facts(
         name="int4",
-        summary="four bits a value, a scale a block",
+        summary="four bits per value, one scale per block",
         payload="n/2 + 4⌈n/B⌉, up to a multiple of 4",
         bias=Bias.ROUNDING,
         feedback=Feedback.REQUIRED,

@@ -38,7 +38,7 @@ class Int8(SymmetricCompressor):
 
     facts: ClassVar[Facts] = Facts(
         name="int8",
-        summary="eight bits a value, a scale a block",
+        summary="eight bits per value, one scale per block",
         payload="n + 4⌈n/B⌉, up to a multiple of 4",
         bias=Bias.ROUNDING,
         feedback=Feedback.OPTIONAL,

@@ -165,7 +165,7 @@ class PowerSGD(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="powersgd",
         summary="two thin factors of each matrix, from one step of subspace iteration",
-        payload="4 rank columns of a matrix; 4n of what is no matrix or too small",
+        payload="4 rank columns of a matrix; 4n of vectors and small matrices",
         payload_dtype=torch.float32,
         is_linear=True,
         bias=Bias.BIASED,
@@ -178,8 +178,8 @@ class PowerSGD(Compressor):
         agreement=ProposalReduction.SUM,
         proposal="4 rank rows of a matrix",
         needs_whole_parameters=True,
-        use="Large matrices on many ranks: the bytes do not grow with the ranks, and are fewer than any quantiser's.",
-        avoid="Where a second latency costs more than bytes; for vectors, small matrices, and gradients of full rank.",
+        use="Large matrices on many ranks: fewer bytes than any quantiser, independent of the number of ranks.",
+        avoid="Where a second latency costs more than bytes; vectors, small matrices, and gradients of full rank.",
         source="Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019",
     )
 

@@ -163,7 +163,7 @@ class Sidco(Compressor):
 
     facts: ClassVar[Facts] = Facts(
         name="sidco",
-        summary="the values above a threshold from a fitted distribution",
+        summary="values above a threshold from a fitted distribution",
         payload="4 + 4c + P(n, c), c = ⌈1.3⌈ratio·n⌉⌉, P as for topk",
         is_joined=True,
         bias=Bias.BIASED,
@@ -177,8 +177,8 @@ class Sidco(Compressor):
             ),
         ),
         state="36",
-        use="As topk, where its selection costs too much.",
-        avoid="Where ratio is above one over the number of ranks.",
+        use="In place of topk, where its selection costs too much.",
+        avoid="Where ratio exceeds 1 / ranks.",
         source="Abdelmoniem et al. 2021, SIDCo; with a sampled check",
     )
 

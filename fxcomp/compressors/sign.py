@@ -36,7 +36,7 @@ class Sign(BlockCompressor):
 
     facts: ClassVar[Facts] = Facts(
         name="sign",
-        summary="the sign of each value, a scale a block",
+        summary="the sign of each value, one scale per block",
         payload="⌈n/8⌉ + 4⌈n/B⌉, up to a multiple of 4",
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
@@ -44,7 +44,7 @@ class Sign(BlockCompressor):
         grain="block",
         use="Very slow links, with error feedback and stochastic gradient descent.",
         avoid="Adam, and learning rates near the edge of stability.",
-        source="Karimireddy et al. 2019, error feedback fixes SignSGD; a scale a block",
+        source="Karimireddy et al. 2019, error feedback fixes SignSGD; one scale per block",
     )
 
     @property

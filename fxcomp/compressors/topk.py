@@ -108,7 +108,7 @@ class TopK(Compressor):
         passes=2,
         parameters=(Parameter("ratio", "share of values sent", 1e-6, 1.0),),
         use="Slow links and few ranks.",
-        avoid="Where ratio is above one over the number of ranks.",
+        avoid="Where ratio exceeds 1 / ranks.",
         source="Aji and Heafield 2017; radix selection",
     )
 

@@ -68,11 +68,11 @@ _BALANCED = (
 _LOSSY = (
     Entry("powersgd(4)", None, "summed by the network, so bytes do not grow with ranks; cheap where matrices are wide"),
     Entry("powersgd(2)", None, "the fewest bytes of all for large matrices"),
-    Entry("sign", None, "a bit a value: the cheapest kernel below int4"),
+    Entry("sign", None, "a bit a value, by the cheapest kernel below int4"),
     Entry("sign", "int4", "fewer bytes than int4 twice on any number of ranks; sign twice converges much worse"),
     Entry("topk(0.01)", None, "one in a hundred: the fewest bytes on few ranks"),
-    Entry("topk(0.01)", "int4", "grows with no rank: less than top-k alone from 24 ranks on"),
-    Entry("sidco(0.01)", None, "chooses what topk does: sooner on matrices, in twice the bytes"),
+    Entry("topk(0.01)", "int4", "does not grow with ranks: fewer bytes than top-k alone from 24 ranks on"),
+    Entry("sidco(0.01)", None, "the values of topk: faster on matrices, in twice the bytes"),
 )
 ENTRIES: dict[Mode, tuple[Entry, ...]] = {
     Mode.LOSSLESS: (),
