@@ -324,7 +324,7 @@ class Ranks:
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
-    """Return the cluster of a live process group (default: all ranks), by the group's numbering.
+    """Return the cluster of a live process group, with the ranks of `group` (default: all) in its order.
 
     Every rank of the group calls it; they exchange host names through the store. `intra` and `inter` are the links
     inside and between hosts, assumed by default; `compile_step` without `cluster=` measures them. The topology of a
