@@ -161,7 +161,10 @@ class _LeastWorkWriter:
         self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
-        """Add a lower bound for this bucket. In another bucket the size may be `short` below its share."""
+        """Add the bound `line` of one operation, converted from bytes or elements of `size` to elements of a bucket.
+
+        Rounding may make an operation's size smaller than proportional, by at most `short`.
+        """
         fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
         if fixed < 0:
             return
