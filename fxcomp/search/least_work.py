@@ -23,8 +23,8 @@ from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 
-_CANONICAL = ((1 << 15, 1 << 15),) * 16  # rounding up hardly counts
-_ROUNDED = 8  # most grains by which a shard is rounded up
+_CANONICAL = ((1 << 15, 1 << 15),) * 16  # so large that rounding up is negligible
+_ROUNDED = 8  # maximum number of grains by which a shard is rounded up
 _JUST_BELOW = 1 - 1e-9  # factor for a break's price before its jump
 
 STREAMS = tuple(Stream)
@@ -39,7 +39,7 @@ class Least:
     fixed_us: tuple[float, ...]
     us_per_element: tuple[float, ...]
     tail_us: float
-    """Part of compute's work after the last collective."""
+    """Part of the compute stream's work that comes after the last collective."""
     tail_us_per_element: float
 
 
