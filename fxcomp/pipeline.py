@@ -195,8 +195,8 @@ class Compiler:
     def predicted(self, gm: GraphModule, costs: CostTable, of: tuple[GraphModule, Plan] | None = None) -> Timeline:
         """Simulate a final graph.
 
-        `of` is the captured graph and plan of a step that ends a group. The other micro-batches run first and send
-        nothing.
+        `of` is the captured graph and plan of a step that ends a group of micro-batches. The compute of the group's
+        other micro-batches is then simulated before the graph; they send nothing.
         """
         others, ahead_us = 0, 0.0
         if of is not None and self.micro_batches > 1:

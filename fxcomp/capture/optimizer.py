@@ -55,9 +55,10 @@ _FRESH: MutableMapping[torch.optim.Optimizer, dict[Tensor, FreshState]] = WeakId
 
 
 def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
-    """Return the record of an optimizer's parameters before their first step, shared by all steps.
+    """Return the fresh states of an optimizer's parameters that have not been stepped yet.
 
-    An eager `optimizer.step()` removes parameters with a gradient; `load_state_dict` removes all.
+    All compiled steps share this table. An eager `optimizer.step()` removes the parameters that it updates;
+    `load_state_dict` removes all.
     """
     if optimizer not in _FRESH:
         _FRESH[optimizer] = {}
@@ -66,7 +67,7 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Remove from the record the parameters that an eager step updates, or all after loading a state."""
+    """Remove the parameters that an eager step updates from the table of `fresh_states`; all after loading a state."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
@@ -97,7 +98,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is torch's own, whose updates read one parameter each."""
+    """Return whether the class is one of torch's, in which an update reads one parameter only."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -147,7 +148,11 @@ _MANY = 1000
 
 
 def baked(value: Any) -> Hashable:
-    """Return a comparison key: plain values by value, tensors by identity, None for other objects."""
+    """Return a key to compare a value that is a constant of the graph.
+
+    Plain values are compared by value, tensors and collections of more than _MANY values by identity, other objects not
+    at all (None).
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     items: Any = value
@@ -165,7 +170,7 @@ def _read(number: Any) -> Any:
 
 
 def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """Return a function that reads numbers; numbers on a device are read together."""
+    """Return a function that reads a number of these groups. Numbers on a device are copied in one transfer."""
     given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
     flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
     there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]
@@ -177,7 +182,7 @@ def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
 
 
 def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -> dict[str, float]:
-    """Return a group's numbers that are inputs of the graph; betas are two."""
+    """Return the numbers of a group that are inputs of the graph, with `betas` as two numbers."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         if key == "dampening" and not group.get("momentum"):

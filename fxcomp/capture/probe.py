@@ -1,7 +1,7 @@
 """Find side effects and state of an optimizer's step, by stepping small stand-in parameters.
 
-A recorder keeps the first value of each state entry in the first step. These values are the initial state if a step
-from them gives the first step's result bit for bit.
+The state of a new parameter is recorded: the first value that the first step writes to each entry. These values are
+the initial state if another step, which starts with them, gives the result of the first step bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxcomp.capture.shadow import plain_options, shadow_of, step_alone, step_tog
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """Result of a stand-in's first step."""
+    """Parameter, state and group after the first step of a stand-in parameter."""
 
     value: Tensor
     begun: Mapping[str, Any]
@@ -88,16 +88,19 @@ _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Use of a parameter's state by an optimizer's step."""
+    """Rules by which an optimizer's step initializes and updates the state of a parameter."""
 
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Increments per step of Python numbers in the state."""
+    """Python numbers in the state that each step increases, with the increment."""
     zeros: frozenset[str] = frozenset()
-    """State tensors that the first step sets from the gradient; zeros have the same effect."""
+    """State tensors that the first step sets from the gradient, as SGD sets its momentum buffer.
+
+    Starting with zeros has the same effect.
+    """
     follows_parameter: bool = False
-    """True if some initial state depends on the parameter."""
+    """True if the initial value of a state entry depends on the parameter's values."""
     is_like_others: bool = True
-    """True if the first step equals a later step; otherwise the initial state is unknown."""
+    """True if the first step uses the same formula as later steps; otherwise the initial state is unknown."""
 
     def beginning(self, step: FirstStep) -> dict[str, Any]:
         """Return the state before a first step."""

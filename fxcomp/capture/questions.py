@@ -36,7 +36,8 @@ from fxcomp.graph.prelude import BatchQuestion, Feed, Prelude, QuestionStage
 def ancestry(end: Node) -> list[Node]:
     """List the nodes that a node depends on, including itself, in order.
 
-    Only during tracing: operators write in place, and fakes share memory as the real tensors do.
+    A node that writes to the storage of a needed value counts as a dependency. Valid during tracing only, while fake
+    tensors share storages as the real tensors do.
     """
     needed: set[Node] = {end}
     memory: set[StorageWeakRef] = set()
@@ -138,7 +139,7 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """None for a value that training changes."""
+    """Function of the batch's leaves that returns the value before each step; None for trained parameters."""
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ class _Copies:
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
     makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
-    """By symbol: the node that made it, and the dimension of a size."""
+    """Node that created each symbol, and the dimension of its value if the symbol is a size, else None."""
     seen: Node | None = None
 
 
@@ -165,18 +166,18 @@ class Questions:
         self._values: dict[Node, Any] = {}
         self._fed: dict[Node, Feed] = {}
         self._parts: dict[Node, list[Node]] = {}
-        """Nodes needed for a copy whose computation writes in place."""
+        """For a copy computed with in-place writes: the copies of all its dependencies."""
         self._asked: dict[str, Asked] = {}
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def follow(self, tracer: Any) -> None:
-        """Refer later questions to another trace."""
+        """Look up the nodes of later questions in another trace."""
         self._copies = _Copies(tracer)
 
     def answer(self, expression: compat.Expression) -> Any:
-        """Answer a question about symbols; None if the answer depends on more than the batch and buffers."""
+        """Evaluate an expression of symbols on the real batch; None if it depends on more than batch and buffers."""
         evaluator = compat.evaluator(expression)
         made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
         if evaluator is None or None in made.values():
@@ -240,7 +241,10 @@ class Questions:
     # Copies
 
     def _copy_of(self, end: Node, nodes: Sequence[Node]) -> Node | None:
-        """Copy and compute a node with its dependencies; None if one must not be asked about."""
+        """Copy a node with its dependencies and compute the copies.
+
+        None if a dependency cannot run before the step: it draws, communicates, or reads a trained parameter.
+        """
         if not all(map(self._may_be_asked, nodes)):
             return None
         changed = {place for node in nodes for place in written(node)}

@@ -15,15 +15,16 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
-"""Schedulers bind `step` to the user's optimizer."""
+"""Attributes that a shadow gets new. Learning rate schedulers set `step` to a method of the user's optimizer."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
     """Make an optimizer of the same class and attributes without parameters.
 
-    The constructor does not run: it may need more arguments. An attribute that holds a user's parameter gets an empty
-    tensor instead, out of reach for steps; `knows_parameters` keeps the parameter. Raises Unsupported for an attribute
-    that cannot be copied, such as a lock or an open file.
+    The constructor does not run, because it may need more arguments. If an attribute refers to a parameter of the user,
+    the copy refers to an empty tensor, so that steps of the shadow cannot change the parameter; with
+    `knows_parameters` it refers to the parameter. Raises Unsupported for an attribute that cannot be copied, such as a
+    lock or an open file.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -50,7 +51,7 @@ def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: di
 
 @contextmanager
 def unseen() -> Generator[None]:
-    """Step shadows on plain tensors, without draws from the user's generator."""
+    """Disable autograd and inference mode for steps of shadows; restore torch's CPU generator at the end."""
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped
         yield
 

@@ -6,8 +6,8 @@
     @functools.cache         cleared if tracing has put a tensor into it
     random.random()          refused; the generator's state is restored
 
-Stored size symbols are removed without an error. `settled` in step_guard.py finds changes without traced values, such
-as counters.
+Stored size symbols are removed without an error. Changes that involve no traced value, such as an increased counter,
+are found by `settled` in step_guard.py.
 """
 
 # values of any type
@@ -32,7 +32,7 @@ from fxcomp import compat, errors
 from fxcomp.capture.watch import MISSING, ROWS, Holder, Place, Watched, is_plain_value, read
 
 DEPTH = 6
-"""Maximum number of objects between a new value and a traced one."""
+"""Depth of the search for traced values in a stored object."""
 
 _GLOBAL: Mapping[str, Any] = {
     "random": random,
@@ -45,7 +45,7 @@ _GLOBAL: Mapping[str, Any] = {
 def untouched(watched: Watched) -> Generator[None]:
     """Restore watched values and generators. Raises CaptureFailed, naming the changes.
 
-    Must surround the whole trace: inside it, tensor copies would be traced.
+    Enter it before the trace begins, because copying a tensor during the trace would be recorded as an operator.
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
@@ -166,9 +166,9 @@ def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
 
 
 def _of_trace(value: Any, depth: int = DEPTH, met: set[int] | None = None) -> str:
-    """Return `tensor`, `number` or `known` if a value is or contains a traced value, else an empty string.
+    """Return the kind of traced value that a value is or contains; an empty string if there is none.
 
-    Only the step knows a number read from a tensor; a size is known before.
+    `tensor` is a fake tensor, `number` a scalar read from a tensor (an unbacked symbol), `known` a size symbol.
     """
     if isinstance(value, Tensor):
         return "tensor" if compat.is_fake(value) else ""

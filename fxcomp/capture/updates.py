@@ -24,10 +24,10 @@ from fxcomp.graph.info import NodeInfo, Role
 from fxcomp.graph.work import is_sequence
 
 KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Classes whose numbers stay live if the graph uses them."""
+"""Optimizer classes that need no check if the traced update uses every live number."""
 
 _CHANGE = 0.75
-"""Factor on live numbers for the check."""
+"""Factor by which the check changes live numbers, such as the learning rate."""
 
 _LATER = 7
 """Increase of counters for the check, in steps."""
@@ -89,7 +89,7 @@ class _Trial:
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
-        """Compare both updates with other numbers, `later` steps later."""
+        """Return whether the traced update equals the optimizer's for `numbers`, with counters `later` steps on."""
         counters = self._habits.counters
         state = copied(self._state)
         state |= {key: state[key] + later * growth for key, growth in counters.items()}
@@ -120,7 +120,7 @@ class UpdateTraces:
         self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """A parameter and its update for resizing, by group, state and dtype."""
+        """First parameter of a group, state layout and dtype, with its update, which is resized for other shapes."""
 
     def of(self, owner: Owned) -> GraphModule:
         parameter, keys = owner.parameter, tuple(state_tensors(owner.state))
@@ -184,12 +184,16 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
 
 
 def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
-    """Name the counters of a parameter's state."""
+    """Return the counters by the names that their symbols get, such as `0.state.step`."""
     return {f"{owner.group}.state.{key}": value for key, value in counts.items()}
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
-    """Adapt an elementwise update to another shape; None if uncertain."""
+    """Copy an elementwise update of `before` for a tensor like `after`.
+
+    None, so that the caller traces instead, if a tensor is not contiguous or has no dimensions, an operator takes a
+    list, or an intermediate value has another shape than `before`.
+    """
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
     resized = clone(piece)
@@ -209,8 +213,8 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    Tracing it for hundreds of gradients took a fifth of the capture. Norms are fp32, or fp64 for fp64 gradients: in
-    fp16 the squares of a million values of 100 are infinite.
+    The nodes are written directly, since tracing that function for hundreds of gradients took a fifth of the capture.
+    Norms are fp32, or fp64 for fp64 gradients: in fp16 the squares of a million values of 100 are infinite.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device

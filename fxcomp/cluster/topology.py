@@ -89,7 +89,7 @@ class Crossing(NamedTuple):
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a shared medium. A single rank's traffic passes it once."""
+        """Add another unit's traffic on a shared medium. In patterns with a single sender, its traffic counts once."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)

@@ -50,7 +50,7 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
 
 
 def listed_elements(gm: GraphModule) -> float:
-    """Return the maximum size of parameters updated together; unlimited on accelerators, as in torch."""
+    """Return the maximum elements of a parameter updated by list (foreach) operators; infinite on accelerators."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
         if source is not None and source.kind is InputKind.PARAMETER:
@@ -136,7 +136,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
 
 
 def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
-    """Return the line before a piece that switches or joins streams."""
+    """Return the line that switches or joins streams before a piece; empty if none is needed."""
     values = ", ".join(node.name for node in crossing.values)
     if crossing.is_aside:
         return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
@@ -166,7 +166,7 @@ def _saved_inputs(gm: GraphModule) -> list[Node]:
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """Return the lines before parameters change; they first complete gradients outside of buckets."""
+    """Return the lines before the first change of parameters; gradients outside of buckets are completed first."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]
@@ -177,7 +177,7 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Return whether a piece changes parameters, or decides that they may change."""
+    """Return whether a piece changes parameters, or is the commit that decides on it."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 
@@ -219,7 +219,7 @@ def _region_call(region: Region) -> str:
 def _dead_after(
     gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node], saved: Sequence[Node]
 ) -> dict[int, list[str]]:
-    """List the values last used by a piece, by the piece's id."""
+    """Map a piece's id to the names of values that no later piece uses."""
     inputs = set(gm.graph.find_nodes(op="placeholder")) - set(saved)
     kept = {*inputs, *gm.graph.output_node().all_input_nodes, *undoing}
     last_user: dict[Node, Region | Node] = {}

@@ -27,7 +27,7 @@ Expression = Any
 
 
 class AskingShapes(ShapeEnv):
-    """Shape environment that requests a value before it raises; the answer None raises."""
+    """Shape environment that calls back for a data-dependent value, and raises only if the answer is None."""
 
     def __init__(self, ask: Callable[[Expression], Any]):
         # Equal numbers get separate symbols; tracing requests their equality when needed.
@@ -66,7 +66,7 @@ def unknown_size(shapes: ShapeEnv) -> Any:
 
 
 def current_tracer() -> Any:
-    """Return the active tracer, whose `graph` grows."""
+    """Return the active tracer; its `graph` has the nodes traced so far."""
     mode = get_proxy_mode()
     assert mode is not None, "only what is being traced asks for its tracer"
     return mode.tracer
@@ -95,7 +95,7 @@ class _Printer(PythonPrinter):
 
 
 def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]], Any]] | None:
-    """Compile an expression to Python over its symbols' names; None where Python could differ.
+    """Compile an expression to a Python function of its symbols; None if Python's result could differ.
 
     SymPy reorders sums and products, which is exact only for integers.
     """
@@ -137,6 +137,6 @@ _HARMLESS = frozenset(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Read `.grad` without Python's modes, which refuse it to the user."""
+    """Read `.grad` outside of the capture's Python modes, which raise if the user's code reads it."""
     with torch.DisableTorchFunction():
         return parameter.grad

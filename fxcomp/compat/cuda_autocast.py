@@ -74,7 +74,10 @@ BANNED = "binary_cross_entropy"
 # fmt: on
 
 _USERS = {"cpu": "maia"}
-"""Device type that stores the user's "cpu" state inside the context, while kernels read "cpu"."""
+"""Unused device type that stores the user's autocast state of "cpu" inside the context.
+
+Kernels read the state of "cpu", which the context overwrites.
+"""
 
 _DEVICES = ("cuda", *_USERS, *_USERS.values())
 

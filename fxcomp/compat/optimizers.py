@@ -113,7 +113,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def knows_values(tensor: Tensor) -> bool:
-    """Return whether a fake knows its values, like torch.tensor([1, 2]) in a trace."""
+    """Return whether a fake tensor carries constant values, as torch.tensor([1, 2]) in a trace does."""
     return getattr(tensor, "constant", None) is not None
 
 
@@ -131,7 +131,7 @@ def is_sparse_view(tensor: Tensor) -> bool:
 
 
 def strides(tensor: Tensor) -> Sequence[Any]:
-    """Return a tensor's strides; 1 for sparse tensors. Stride 0 means one repeated value."""
+    """Return a tensor's strides; 1 for sparse tensors. Stride 0 means that one value is repeated."""
     return tensor.stride() if tensor.layout is torch.strided else [1] * tensor.dim()
 
 

@@ -5,7 +5,7 @@
                                                     [7, 21] and [7] do not: 20 is no symbol
                                                     [1, 20] and [1] do not: symbols are neither 0 nor 1
 
-Sizes that tracing specialized must be equal.
+A size that tracing replaced by a number must equal that number.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -35,7 +35,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def live_number(shapes: ShapeEnv, value: float, name: str) -> Any:
-    """Make a float symbol: its hint decides comparisons, arithmetic becomes nodes."""
+    """Make a symbolic float. Comparisons use `value` and add a guard; arithmetic is traced."""
     source = constant_source(f"live_{name}".replace(".", "_"))
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symfloatnode(symbol, hint=value, source=source)
@@ -48,7 +48,7 @@ def constant_source(name: str) -> Any:
 
 
 def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:
-    """List tracing's assumptions, each with a flag: it concerns only the sign of one symbol."""
+    """Return the guards of a trace as text. A flag is True if its guard only tests the sign of one symbol."""
     return [(str(guard.expr), _is_sign(guard.expr)) for guard in shapes.guards]
 
 
@@ -107,7 +107,7 @@ def bound_symbols(values: Iterable[Any]) -> set[Any]:
 
 
 def unbound_symbols(values: Iterable[Any]) -> set[Any]:
-    """Return the symbols that occur only in products and sums."""
+    """Return the symbols that are no size, stride or integer alone, but part of an expression such as s0 + 1."""
     found = _sizes(values)
     told = {expression for expression in found if expression.is_Symbol}
     return {symbol for expression in found for symbol in expression.free_symbols} - told
@@ -131,7 +131,7 @@ def is_open(value: Any) -> bool:
 
 
 def as_number(value: Any) -> Any:
-    """Replace a specialized symbol by its number; other values pass."""
+    """Replace a specialized symbol by its number. Other values are returned as they are."""
     return _as_constant(value) if isinstance(value, SYMBOLS) else value
 
 

@@ -51,7 +51,7 @@ def fake_mode() -> tuple[FakeMode, ShapeEnv]:
 
 
 def fake_with_dynamic_dims(mode: FakeMode, value: Any, dims: frozenset[int], name: str) -> Any:
-    """Make a fake tensor with symbolic sizes in `dims`; other values pass."""
+    """Make a fake tensor with symbolic sizes in `dims`. Other values are returned as they are."""
     if not isinstance(value, Tensor):
         return value
     if not dims:

@@ -4,8 +4,8 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean has a fixed order. A block
-whose scale is not finite decodes to NaN, and its residual keeps its values.
+Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean is summed in a fixed order. A
+block whose scale is not finite decodes to NaN, and its part of the residual does not change.
 
 With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
 feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512:
@@ -16,8 +16,8 @@ feedback converges for c below 4. Relative squared errors, 131072 samples in blo
     Student t3     .40    .36    .34   .33    .34
     log-normal     .61    .56    .53   .51    .50      times Gaussian
 
-Stochastic rounding is unbiased, with errors of 0.8 for Gaussian values and 2.2 for Laplace. Feeding back an error above
-1 diverges, so feedback is forbidden for blocks of 12 and more.
+Stochastic rounding is unbiased, with relative squared errors of 0.8 for Gaussian values and 2.2 for Laplace. Error
+feedback diverges if this error may exceed 1, so it is forbidden for blocks of 12 and more values.
 """
 
 from __future__ import annotations

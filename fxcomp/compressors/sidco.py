@@ -8,16 +8,16 @@
 Payload: fxcomp/compressors/survivors.py. `fit` names the distribution: `exponential`, `gamma` and then
 generalised Pareto, or `pareto`, generalised Pareto from the start.
 
-Check of the fit: t = k / n of the sample should reach the threshold. If the count is off by more than 5 % and by more
-than its standard deviation (sqrt(t); 0 for a complete sample), the threshold becomes the sample's t-th largest
-magnitude. No fit follows the edge that error feedback leaves at the last threshold. Measured counts:
-docs/benchmarks/sidco.md.
+Check of the fit: of m sampled values, t = m k / n should reach the threshold. If their number differs from t by more
+than 5 % and by more than its standard deviation (sqrt(t); 0 if all values are sampled), the threshold becomes the
+sample's t-th largest magnitude. The check is needed because error feedback leaves few magnitudes above the last
+threshold, which no fitted distribution models. Measured counts: docs/benchmarks/sidco.md.
 
-State, 9 fp32 a segment: the controller. Every five steps it compares the fits' mean count with the target. If the count
-is off by more than 20 %, it changes the stages by one, and reverses direction if the last change made the count worse.
-If two windows in a row reach less than a quarter or more than four times of k, five steps use a thin sample, every
-stride-th value from a random start (as DGC, Lin et al. 2018), and the controller restarts with two stages. A segment
-that is zero or not finite leaves the state unchanged.
+State, 9 fp32 a segment: the controller of the number of stages. Every five steps (a window) it compares the fits' mean
+count with the target. If the count is off by more than 20 %, it changes the stages by one, and reverses direction if
+the last change made the count worse. If the mean count is below k / 4 or above 4 k in two consecutive windows, the next
+five steps take the threshold from a thin sample, every stride-th value from a random start (as DGC, Lin et al. 2018),
+and the controller restarts with two stages. A segment that is zero or not finite leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -227,7 +227,10 @@ class Sidco(Compressor):
     def _choose(
         self, piece: Tensor, k: int, controller: Controller, stride: int, thin_stride: int
     ) -> tuple[int, float | None]:
-        """Return a segment's threshold, as bits, and the fit's count relative to the target; None without a fit."""
+        """Return a segment's threshold, as the bits of a float, and the quality of the fit.
+
+        The quality is the number of sampled values above the fitted threshold, divided by its target; None without fit.
+        """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):

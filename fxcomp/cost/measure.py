@@ -56,9 +56,10 @@ def measure_collectives(
 ) -> dict[tuple[CollectiveKind, str], MeasuredCollective]:
     """Fit timings of collectives at each level, keyed by collective and topology. Every rank calls it.
 
-    Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. Decisions depend only on the
-    times that `time_collective` returns: local clocks would deadlock the ranks. Unused budget passes on. If `library`
-    is given, collectives that it runs like a gather are skipped.
+    Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. The number of samples
+    depends only on the times that `time_collective` returns, which are equal on all ranks; with local clocks ranks
+    could start different collectives and deadlock. Time that a collective leaves unused is available to the next ones.
+    If `library` is given, an all_to_all is skipped where the library's algorithm is the one of its all_gather.
     """
     pairs = [
         (kind, level)
@@ -113,9 +114,9 @@ def _sample(
 ) -> tuple[list[tuple[int, float]], float]:
     """Time every size of every round within the budget; return the samples and the seconds spent.
 
-    A size's expected time is its previous one, or the next smaller size's scaled. The remaining budget pays for one
-    larger sample, because long transfers have another rate, or repeats the largest size if twice that size does not
-    fit.
+    The expected time of a size is its shortest time so far, or else the time of the next smaller size, scaled. The
+    remaining budget pays for one sample of a larger size, because long transfers have another rate. If twice the
+    largest size does not fit the budget, the largest size is repeated instead.
     """
     spent = timed(SMALLEST_BYTES)  # opens connections; not a sample
     samples: list[tuple[int, float]] = []
@@ -145,7 +146,10 @@ def _sample(
 # Compressors
 
 SIZES = (8_192, 1_048_576, 4_194_304)
-"""In elements. Lines through these three sizes predict ten other sizes best (measured, 2026-11)."""
+"""Sizes at which compressors are timed, in elements.
+
+Of all triples of sizes tried, straight lines between these predict ten other sizes best (measured, 2026-11).
+"""
 
 
 def measure_compressors(
@@ -158,10 +162,11 @@ def measure_compressors(
 ) -> dict[str, CompressorCost]:
     """Time proposing, encoding and decoding at growing sizes, with the keys of a cost table.
 
-    Calls run as in a step, with a bucket just filled and cold caches (bf16 of 65,536 values: 0.02 ms repeated, 0.14 ms
-    so, 0.1 to 0.2 ms in a step; measured, 2026-11). `device` is the key's name, `on` the tensors' device (default CPU;
-    torch's threads are then part of the key). Two sizes are always timed, larger ones if expected to take at most
-    `each_s` seconds. Compressors that use shapes get a nearly square matrix.
+    Calls run as in a step: the bucket has just been filled, and other data is in the caches. bf16 of 65,536 values
+    takes 0.02 ms if repeated, 0.14 ms under these conditions, and 0.1 to 0.2 ms in a step (measured, 2026-11). `device`
+    is the device's name in the key, `on` the tensors' device (default CPU; the number of torch's threads is then part
+    of the key). Two sizes are always timed, larger ones if expected to take at most `each_s` seconds. Compressors that
+    use shapes get a nearly square matrix.
     """
     on = on or torch.device("cpu")
     values = torch.zeros(4, max(sizes), device=on)
@@ -254,7 +259,7 @@ def _gflops(dtype: torch.dtype, on: torch.device) -> float:
 
 
 def measure_copy(on: torch.device) -> float | None:
-    """Measure the slower direction between pinned host memory and a device, in GB/s; None on the CPU."""
+    """Measure copies between pinned host memory and a device; return the slower direction in GB/s, None on the CPU."""
     if on.type == "cpu":
         return None
     host = torch.zeros(4 << 20, pin_memory=True)

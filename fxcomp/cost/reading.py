@@ -1,4 +1,4 @@
-"""Readers of JSON data into frozen data, with checks and the place of each error.
+"""Parse JSON data into frozen dataclasses. An error names the place of the wrong value.
 
     POINT = record(Point, x=number(), name=TEXT)
     POINT({"x": -1.0, "name": "a"}, "points[3]")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Reader = Callable[[Any, str], T]
 
 MOST = 1e18
-"""Bound of times, sizes, rates and their inverses; a product of two is still a float (assumed)."""
+"""Upper bound of times, sizes, rates and their inverses, so that a product of two is finite (assumed)."""
 
 
 # Values
@@ -68,7 +68,7 @@ def FLAG(value: Any, place: str) -> bool:
 
 
 def null_or(reader: Reader[T], null: Any = None) -> Reader[Any]:
-    """Return a reader that also accepts null, as `null`."""
+    """Return a reader that also accepts JSON's null, and then returns `null`."""
     return lambda value, place: null if value is None else reader(value, place)
 
 

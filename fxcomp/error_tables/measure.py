@@ -1,15 +1,16 @@
 """Measure the errors of one family of compressors on gradients plus residuals.
 
-    measure(gradients, residuals, family)  -->  a row a gradient
+    measure(gradients, residuals, family)  -->  one row per gradient, one error per compressor of the family
 
-Each rank computes |g|², |v|², and the errors by density or codec. Errors by rank are measured on the ranks' sum, by
-sketches. One all_reduce in fp64 sums 3 numbers and one a column for each gradient, so every rank has the same rows.
+With g a gradient and v the gradient plus its residual, each rank computes |g|², |v|², and the errors of top-k or of
+codecs. The errors of low-rank compressors are measured on the sum over ranks, by sketches. One all_reduce in fp64 sums
+these numbers, so every rank has the same rows.
 
-    error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       by density and codec
-    error = |V - its best matrix|² / |V|²,  V = sum over ranks of v         by rank
+    error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       top-k and codecs
+    error = |V - best matrix of rank r|² / |V|²,  V = sum over ranks of v   low rank
 
 A gradient that is zero or not finite on a rank is omitted there. Memory: a copy of the largest gradient with its
-residual, twice for selection, 128 kB of drawn runs a gradient, and sketches of 32 rows and columns a matrix.
+residual (two copies for top-k), 128 kB of sampled values per gradient, and sketches of 32 rows and columns per matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _SKETCH = max(each.rank for each in LOW_RANK) + 8
 """Columns of a sketch, more than the largest rank."""
 
 _PROBES = 8
-"""Vectors that estimate the sketch's error, to within a half if it has rank 1, an eighth if it has rank 16."""
+"""Number of random vectors that estimate the sketch's error.
+
+The estimate is accurate to a half if the error has rank 1, to an eighth if it has rank 16.
+"""
 
 
 def losses_by_rank(
@@ -51,8 +55,8 @@ def losses_by_rank(
 
         |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
 
-    A sketch underestimates the kept part: by little for falling spectra, by a quarter for white noise. A matrix with a
-    side of at most the sketch's columns is used whole.
+    A sketch underestimates the kept part: by little for falling spectra, by a quarter for white noise. No sketch is
+    made of a matrix with at most as many rows or columns as a sketch has columns.
 
     `matrices` yields this rank's parts, in order, at each call; zeros for a matrix without a part here.
     """
@@ -126,10 +130,11 @@ def measure(
     """Measure the errors of one of FAMILIES on gradients, plus residuals where given.
 
     Every rank calls it with the same names and shapes. Random choices depend on `rank` and on the measurement's number
-    `look`, so that means converge. A gradient that is finite on no rank has no row. A row with an error that is not
-    finite has no errors.
+    `look`, so that averages over measurements converge. A gradient that is finite on no rank has no row. If one error
+    of a row is not finite, the row's `errors` are empty.
     """
-    # A row a gradient: ranks that measured it, |g|², |v|², and the error of each column; by rank, relative to |v|².
+    # One row per gradient: number of ranks that measured it, |g|², |v|², and lost squares per compressor. The entries
+    # of low rank are relative errors already.
     found = torch.zeros(len(gradients), 3 + len(family), dtype=torch.float64)
     drawn: list[Drawn] = []
     numbers: list[int] = []

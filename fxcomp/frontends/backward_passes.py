@@ -1,7 +1,7 @@
 """Average the gradients of eager backward passes: dense at first, then by a plan that all ranks share.
 
     pass 0 ... 5     dense; bucket ready times are measured
-    then             a plan; candidates race against it by turns, and the fastest stays
+    then             a plan; other plans take turns with it (a race), and the fastest stays
 
 A given plan is followed from the first pass. Subclasses run a pass: `hook_job.py` and `scatter_job.py`.
 """
@@ -42,7 +42,7 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Passes before planning: DDP's buckets settle first, then `TIMED` passes are measured."""
+"""Passes before planning: DDP rebuilds its buckets in the first ones, and the last `TIMED` are measured."""
 
 TIMED = 3
 """Number of passes whose ready times the plan uses."""
@@ -54,7 +54,7 @@ _NO_SCALER = (
 
 
 class ReadyTimes:
-    """Compute time before each bucket, without the hook's own time."""
+    """Compute time before each bucket: from the end of the hook's call for the previous bucket to the next call."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)

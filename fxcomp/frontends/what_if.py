@@ -219,14 +219,17 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
-    """Return the break-even bandwidth. Reuse the choice if no measured collectives priced it."""
+    """Return the break-even bandwidth, above which compression stops paying.
+
+    The choice is reused for the search if its prices do not come from measured collectives.
+    """
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, terms, choice=None if costs.collectives else choice)
 
 
 def with_processors(costs: CostTable, device: torch.device) -> CostTable:
-    """On a CPU, let compute share this machine's processors with concurrent work."""
+    """Return costs in which, on a CPU, compute shares this machine's processors with concurrent work."""
     if device.type != "cpu":
         return costs
     count = compat.processors()
@@ -282,7 +285,10 @@ def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured
 def measured_here(
     training: Training, captured: Captured, batch: Any, costs: CostTable, compiler: Compiler
 ) -> tuple[CostTable, Workload]:
-    """Add measured compute times of the dense step's regions. Collectives return immediately."""
+    """Return the costs and the workload with compute times measured in the dense step.
+
+    The step runs here without a network: its collectives return immediately.
+    """
     cluster, device = compiler.cluster, training.device
     workload = compiler.analyze(captured.graph, costs)
     plan = uniform("dense", workload, costs, cluster) if cluster.world_size > 1 else Plan(())
@@ -334,7 +340,7 @@ def _timed_on_a_copy(program: Program, arguments: Sequence[Sequence[Any]]) -> li
 
 
 class _NeverSkips(Runtime):
-    """Runtime that never skips an update, because a skipped update has no time."""
+    """Runtime that never skips an update, because a skipped update could not be timed."""
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         super().all_finite(values)

@@ -69,10 +69,10 @@ _VIEWS: dict[Any, Any] = {
 
 
 def _look_instead_of_turning(traced: GraphModule) -> None:
-    """Replace in-place changes of a shape by views, so that each node has one shape.
+    """Replace in-place changes of a shape by views, so that a node's shape never changes.
 
-    A symbolic size is read late: `sym_size(%stack, 1)` after `transpose_(%stack, 0, 1)`, as in batch-first recurrent
-    layers, would be the wrong one.
+    A `sym_size(%stack, 1)` that stands after `transpose_(%stack, 0, 1)`, as in batch-first recurrent layers, would
+    return the size after the transpose, but may mean the size before it.
     """
     for node in traced.graph.nodes:
         if node.target in _VIEWS and node.args[0].op != "placeholder":
@@ -80,7 +80,7 @@ def _look_instead_of_turning(traced: GraphModule) -> None:
 
 
 def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
-    """Keep the strides of written tensors, since later random numbers follow their order in memory.
+    """Keep the strides of written tensors, because the order of random fills depends on strides.
 
     `masked_fill(%x)` is contiguous where `masked_fill_(%x)` was not.
     """
@@ -100,7 +100,7 @@ def _keep_strides(traced: GraphModule, writes: Sequence[Node]) -> None:
 
 
 _Plain = dict[Node, tuple[Any, Any]]
-"""Replacing operator and its value, by write."""
+"""For each in-place write: the operator that replaces it, and that operator's value."""
 
 
 def _plain_writes(writes: Sequence[Node]) -> _Plain | None:
@@ -141,7 +141,7 @@ def _is_fresh(place: Node) -> bool:
 
 
 _SHARES = (torch.ops.aten._unsafe_view.default,)  # pyright: ignore[reportPrivateUsage]  # an operator's name
-"""Operators whose result shares memory with an argument, undeclared."""
+"""Operators whose result shares memory with an argument although their schema does not declare it."""
 
 
 def _value(target: Any, node: Node, plain: _Plain) -> Any:

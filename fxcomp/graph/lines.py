@@ -170,17 +170,17 @@ class Line:
     method: str
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """Predicted time, in us; None for free lines, and collectives, which are priced by their links."""
+    """Predicted time in µs. None for free lines, and for collectives, which are priced by their links."""
     stream: Stream = Stream.COMPUTE
     """The pool only if its input is there; `intra` for a collective in one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
-    """The result is in a buffer under the line's name, its first argument."""
+    """The result is written to a buffer, whose name is the first argument of the call."""
     keywords: Callable[[Node], Mapping[str, Any]] = _keywords
     is_undoing: bool = False
     """Runs only in a step that is rolled back."""
     is_free: bool = False
-    """Takes a few unpredicted microseconds."""
+    """Takes a few microseconds, which predictions ignore."""
 
     @property
     def is_timed(self) -> bool:
@@ -259,7 +259,7 @@ def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
 
 
 def numbers_of(gm: GraphModule) -> Numbers:
-    """Return the parameters of lines that can change without a new program."""
+    """Return the compressors, cuts and sizes of a program's lines; they can change without a new program."""
     compressors: dict[str, Compressor] = {}
     cuts: dict[str, Cut] = {}
     sizes: dict[str, Sequence[int]] = {}
@@ -292,7 +292,7 @@ def compressed_elements(node: Node) -> int:
 
 
 def before_replacement(value: Any) -> Any:
-    """Return the input that a compress line overwrites, or the value itself."""
+    """Return the residual or state that a compress node replaces, if `value` is the replacement; else `value`."""
     if not isinstance(value, Node) or value.target is not operator.getitem or info(value).role is not Role.COMPRESS:
         return value
     compress, place = cast("tuple[Node, int]", value.args)

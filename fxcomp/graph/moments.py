@@ -63,9 +63,9 @@ class Moment:
     writes: tuple[Node, ...]
     """Nodes that write it, in order."""
     entering: Node
-    """Value added by the last write: the gradient, with coupled weight decay."""
+    """Value that the last write adds: the gradient, including coupled weight decay."""
     recovered: tuple[Node, ...]
-    """Other users of this value, as in Nesterov momentum."""
+    """Nodes that use `entering` in addition to the last write, as in Nesterov momentum."""
     magnitude: Magnitude | None
 
 
@@ -78,7 +78,7 @@ class Update:
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Return the only outer tensor that is no graph input. Raise NoMoment if there are several."""
+        """Return the only tensor from outside the update that is no graph input. Raise NoMoment unless there is one."""
         inside = set(self.nodes)
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
@@ -184,7 +184,7 @@ def _entering(write: Node) -> Node:
 
 
 def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: Collection[Node]) -> tuple[Node, ...]:
-    """Return the other users of the entering value. Raise NoMoment for other uses of the gradient."""
+    """Return the nodes that use `entering` in addition to the write. Raise NoMoment for other uses of the gradient."""
     needed = _sources(known, nodes)
     follows = {gradient}
     found: list[Node] = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from fxcomp import compat
 
 Feed = Callable[[Sequence[Any]], Any]
-"""Returns a value of the batch's leaves or of the model."""
+"""Function of the batch's leaves that returns one input of the prelude: a leaf, a buffer or a frozen parameter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,11 @@ _CERTAIN = frozenset(
         aten.constant_pad_nd.default,
     }
 )
-"""Operators whose results have their fakes' strides if their arguments have; so have elementwise ones, except
-_UNCERTAIN. Found on the CPU with 470 operators and transposed, channels_last and expanded layouts."""
+"""Operators whose real results have the strides of their fakes, if this holds for their arguments.
+
+It also holds for elementwise operators, except _UNCERTAIN. Found on the CPU with 470 operators and transposed,
+channels_last and expanded layouts.
+"""
 
 _IN_ROWS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 """Operators with contiguous results for any arguments."""
@@ -57,13 +60,13 @@ _UNCERTAIN = frozenset(
         *(aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default),
     }
 )
-"""Elementwise operators found to have other strides."""
+"""Elementwise operators whose real results were found to have other strides than their fakes."""
 
 
 def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = True) -> GraphModule:
     """Replace views of tensors with uncertain strides by reshapes, in place.
 
-    Inputs of a backward graph are known only by their fakes.
+    Pass `inputs_are_certain=False` for a backward graph, whose inputs are results of the forward graph.
     """
     certain: set[Node] = set()
     for node in body.graph.nodes:
@@ -84,7 +87,7 @@ def reshape_uncertain_views(body: GraphModule, *, inputs_are_certain: bool = Tru
 
 
 def _is_certain(node: Node, certain: set[Node]) -> bool:
-    """Return whether a node's results have their fakes' strides."""
+    """Return whether the real results of a node have the strides of their fakes."""
     target, inputs_are = node.target, all(used in certain for used in node.all_input_nodes)
     if not compat.is_operator(target):  # getitem, arithmetic of sizes
         return inputs_are
@@ -95,7 +98,7 @@ def _is_certain(node: Node, certain: set[Node]) -> bool:
 
 
 def _lies_in_one_way(value: object) -> bool:
-    """Return whether no other strides are possible: a number, or a contiguous vector."""
+    """Return whether a value can have no other strides: a number, a scalar tensor, or a contiguous vector."""
     if not isinstance(value, Tensor):
         return not isinstance(value, tuple | list)
     return value.dim() == 0 or (value.dim() == 1 and not compat.is_open(value.stride(0)) and value.stride(0) == 1)

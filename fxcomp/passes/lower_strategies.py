@@ -56,11 +56,11 @@ class _Lowering:
         assert flat is not None, f"bucket {number} has no collective"
         self.flat, self.done = flat, wait_of(flat)
         self.value = pack
-        """Input of the next line."""
+        """Node that the next line takes as input."""
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.sizes: Iterator[int] = iter(())
-        """Bytes that price the remaining collectives, on all ranks."""
+        """Bytes that price the remaining collectives: rank 0's, so that all ranks have equal numbers."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
@@ -162,7 +162,7 @@ class _Lowering:
         return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
 
     def _named(self, name: str) -> str:
-        """Number a repeated name, as torch.fx would increase the bucket's number."""
+        """Append a count to a repeated name. Left to torch.fx, the bucket's number in the name would be increased."""
         again = self.names[name]
         self.names[name] += 1
         return f"{name}_{again}" if again else name

@@ -57,7 +57,7 @@ class Warmup:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
-        """Return the plans by their first step; the last one is `plan`."""
+        """Return the plan of each stage by the stage's first step; `plan` is the last."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
@@ -79,7 +79,7 @@ def _dense(plan: Plan) -> Plan:
 
 
 def with_gradients_in_int8(plan: Plan) -> Plan:
-    """Return the plan at the gradient by int8, or uncompressed if int8 does not fit."""
+    """Return a plan that exchanges gradients in int8, or uncompressed if a strategy cannot use int8."""
     try:
         return _by(Int8(), plan)
     except BadOption:
@@ -87,7 +87,7 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Return the plan at the gradient with every compressor but casts replaced. Raise BadOption."""
+    """Return a plan that exchanges gradients, with every compressor except casts replaced. Raise BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)
@@ -132,7 +132,8 @@ class Compress:
     `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth sends gradients
     in int4, and reports show the job's bytes and time.
 
-    `warmup` sets the first steps, `feedback` the variant of error feedback.
+    `warmup` sets how many first steps send gradients dense, in int8 or in int4; `feedback` sets the variant of error
+    feedback.
     """
 
     within: str | float | ErrorBudget = Mode.BALANCED.value

@@ -1,7 +1,7 @@
-"""Legs of a strategy bound to a bucket, a cluster and a rank, and the cuts of a bucket.
+"""Legs: the operations of a strategy for one bucket, cluster and rank. Also cuts a bucket into shards.
 
-    Encode   pieces of the bucket, and the parameters' parts in each
-    Send     one collective, and each rank's part
+    Encode   compress pieces of the bucket; lists the parts of parameters in each piece
+    Send     one collective, with each rank's part
     Decode   mean of the payloads of each piece
 
 `route.py` makes the legs.
@@ -81,7 +81,7 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
-    """Return the allowed place nearest to index / parts of the whole."""
+    """Return the `index`-th of the cut points."""
     whole = edges[-1]
     ideal = index * whole  # divided by parts
     if ideal == parts * whole:
@@ -98,12 +98,12 @@ Cut = int | tuple[int, ...]
 
 
 class Unit(NamedTuple):
-    """Unit of a rank's values relative to the mean gradient's."""
+    """Scale of a rank's values relative to the mean gradient."""
 
     weight: Fraction
-    """The mean gradient is the sum of `weight` times the values over all ranks that hold a place."""
+    """Factor of the values in the mean gradient, which is a weighted sum over all ranks that hold the same elements."""
     total: Fraction
-    """Sum of the weights of all ranks that hold a place."""
+    """Sum of the weights of all ranks that hold the same elements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Pins:
         return next((rule for rule in reversed(self.rules) if rule.matches(name)), None)
 
     def decided(self, names: Iterable[str]) -> dict[Rule, list[str]]:
-        """Return each rule's parameters, without rules that decide none."""
+        """Return the parameters that each rule decides; rules without parameters are left out."""
         found: dict[Rule, list[str]] = {}
         for name in names:
             rule = self.rule_for(name)

@@ -41,10 +41,10 @@ SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
 """Sizes of collectives timed while compute runs, in bytes."""
 
 OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 3, 8
-"""Longest idle time of the larger size in s, timings of each size, and most collectives per burst."""
+"""Limit in s on the time of the larger size without compute, number of timings per size, maximum burst length."""
 
 SLOWEST_OVERLAP = 0.05
-"""Lower bound on the speed; a fair scheduler gives more (assumed)."""
+"""Lower bound on a collective's speed during compute, relative to idle; a fair scheduler gives more (assumed)."""
 
 
 def live_links(
@@ -91,7 +91,7 @@ class TimedCollectives:
         self._buffers: dict[int, Tensor] = {}
         self._launches_us: list[float] = []
         self._processor_us: dict[CollectiveKind, list[tuple[int, float]]] = {}
-        """(bytes, µs) of processor time after the launch, of collectives over all ranks."""
+        """Pairs (bytes, µs of processor time after the launch) of collectives over all ranks."""
 
     def __call__(self, kind: CollectiveKind, level: Level, size: int) -> float:
         """Time one collective over `size` bytes, in seconds. The result is the same on every rank."""
@@ -125,7 +125,7 @@ class TimedCollectives:
         return statistics.median(self._launches_us) if self._launches_us else assumed
 
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
-        """Return the processor time of the smallest collectives, and of the largest per additional MB."""
+        """Return the processor time of each collective: a fixed part, from small sizes, and a part per further MB."""
         times: dict[CollectiveKind, TransportCost] = {}
         ranks = len(self._transport.group("world", "main")[1])
         for kind, samples in self._processor_us.items():
@@ -208,8 +208,9 @@ class _OverlapSlowdown:
     def _burst_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
         """Return the time per collective in a burst: idle, and overlapping compute.
 
-        A burst is waited for at once, and after about as much compute. Collectives unfinished by then continue at full
-        speed, so both times give the speed during overlap. Bursts average out the first launch's delay.
+        One burst is waited for at once, another after compute of about the same length. Collectives that are unfinished
+        after the compute continue at full speed, so the two times determine the speed during compute. A burst averages
+        out the delay of the first launch.
         """
         count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
         idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])

@@ -3,7 +3,7 @@
     12 gradients  30.1 MB  int8 -> powersgd(4)
      3 gradients   0.2 MB  in another bucket
 
-Plans may cut gradients at different places, so the compared pieces lie in one bucket of each plan.
+Plans may cut gradients at different places. Gradients are compared in pieces, each inside one bucket of both plans.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class ChangedGradients:
 class PlanDiff:
     strategies: tuple[ChangedGradients, ...]
     moved: ChangedGradients | None
-    """Gradients whose bucket does not match their bucket before."""
+    """Gradients whose bucket is not the partner of their bucket in the first plan."""
     missing: tuple[ChangedGradients, ...]
-    """Gradients of one plan only, or of another size or type."""
+    """Gradients that only one plan has, or whose size or type differs."""
     buckets: tuple[int, int]
     gradients: int
     reordered: bool

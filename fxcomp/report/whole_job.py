@@ -23,13 +23,13 @@ class WholeJob:
 
     stretches: Sequence[Stretch]
     sent_bytes: Sequence[float]
-    """Bytes sent per rank and step, by stretch."""
+    """Bytes that a rank sends per step, one number per stretch of the job (warm-up stages, then the rest)."""
     dense_step_us: float
     dense_step_bytes: float
     gradients_us: float | None
     """Time with the best plan for gradients; None without a comparison."""
     pays_from: int | None
-    """Steps from which momenta are faster; None if never, or not compared."""
+    """Minimum length of a job, in steps, for which momenta are faster; None if never, or not compared."""
 
     @property
     def steps(self) -> int:
@@ -74,7 +74,7 @@ class WholeJob:
 
 
 def whole_job(explanation: Explanation) -> WholeJob | None:
-    """Predict the whole job; None without its length, or without momenta."""
+    """Predict the whole job; None if its number of steps is unknown or no momenta are exchanged."""
     plan, steps = lasting_plan(explanation), explanation.steps
     if steps is None or not plan.moves_exchange:
         return None

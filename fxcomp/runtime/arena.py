@@ -1,10 +1,10 @@
 """Residuals in one flat arena, with a part for each slot of a bucket that needs one.
 
 A bucket has one slot per compression of its strategy; a two-shot strategy also compresses the mean of a rank's shard.
-Residuals are named by parameter:
+A slot that covers elements [4, 11) of a bucket is split by parameter:
 
     bucket   a[0:6] b[0:3] c[0:7]
-    [4, 11)  a[4:6] b[0:3] c[0:2]
+    slot     a[4:6] b[0:3] c[0:2]
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Residual layout of one slot of a bucket on one rank: the concatenated `pieces`.
+    """Residual layout of one slot of a bucket on one rank: the concatenated `pieces` of the bucket.
 
-    `on_host` if the compressor runs there. `weight`, `total` and `place` are as in Slice.
+    `on_host` is True if the compressor runs on the host. `place`, `weight` and `total` apply to every Slice of the
+    slot.
     """
 
     bucket: tuple[Part, ...]
@@ -78,7 +79,7 @@ class SlotLayout:
     weight: Fraction = ONE
     total: Fraction = ONE
     takes_over: bool = True
-    """True for the bucket's first slot, which takes handed-over residuals."""
+    """True for the bucket's first slot, which receives the residuals of an earlier plan."""
     on_host: bool = False
 
     @property
@@ -112,19 +113,19 @@ class Slice:
     total: Fraction = ONE
     """Sum of the weights of all ranks for one element."""
     takes_over: bool = True
-    """True if the slot takes handed-over residuals; other slots start at zero."""
+    """True if the slot receives the residuals of an earlier plan; other slots start at zero."""
 
     @property
     def extent(self) -> range:
         return range(self.start, self.start + self.values.numel())
 
     def lies_like(self, other: Slice) -> bool:
-        """Return whether another slice has the same elements and sharing."""
+        """Return whether another slice has the same elements, slot, place, and share of the total weight."""
         is_same_place = (self.slot, self.place, self.extent) == (other.slot, other.place, other.extent)
         return is_same_place and self.total * other.weight == other.total * self.weight
 
     def add_to(self, mean: Tensor, times: int = 1) -> None:
-        """Add this slice's contribution, times `times`, to a parameter's mean residual."""
+        """Add `times * weight * values` to a parameter's mean residual."""
         part = mean[self.start : self.extent.stop]
         part.add_(self.values.to(mean.device), alpha=float(self.weight * times))
 

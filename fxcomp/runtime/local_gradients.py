@@ -16,11 +16,11 @@ class LocalGradients:
     def __init__(self) -> None:
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
-        """Takes the loss, after all gradients."""
+        """Called with the loss after all gradients of a step are packed."""
         self.before_packing: list[Callable[[], None]] = []
         """Called once, in order, before the first gradient bucket is filled."""
         self.owed: dict[str, Tensor] = {}
-        """Flat gradients that another plan left out, by parameter. They are added until cleared."""
+        """Flat residuals of another plan, by parameter. They are added to every step's gradients until cleared."""
         self.are_applied = False
         """True once a line may have changed a parameter."""
 
@@ -40,7 +40,7 @@ class LocalGradients:
                 part.add_(owed[start : start + part.numel()].view(part.shape), alpha=scale)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Check gradients outside any bucket and add owed ones. Used on a single rank."""
+        """Check gradients outside any bucket and add `owed`. Used on a single rank."""
         self.see(parameters, gradients, (), None)
         if not self.owed:
             return list(gradients)

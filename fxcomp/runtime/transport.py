@@ -70,7 +70,8 @@ class Groups:
         """Create the groups. Every member calls it with the same arguments.
 
         `levels` lists each level's groups, in job ranks; `name` numbers the first one. At the levels in `direct`, an
-        all_gather may send payloads straight to each rank. Where ranks share a link, a ring sends fewer bytes.
+        all_gather may send payloads directly from each rank to each other rank. At the other levels ranks share a link,
+        and a ring sends fewer bytes over it.
         """
         mine: dict[tuple[str, str], Group] = {}
         members = members or Members.of()
@@ -214,8 +215,8 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
     """Sum parts in rank order, or with the backend's reduce-scatter in its own order.
 
-    Ranks cannot differ in either case: one rank sums each part and sends the sum to the others. gloo's
-    reduce_scatter is a whole all_reduce: 24 ms against 10 here, for 8 MiB from each of two ranks (2026-11).
+    In both cases one rank sums each part, so all ranks get the same bits. gloo's reduce_scatter is a whole all_reduce:
+    24 ms instead of 10 here, for 8 MiB from each of two ranks (2026-11).
     """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
     is_even, is_summed = len(set(parts)) == 1, not _is_float8(value)
@@ -241,9 +242,9 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
-    """Return the place of the only rank that owns elements, if the backend has a rooted collective.
+    """Return the place of the only rank that owns elements, if the backend's reduce or broadcast can be used.
 
-    NCCL forwards bytes, so the root's link carries them once. gloo's reduce would overwrite inputs.
+    Only NCCL's are used: ranks forward bytes, so the root's link carries them once. gloo's reduce overwrites inputs.
     """
     owners = [place for place, own in enumerate(parts) if own]
     return owners[0] if len(owners) == 1 and group.is_over_nccl(value.device) else None

@@ -1,9 +1,9 @@
-"""Bound the work of a bucket from below by lines: a fixed part plus a part per element.
+"""Bound the work of a bucket from below by a linear function: a fixed time plus a time per element.
 
-Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. A line through the
-value at the largest size that lies below the price at every break is below it everywhere: a + r x with a >= 0. Sizes
-are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one grain
-smaller than its share, which is subtracted from a.
+Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. The bound a + r x,
+with a >= 0, equals the price at the largest size. If it is below the price at every break, it is below it everywhere.
+Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one
+grain smaller than its share; the time of a grain is subtracted from a.
 
 The bound omits copies to the host, casts, turns, and the tasks of commits.
 """
@@ -23,8 +23,8 @@ from fxcomp.plan.lines import BucketLine, LineKind, lines_of
 from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Device, Strategy
 
-_CANONICAL = ((1 << 15, 1 << 15),) * 16  # rounding up hardly counts
-_ROUNDED = 8  # most grains by which a shard is rounded up
+_CANONICAL = ((1 << 15, 1 << 15),) * 16  # so large that rounding up is negligible
+_ROUNDED = 8  # maximum number of grains by which a shard is rounded up
 _JUST_BELOW = 1 - 1e-9  # factor for a break's price before its jump
 
 STREAMS = tuple(Stream)
@@ -39,7 +39,7 @@ class Least:
     fixed_us: tuple[float, ...]
     us_per_element: tuple[float, ...]
     tail_us: float
-    """Part of compute's work after the last collective."""
+    """Part of the compute stream's work that comes after the last collective."""
     tail_us_per_element: float
 
 
@@ -62,7 +62,7 @@ def line_below(price: Callable[[float], float], breaks: Sequence[float], largest
 
 @dataclass
 class LeastWork:
-    """Lower lines of prices, cached."""
+    """Linear lower bounds of prices, cached."""
 
     costs: CostTable
     cluster: Cluster
@@ -76,7 +76,7 @@ class LeastWork:
     ) -> Least:
         """Bound buckets of a type with this strategy; `shape` is the gradient's, if payloads depend on it.
 
-        A gradient that may be cut has no proposals: its parts may be too small.
+        With `is_cut` proposals are sent for free, because parts of a gradient may be too small to need them.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -104,7 +104,7 @@ class _LeastWorkWriter:
         self.rounded = 1.0 if is_exact else 1 - _ROUNDED * grain * self.cluster.world_size / elements
         self.grain = grain
         self.leading = strategy.leading_splits
-        """The remaining splits that may cut anywhere."""
+        """Number of remaining splits of dense values, which may cut at any element."""
         self.short = 0
         """Elements by which a shard may be smaller than its share."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
@@ -161,7 +161,10 @@ class _LeastWorkWriter:
         self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
-        """Add a price for this bucket's size; another bucket's size may be `short` less than its share."""
+        """Add the bound `line` of one operation, converted from bytes or elements of `size` to elements of a bucket.
+
+        Rounding may make an operation's size smaller than proportional, by at most `short`.
+        """
         fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
         if fixed < 0:
             return

@@ -22,10 +22,10 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
-"""Fraction of the part kept under the budget that every strategy must keep.
+"""Minimum part of a gradient that a strategy keeps, as a fraction of 1 - limit, the part that the whole plan keeps.
 
-Error feedback delays the rest by a time that grows as 1 / kept: no layer may wait for thousands of steps. L-GreCo's
-parameters also stay within a factor of 2 to 4 of the reference's.
+Error feedback delays the rest by a time that grows as 1 / kept, and no layer may wait for thousands of steps. L-GreCo
+also keeps its parameters within a factor of 2 to 4 of a reference.
 """
 
 
@@ -33,14 +33,14 @@ parameters also stay within a factor of 2 to 4 of the reference's.
 class Terms:
     mode: Mode
     bursts: float = 1.0
-    """Fraction of elements that may be bursty."""
+    """Maximum fraction of elements with bursty strategies, which send an element rarely and then a large value."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """Error budget that replaces the mode's limit and compressors."""
     share: float = 1.0
     """Fraction of the limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
-    """Plans for momenta have no error limit: the residual enters a mean one step later."""
+    """Exchanged tensor. Plans for momenta have no error limit, because a residual enters the mean a step later."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
@@ -100,7 +100,10 @@ class Question:
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
-    """Cut large gradients. Sizes of parts add up, which overprices the factors of a joined matrix."""
+    """Cut large gradients into atoms.
+
+    A bucket's size is the sum over its atoms, which overestimates the factors of a matrix that is joined from several.
+    """
     pinned: Pinned = NOTHING_PINNED
     losses: Losses | None = None
     """Errors of strategies; None stands for Gaussian errors."""
@@ -109,10 +112,10 @@ class Question:
 
 
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
-    """Build the questions of the terms: vectors apart and together with matrices, large gradients cut and whole.
+    """Build the questions: vectors in their own buckets or together with matrices, large gradients cut or whole.
 
-    If latency dominates, one bucket fewer is worth more than precise vectors or overlap. Pinned gradients have their
-    own buckets. If their error exceeds the limit, everything else is dense.
+    If latency dominates, one bucket fewer can save more than precise vectors or overlap. Pinned gradients have their
+    own buckets. If the error of pinned gradients exceeds the limit, all other gradients are dense.
     """
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)

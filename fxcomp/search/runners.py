@@ -39,7 +39,7 @@ DIFFERENT = 0.25
 """Minimum fraction of elements with other compressors or levels than in every other runner."""
 
 NEARLY_ALL = 0.02
-"""The same minimum for bf16 everywhere."""
+"""Lower value of DIFFERENT, for the runner with bf16 everywhere."""
 
 SAME = 1e-3
 """Relative difference below which predictions are equal."""

@@ -165,7 +165,7 @@ class GradientState:
         return states
 
     def carry_to(self, fresh: GradientState, sizes: Mapping[str, int], sharing: Sharing) -> None:
-        """Move everything to another plan's fresh state without loss. Every rank calls it.
+        """Move all residuals and compressor states to another plan's fresh state. Every rank calls it.
 
         `sizes` has each parameter with a gradient, in the same order on all ranks.
         """
@@ -180,9 +180,10 @@ class GradientState:
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
-        """Copy the residuals that this rank's next gradients must carry if this state is dropped, flat, by parameter.
+        """Return values that replace this rank's residuals if this state is dropped: flat tensors, by parameter.
 
-        All ranks have the same parameters. Gradients have weight 1/ranks in the mean, so no communication is needed.
+        Added to the rank's next gradients, they have the effect of the residuals. Gradients have weight 1/ranks in the
+        mean, so no communication is needed. All ranks have the same parameters.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -197,7 +198,7 @@ class GradientState:
             self.owed[name] = value if known is None else known + value
 
     def settle(self) -> None:
-        """Clear the owed values that a step has delivered."""
+        """Clear `owed` after a step that has added it to its gradients."""
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:

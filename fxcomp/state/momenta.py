@@ -174,9 +174,9 @@ class Momenta:
             )
 
     def energies(self, plan: Plan) -> dict[str, float]:
-        """Return the mean square of each shared mean divided by its frozen root.
+        """Return the energy of each exchanged momentum: the mean square of momentum / frozen root of the second moment.
 
-        It is about the update's mean square without the learning rate, and at most 1 while the second moment fits.
+        It is about the mean square of update / learning rate, and at most 1 while the second moment fits.
         """
         moved = {n: m for n, m in self._states_by(plan).items() if m.magnitude is not None}
         sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
@@ -201,10 +201,10 @@ class Momenta:
         return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
 
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
-        """Unfreeze second moments, scale up any that the means have outgrown, and choose the next freeze.
+        """Unfreeze second moments, scale up those with an energy above 1, and choose the step of the next freeze.
 
-        The time to it doubles with each thaw, and covers the decay of the scaling. Non-finite energies disable
-        freezing.
+        The time until the next freeze doubles with each thaw, and is long enough for the scaling to decay. If an energy
+        is not finite, moments are not frozen again.
         """
         self.is_thawed, self._is_frozen = True, False
         self._thaws += 1

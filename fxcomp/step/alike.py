@@ -1,8 +1,8 @@
 """Compare the inputs of updates between ranks in every step: numbers and options of the optimizers' parameter groups.
 
-Otherwise replicas drift apart without notice, for example if a rank schedules its learning rate by its own loss. A
-digest travels with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
-store, and all raise an error.
+Without this check replicas would drift apart, for example if a rank schedules its learning rate by its own loss. A
+digest of the inputs is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the
+numbers through the store, and all raise an error.
 
 A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
 `verified_after`.
@@ -34,10 +34,13 @@ _UPDATED = {
 }
 
 VERIFIED_AFTER = 2 * LATE + 1
-"""Steps from a new capture to the verified step: two levels pass it on, and devices report late."""
+"""Steps from a new capture on a rank to the verified step: the time until all ranks know of the capture.
+
+A digest reaches the ranks of two levels one after the other, each up to LATE steps late.
+"""
 
 SELDOM = 50
-"""Minimum number of steps between two steps verified after new captures."""
+"""Minimum number of steps between two verified steps that follow new captures."""
 
 _CAPTURED, _DIGEST = "captured in step", "digest"
 
@@ -46,7 +49,7 @@ Numbers = Sequence[Mapping[str, float]]
 
 
 class Alike:
-    """Numbers that this rank's updates read, with the rider that sends their digest."""
+    """Numbers and options that this rank's updates read, and the rider that sends their digest."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site
@@ -54,14 +57,14 @@ class Alike:
         self._options: Sequence[Hashable] = ()
         self._check_of_options = self._check = self._step = 0
         self._captured: int | None = None
-        """Step of the new capture on some rank that is being announced."""
+        """Step in which a rank, possibly another one, made the capture that is being announced."""
         self._runtime: Runtime | None = None
         self.rider = Rider(self._differ)
 
     def begin(
         self, step: int, program: Program, runtime: Runtime, numbers: Numbers, options: Sequence[Hashable]
     ) -> None:
-        """Let a step compare its numbers, and the options compiled into its program."""
+        """Set the numbers and the compiled-in options that this step compares between ranks."""
         self._step, self._runtime = step, runtime
         self.rider.begin(program.carriers)
         if options != self._options:
@@ -136,7 +139,7 @@ def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Drop identities of tensors and long collections, which differ between processes."""
+    """Replace the identities of tensors and long collections, which differ between processes."""
     if not isinstance(value, tuple):
         return value
     items = cast("tuple[Any, ...]", value)

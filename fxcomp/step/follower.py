@@ -1,10 +1,10 @@
 """Plan that steps follow, or several racing plans, each with its gradient state.
 
-carry_to            another decision, with all state               every rank communicates
-line_up             plans for a race with the plan in force
-take_turn           one of them, with its own state                no communication
-settle_on           the plan that stays takes over the others' residuals
-state_dict, load    on any ranks, under any plan
+carry_to            follow another decision and convert all state to it; ranks communicate
+line_up             start a race of the plan in force with other plans
+take_turn           follow one of the racing plans, with its own state; no communication
+settle_on           end the race; the plan that stays receives the residuals of the others
+state_dict, load    save and load the state; the number of ranks and the plan may change in between
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Followed:
 
 
 class Follower:
-    """Plan in force and racing plans, with their states."""
+    """The plan in force, or the racing plans, with their states."""
 
     def __init__(self, trained: Trained, decision: Decision, number: int = 0):
         self.trained, self._site = trained, trained.site
         self._numbers = itertools.count(number)
         self.now = self._entered(decision, trained.fresh(decision.plan))
         self.racing: tuple[Followed, ...] = ()
-        """Racing plans, the former plan in force first; empty without a race."""
+        """Racing plans; the first one was in force before the race. Empty without a race."""
 
     @property
     def decision(self) -> Decision:
@@ -97,7 +97,7 @@ class Follower:
 
     @property
     def lasting(self) -> Followed:
-        """Plan in force; during a race, the plan before it."""
+        """Plan in force; during a race, the plan that was in force before the race."""
         return self.racing[0] if self.racing else self.now
 
     def _entered(self, decision: Decision, state: GradientState | None = None) -> Followed:
@@ -134,7 +134,10 @@ class Follower:
     # The stages of a warm-up
 
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Lay out the state for a warm-up stage; without `units`, drop the residuals. Every rank calls it."""
+        """Convert the state to the layout of a warm-up stage. Every rank calls it.
+
+        `units` is as in `carry_to`; without it the residuals are dropped.
+        """
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
         if (fresh := self._laid_out_for(stage)) is not None:
@@ -143,7 +146,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Return a fresh state if the layout differs. A stage without state uses the last stage's layout."""
+        """Return a fresh state if a stage has another layout. A stage without state uses the layout of the last one."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)
@@ -151,7 +154,7 @@ class Follower:
     # Taking turns
 
     def line_up(self, plans: Sequence[Plan]) -> None:
-        """Line up plans against the plan in force. Every rank calls it."""
+        """Start a race of the plan in force with other plans. Every rank calls it."""
         assert not self.racing, "one race at a time"
         assert all(set(each.moved) == set(self.decision.plan.moved) for each in plans), "residuals have one unit"
         for plan in plans:
@@ -160,13 +163,13 @@ class Follower:
         self.racing = (self.now, *others)
 
     def take_turn(self, number: int) -> None:
-        """Follow a lined-up plan; the others keep their states."""
+        """Follow a racing plan by its index in `racing`; the others keep their states."""
         self.now = self.racing[number]
         if self.now.state is None:
             self.now.state = self.trained.fresh(self.decision.plan)
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race and return the losers. Their residuals are sent with the next gradients."""
+        """End the race with one plan, and return the others. Their residuals are added to the next gradients."""
         self.take_turn(number)
         others = tuple(each for each in self.racing if each is not self.now)
         self._take_over(self.state, self.now, others)
@@ -174,7 +177,7 @@ class Follower:
         return others
 
     def start_over(self) -> None:
-        """Follow the former plan in force, and drop the others' residuals before a state is loaded."""
+        """Follow the plan from before the race, and drop the residuals of the others. Used before a state is loaded."""
         if self.racing:
             self.take_turn(0)
             for other in self.racing[1:]:
@@ -205,8 +208,8 @@ class Follower:
     def load(self, given: Given, enter: Callable[[int], object] = lambda _: None) -> int | None:
         """Load saved states and end a race. Every rank calls it. Raises BadState.
 
-        Calls `enter` with the number of steps already run before anything is restored, and returns this number, or None
-        without any state.
+        Returns the number of steps that the saved job had run, or None if no rank has a saved state. Calls `enter` with
+        this number before anything is restored.
         """
         sharing = self.sharing("load_state_dict")
         agreed = read_together(given, self.trained.sizes, sharing)

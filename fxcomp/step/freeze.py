@@ -1,9 +1,10 @@
 """Freeze second moments once every parameter has had enough updates, and check that they still fit.
 
-    before the freeze          a parameter has too few updates: the warm-up lasts longer
-    every LOOK_EVERY steps     energy of a parameter = mean (m / d)²; at most about 1 while v is a mean of squares
-    above LIMIT on any rank    exchange gradients in int8 and update second moments
-    twice as long as before    exchange momenta again, with second moments frozen as they are then
+    before the freeze          if a parameter has too few updates, the warm-up lasts longer
+    every LOOK_EVERY steps     energy of a parameter = mean (m / d)², with m the momentum and d the frozen root of the
+                               second moment; at most about 1 while the frozen moment fits
+    above LIMIT on any rank    thaw: exchange gradients in int8 and update second moments again
+    later                      freeze again, after a time that doubles with each thaw
 
 Every rank holds the same moments and computes the energies locally. One small all_reduce combines the results.
 """
@@ -25,9 +26,7 @@ LOOK_EVERY = 10
 """Steps between checks. With beta2 = 0.999, ten steps replace 1 % of Adam's second moment."""
 
 LIMIT = 10.0
-"""Maximum mean square of an update without its learning rate; at most about 1 while the second moment fits. Runs that
-reached dense training's loss had up to 2.5 (docs/where_the_mean_stands.md).
-"""
+"""Maximum energy. Runs that reached the loss of dense training had up to 2.5 (docs/where_the_mean_stands.md)."""
 
 
 class Freeze:

@@ -1,14 +1,14 @@
 """Schedule of a job: the use of each step and the plan that it follows, the same on all ranks.
 
                     before a step                        after a step
-    first steps     its lines are timed                  the plan is chosen from the times
-    warm-up         the next stage is entered            momenta are exchanged, or gradients again
-    a race          the plan of the turn is entered      the next turn, or the best plan stays
-    drift                                                a window is judged: replan or race again
-    errors          a look                               the plan is solved for with the measured errors
+    first steps     time each line of the step           choose a plan from the times
+    warm-up         enter the next stage                 exchange momenta, or gradients again
+    a race          switch to the plan of this turn      start the next turn, or keep the best plan
+    drift                                                compare step times: replan or race again if they drift
+    errors          measure errors (a look)              solve for a plan with the measured errors
 
-Race, drift and looks only judge; the schedule agrees with the other ranks and switches plans. `freeze.py` and
-`errors/adaptation.py` switch plans themselves when the schedule calls them.
+The classes for races, drift and looks only evaluate numbers; the schedule agrees with the other ranks and switches
+plans. `freeze.py` and `errors/adaptation.py` switch plans themselves when the schedule calls them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
-"""Steps that check an earlier job's costs. The shortest one counts."""
+"""Number of steps that check the costs of an earlier job. The shortest time is compared."""
 
 
 class Schedule:
@@ -56,7 +56,7 @@ class Schedule:
         take_turn: Callable[[int], object],
         settle: Callable[[Raced], object],
     ):
-        """`take_turn` follows the plan of a number, `settle` the winner of a race."""
+        """`take_turn` switches to a plan by its number, `settle` ends a race with its winner."""
         self.calendar, self._times, self._site = calendar, times, site
         self._take_turn, self._settle = take_turn, settle
         self._race: Race | None = None
@@ -127,7 +127,7 @@ class StepSchedule(Schedule):
         self._settled_ms: float | None = None
         """Median step time of the plan's first window, in ms."""
         self._planned_for: Plan | None = None
-        """Plan at the time of the last drift, until the race after the drift ends."""
+        """Plan that was in force at the last drift; None once the race that follows has ended."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
         self._first: FirstSteps | None = None
@@ -211,7 +211,7 @@ class StepSchedule(Schedule):
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Check CHECKED_STEPS steps after this one, which allocates."""
+        """Check CHECKED_STEPS steps, starting after this one, because its time includes allocations."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
@@ -247,9 +247,10 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the settled plan of a state from the same number of ranks. Every rank calls it.
+        """Follow the plan of a saved state, if its race had ended and it has the same number of ranks.
 
-        Do nothing if the job has begun, if that plan does not fit, if costs were given, or in a warm-up.
+        Do nothing if the job has begun, if that plan does not fit, if costs were given, or in a warm-up. Every rank
+        calls it.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
@@ -415,7 +416,7 @@ class StepSchedule(Schedule):
         return True
 
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
-        """Start a race, if there are rivals. Drift checks then pause, for longer if the plan `before` stays."""
+        """Start a race if there are other plans to try. Drift checks pause then, for longer if plan `before` stays."""
         self._settle_anew(step)
         self._race_plans(step, topic)
         self._planned_for = before if self.is_racing else None

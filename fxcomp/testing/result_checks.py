@@ -34,7 +34,7 @@ def payload_and_residual_add_up(compressor: Compressor) -> None:
 
 
 def large_segments_come_out_whole(compressor: Compressor) -> None:
-    """Check up to five million values: v = decompress(payload) + new residual, or an unbiased mean at both ends."""
+    """Check up to five million values: v = decompress(payload) + new residual, or unbiased first and last values."""
     for segments in LARGE_SEGMENTS:
         if may_feed_back(compressor):
             _check_sum(compressor, segments, "ascending")
@@ -55,7 +55,7 @@ def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> No
 
 
 def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
-    """Compare both ends with their standard error, for values in runs of 16."""
+    """Compare the means of the first and last values with their standard error."""
     bucket = gaussian(sum(segments))
     decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
     for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
@@ -101,7 +101,7 @@ def feedback_is_stable(compressor: Compressor) -> None:
 
 
 def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> float:
-    """Return ω = |v - decompress(compress(v))|² / |v|², the mean of `draws` first steps."""
+    """Return ω = |v - decompress(compress(v))|² / |v|²: the mean over `draws` seeds, each a first step."""
     segments = (len(values),)
     lost = 0.0
     for seed in range(draws):
@@ -111,7 +111,7 @@ def relative_error(compressor: Compressor, values: Tensor, draws: int = 1) -> fl
 
 
 def rounding_goes_either_way(compressor: Compressor) -> None:
-    """Check that rounding is unbiased for either sign, which error feedback would hide."""
+    """Check, without error feedback, that rounding is unbiased for positive and for negative values."""
     if compressor.bias is not Bias.ROUNDING:
         return
     for sign, values in (("positive", gaussian(100_000).abs()), ("negative", -gaussian(100_000).abs())):

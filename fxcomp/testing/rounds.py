@@ -53,7 +53,7 @@ def average(
     segments: Sequence[int],
     shapes: Sequence[Sequence[int]] = (),
 ) -> Tensor:
-    """Return the compressed mean of all ranks' buckets; replicas advance by a step."""
+    """Return the mean of all ranks' buckets after compression. Residuals and states of `replicas` are updated."""
     ranks = len(buckets)
     bound = compressor.bound_to(shapes, ranks)
     if bound.is_linear:
@@ -104,7 +104,7 @@ def shards_of(
 def average_in_two_shots(
     first: Compressor, second: Compressor, buckets: Sequence[Tensor], shards: Sequence[Shard]
 ) -> Tensor:
-    """Return the mean in two shots; shards advance by a step.
+    """Return the mean in two shots. Residuals and states of `shards` are updated.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
     encodes the mean with `second`. Every rank, the owner too, decodes the result.
@@ -121,7 +121,7 @@ def average_in_two_shots(
 def agree(
     compressor: Compressor, buckets: Sequence[Tensor], replicas: Sequence[Replica], segments: Sequence[int]
 ) -> Tensor | None:
-    """Return the agreed values; None if not needed."""
+    """Return the values that ranks agree on before they encode; None if the compressor needs no agreement."""
     if compressor.facts.agreement is None:
         return None
     proposals: list[Tensor] = []

@@ -54,7 +54,7 @@ def _some(bucket: Bucket, which: Sequence[int]) -> Bucket:
 
 
 def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | None) -> Compress | None:
-    """Return the setting for `plan`, in which some tensors are dense; None if it needs a saved plan."""
+    """Return the setting that gives `plan`, in which `names` are dense; None if only a saved plan can express it."""
     if compress.plan is None:
         return replace(compress, pins=_after(compress.pins, names, plan.sizes))
     if saved is not None:
@@ -66,7 +66,7 @@ def mended(compress: Compress, names: Sequence[str], plan: Plan, saved: str | No
 
 
 def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[str]) -> dict[str, str]:
-    """Append names to pins, where the last match decides, and drop pins without effect."""
+    """Append dense pins for `names`, so that they take precedence, and drop pins without effect."""
     merged = {pattern: str(value) for pattern, value in pins.items() if pattern not in names}
     merged |= dict.fromkeys(names, "dense")
     deciding = Pins.read(merged).decided(trained)
@@ -87,7 +87,7 @@ def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
 
 
 def written(value: Any) -> str:
-    """Write a setting or value as Python, without defaults."""
+    """Return a setting or value as Python source; options at their default are left out."""
     match value:
         case Compress() | ErrorFeedback() | Warmup():
             default = type(value)()

@@ -61,7 +61,7 @@ class ShapedHosts:
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
     def processors(self, host: int) -> list[int]:
-        """Return the host's share of the usable processors, or a shared one."""
+        """Return the processors of a host. With more hosts than processors, several hosts share one."""
         usable = sorted(os.sched_getaffinity(0))
         if len(usable) < self.count:
             return [usable[host % len(usable)]]
@@ -69,7 +69,7 @@ class ShapedHosts:
         return usable[first:after]
 
     def command_on(self, host: int) -> list[str]:
-        """Return a command prefix that runs on a host."""
+        """Return the command-line prefix that runs a program on a host."""
         numbers = ",".join(map(str, self.processors(host)))
         return [_found("taskset"), "--cpu-list", numbers, *self._inside(host + 1)]
 

@@ -44,15 +44,15 @@ class _LaunchPlan:
 
     matrices: Tensor
     row_parts: Tensor
-    """Matrix, first row, for M Q."""
+    """Work items of M Q: matrix index, first row."""
     chunk_parts: Tensor
-    """Matrix, chunk, first column, for MᵀP."""
+    """Work items of MᵀP: matrix index, chunk of rows, first column."""
     column_parts: Tensor
-    """Matrix, first column, for the chunks' sum."""
+    """Work items of the sum over chunks: matrix index, first column."""
     tiles: Tensor
-    """Matrix, first row, first column, for P Qᵀ."""
+    """Work items of P Qᵀ: matrix index, first row, first column."""
     dense: Tensor
-    """First value, first element of the payload, values."""
+    """Dense segments: index of the first value, index in the payload, number of values."""
     chunk_elements: int
     longest_row: int
     longest_column: int
@@ -150,7 +150,7 @@ def _part_of(matrices, parts, COLUMNS: constexpr):
 def _project(
     bucket, residual, start_factors, proposal, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, ROWS: constexpr
 ):
-    """Compute M Q for some rows: 64 sums of every 64th column, then halves."""
+    """Compute M Q for some rows: 64 partial sums, each over every 64th column, then a pairwise sum of them."""
     part, matrix, rows, columns = _part_of(matrices, parts, 2)
     start_factors += tl.load(matrix + Q_AT)
     row = tl.load(part + 1) + tl.arange(0, ROWS)
@@ -213,7 +213,7 @@ def _add_chunks(chunks, payload, matrices, parts, RANK: constexpr, RANK_WIDTH: c
 
 @jit
 def _expanded(basis, right, rows, columns, row, column, RANK: constexpr):
-    """Compute P Qᵀ of a tile, in the order of the rank."""
+    """Compute a tile of P Qᵀ, adding the `RANK` products in order."""
     total = nothing([row.shape[0], column.shape[0]])
     for i in range(RANK):
         left = tl.load(basis + i * rows + row, row < rows, 0.0)

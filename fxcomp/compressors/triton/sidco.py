@@ -2,8 +2,8 @@
 
     take      copy the magnitudes of all segments' samples
     fit       a program a segment: the threshold by the fits (`fits.py`), and the check on the sample
-    resample  the thin sample, if the segment's own sample misleads
-    settle    the k-th largest of a sample (`send.py`), if it contradicts the fit or is the thin one
+    resample  take the thin sample, if thresholds from the usual sample were far off
+    settle    the t-th largest value of a sample (`send.py`), if the usual sample contradicts the fit or for a thin one
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
@@ -108,7 +108,7 @@ def _taken(n, stride, calls):
 
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
-    """Copy magnitudes as bits: 0 for values that are not finite, -1 as padding."""
+    """Copy sampled magnitudes, as the bits of a float: 0 for values that are not finite, -1 as padding."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)
@@ -132,7 +132,7 @@ def _resampled_from(n, stride, calls):
 
 @jit
 def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
-    """Compute a segment's threshold, or the rank to find in one of its samples."""
+    """Compute a segment's threshold, or the number t if the t-th largest value of a sample will be the threshold."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
     row = rows + segment * ROW_COLUMNS
@@ -227,7 +227,7 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write magnitudes at some places of a segment as bits, -1 after its end."""
+    """Write the magnitudes at some places of a segment, as the bits of a float; -1 after the segment's end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
@@ -235,6 +235,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return the rank of the share k / n in a sample, and the sample's length."""
+    """Return t, the share k / n of a sample's values, and the sample's length."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

@@ -54,7 +54,10 @@ class _Task(NamedTuple):
 
 
 def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]:
-    """Draw all tracks on one scale; short tracks again, enlarged, if the last is one."""
+    """Draw all tracks on one scale.
+
+    If the last track is shorter than half of the longest, a second drawing shows all such short tracks, enlarged.
+    """
     told = [(track, facts_of(explanation, track)) for track in tracks]
     scale_us = max(track.timeline.step_time_us for track in tracks)
     drawings = [_figure("", told, scale_us)]
@@ -68,7 +71,7 @@ def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]
 
 
 def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> Drawing:
-    """List every task of every track, with numbers for the sources, which are long and few."""
+    """List every task of every track. A task refers to its source by number, because sources are long and few."""
     sources: dict[str, int] = {}
     return drawn("tasks", [(track.name, _table(explanation, track, sources)) for track in tracks], sources)
 

@@ -19,7 +19,7 @@ SAME = 1e-9
 
 
 class Part(NamedTuple):
-    """A bucket in the search: cells [start, stop) of a strand, and its option's number."""
+    """A bucket in the search: cells [start, stop) of a strand, and the index of its option."""
 
     strand: int
     start: int
@@ -32,7 +32,7 @@ Parts = tuple[Part, ...]
 
 
 class Value(NamedTuple):
-    """A plan's step, infinite above the error limit, and its error in elements."""
+    """A plan's step time in µs, infinite above the error limit, and its error in elements."""
 
     us: float
     lost: float
@@ -49,9 +49,9 @@ class Limits(NamedTuple):
 
     evaluations: int = 4000
     options: int = 6
-    """Best options of a bucket, tried with another change."""
+    """Number of a bucket's best options that are tried together with a second change."""
     apart: int = 3
-    """Largest distance of buckets changed together."""
+    """Maximum distance between two buckets that are changed together, in buckets."""
     dense_only: bool = False
     pairs: bool = True
     """Change two buckets together if no single change helps."""
@@ -61,16 +61,16 @@ class Limits(NamedTuple):
 
 
 MOST_CELLS = 64
-"""Cells of a strand during the search; results are improved with one cell per atom."""
+"""Maximum number of cells of a strand during the search. The plan found is improved with one cell per atom."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """Atoms of one type that may share buckets, in ready order, as cells."""
+    """Atoms of one element type that may share buckets, in ready order, grouped into cells."""
 
     atoms: tuple[Atom, ...]
     places: tuple[int, ...]
-    """Index of each atom among all."""
+    """Index of each atom among all atoms of the search."""
     borders: tuple[int, ...]
     """Cell k holds the atoms [borders[k], borders[k + 1])."""
 
@@ -101,19 +101,22 @@ class Strand:
         return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
-        """Return prefix sums of features at the borders."""
+        """Return, per feature, its sum over the atoms before each border."""
         shapes = tuple(atom.shape for atom in self.atoms)
         before = ([0.0, *accumulate(feature_sizes(feature, shapes, ranks))] for feature in features)
         return [[sums[border] for border in self.borders] for sums in before]
 
     def updates_us(self) -> list[float]:
-        """Return prefix sums of update times at the borders; a gradient's last part bears its update."""
+        """Return the sum of update times before each border. A gradient's update counts at its last atom."""
         times = [atom.gradient.update_us if atom.is_last else 0.0 for atom in self.atoms]
         before = [0.0, *accumulate(times)]
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return, per cell, the end of the gradient it continues (-1 if none), and the bytes to join."""
+        """Return two numbers per cell: the last cell of the gradient inside which it begins, and its dense bytes.
+
+        A cell that begins at a gradient's start has -1 and 0.
+        """
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -152,12 +155,13 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return, per template and cell, the last cell of a bucket that starts there; None without a limit.
+    """Return, per template and cell, the largest `stop` of a bucket that starts there; None without a limit.
 
         a vector of 3e9 elements, topk(0.01)       its indices exceed 31 bits: no bucket with the vector
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
-    Compressors refuse single parameters by BadOption. A compressor that carries a parameter carries smaller ones.
+    A single parameter that is too large for its compressor raises BadOption. A compressor that accepts a parameter
+    accepts smaller ones.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:

@@ -44,7 +44,7 @@ class Option:
     strategy: Strategy
     is_bursty: bool
     is_pinned: bool = False
-    """Pinned by the user: its gradients have it, or a similar option, in every plan."""
+    """True if the user pinned gradients to this strategy. Every plan, also a dense one, uses such options for them."""
 
     @property
     def traits(self) -> int:
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: its error, and the elements with bursty strategies."""
+    """Limits of a plan, in elements: its error, and the number of elements whose strategy is bursty."""
 
     lost: float = math.inf
     bursting: float = math.inf
@@ -65,28 +65,28 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Problem:
-    """Arrays, times and limits, counts and flags, in the order of the C++ struct."""
+    """Input of the search kernels: arrays, times and limits, counts and flags, in the order of the C++ struct."""
 
     strand_cells: array[int]
     last: array[int]
     """Per cell: index of its last gradient."""
     ready_us: array[float]
     sums: array[float]
-    """Prefix sums of the features per cell, with one more row per strand; elements first."""
+    """Prefix sums of the features over cells; a strand has a row more than cells. The first feature is `ELEMENTS`."""
     updates_us: array[float]
     join_last: array[int]
-    """Per cell: last cell of the gradient that it continues; -1 if none."""
+    """Per cell: last cell of the gradient inside which it begins; -1 if it begins at a gradient's start."""
     join_us: array[float]
     strand_options: array[int]
     option_template: array[int]
     strand_losses: array[int]
     losses: array[float]
-    """Prefix sums of each option's error per cell, with one more row per strand, in elements."""
+    """Prefix sums of each option's error over cells, in elements; a strand has a row more than cells."""
     option_traits: array[int]
     option_reach: array[int]
     """Index of an option's entries in `reach`; -1 without a limit."""
     reach: array[int]
-    """Per option and cell: last end of a bucket that starts there."""
+    """Per option and cell: largest `stop` of a bucket that starts there."""
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
@@ -125,17 +125,17 @@ class Problem:
     broadcast_stream: int
     """-1 if nothing is broadcast."""
     shares: int
-    """True if tasks may need more processors than there are."""
+    """True if tasks that overlap may need more processors than the machine has."""
     has_spare: int
 
     @cached_property
     def unrounded(self) -> Problem:
-        """The problem without the rounding of shards."""
+        """This problem without the extra sizes that come from rounding shards up."""
         return replace(self, term_more=_floats([0.0] * len(self.term_more)))
 
     @cached_property
     def rounded_us(self) -> dict[tuple[int, int], float]:
-        """Largest increase of a bucket's tasks by the rounding of shards, in µs, by strand and option."""
+        """Upper bound of the time that rounding shards up adds to a bucket's tasks, in µs, by strand and option."""
         found: dict[tuple[int, int], float] = {}
         for strand, (first, end) in enumerate(pairwise(self.strand_options)):
             for option in range(first, end):

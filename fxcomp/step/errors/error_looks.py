@@ -4,8 +4,9 @@
                 ▲                                                  │
                 └── after max(20, ⌈look / (0.007 · step)⌉) steps ◄─┘
 
-A look measures the errors of one family; families take turns. The steps after a look amortize its time on the slowest
-rank. The first looks follow each other and are amortized together. Every rank calls the methods at the same steps.
+A *look* measures the errors of one family of compressors in one step; families take turns. The number of steps between
+looks keeps their time, on the slowest rank, below LOOKS_SHARE of the job. The first looks, one per family, follow each
+other closely, and the wait for all of them comes afterwards. Every rank calls the methods at the same steps.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ AT_ONCE, FIRST = 20.0, 2
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
     """Return the number of steps to the next look, and the look time not yet amortized.
 
-    `unpaid_us`: look time to amortize. `step_us`: step time without a look, 0 if unknown. `more_come_first`: some
-    families have not been measured.
+    `unpaid_us` is the time of looks that has not been amortized, `step_us` the step time without a look, 0 if unknown.
+    `more_come_first` is True if some families have not been measured yet.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
         return FIRST, unpaid_us
@@ -83,7 +84,7 @@ class ErrorLooks(Observer):
             self._under_way.is_left_out = bool(step.runtime.counters.skipped)
 
     def between(self, steps: int) -> int:
-        """Take in a finished look. Return the earliest step of the next one."""
+        """Average a finished look into the table. Return the earliest step of the next look."""
         look, self._under_way, self._steps = self._under_way, None, steps
         if look is not None:
             wait = self._be_refused(look) if look.rows is None else self._take_in(look, look.rows)
@@ -107,7 +108,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Return the steps to the next attempt. They vary, in case every nth batch is unlike the first one."""
+        """Return the number of steps until the next attempt. It varies, since every n-th batch may be an odd one."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True

@@ -29,7 +29,7 @@ class EagerResult:
 
     loss: Tensor
     count: Tensor | None
-    """Number of elements in the sum that is the loss; None for a loss without weight."""
+    """Number of elements over which a WeightedLoss sums; None for a plain loss."""
     aux: list[Any]
     aux_spec: pytree.TreeSpec
     gradients: dict[str, Tensor]
@@ -41,10 +41,11 @@ class EagerResult:
 
 
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function on the user's tensors, then with `backward()` on aliases without hooks. Nothing changes.
+    """Run the loss function twice, and restore everything that it writes.
 
-    The backward pass starts from `seed`, or 1. Raises CaptureFailed if the aliases lead to another backward graph,
-    because the loss function compares the identity of parameters.
+    The first run, on the user's tensors, gives the loss and the auxiliary values. The second, on aliases of the
+    parameters without hooks, gives the gradients; `backward()` starts from `seed`, or 1. Raises CaptureFailed if the
+    backward graphs differ, because the loss function compares the identity of parameters.
     """
     with _undisturbed(training, captured, {}), _same_hooks(training.model):
         loss, weighted, aux = _forward(training, captured, batch)
@@ -70,7 +71,10 @@ def _way(loss: Tensor) -> list[str]:
 def _gradients(
     training: Training, captured: Captured, batch: Any, seed: Tensor | None, way: list[str] | None = None
 ) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, Tensor]]:
-    """Return gradients, unexpected gradients' names, and buffers of `backward()` on aliases, as in EagerResult."""
+    """Run the loss function and `backward()` on aliases of the parameters.
+
+    Return the gradients, the names of unexpected gradients, and the buffers after the forward pass.
+    """
     tensors = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}
     buffers: dict[str, Tensor] = {}
     with _undisturbed(training, captured, buffers):
@@ -94,7 +98,7 @@ def _gradients(
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory with its own `.grad` and no hooks."""
+    """Return a tensor that shares memory, with its own `.grad` and no hooks."""
     alias = tensor.detach()
     return nn.Parameter(alias) if isinstance(tensor, nn.Parameter) else alias.requires_grad_()
 
@@ -104,9 +108,9 @@ FACTORS = (0.7, 1.3, 0.9)
 
 
 def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> dict[str, float]:
-    """Estimate the rounding error of each gradient, relative to the largest of all.
+    """Estimate the rounding error of each gradient, relative to the largest element of all gradients.
 
-    Gradients are proportional to the backward seed, except for rounding.
+    The backward pass runs again with other seeds. Gradients are proportional to the seed, except for rounding.
     """
     one = torch.ones((), device=training.device) if seed is None else seed
     first, *_ = _gradients(training, captured, batch, one)
@@ -136,7 +140,10 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
 
 @contextmanager
 def _same_hooks(model: nn.Module) -> Generator[None]:
-    """Remove the hooks that the step registers. Earlier hooks are fxcomp's own; others are rejected."""
+    """Remove hooks that the loss function registers on parameters inside the context.
+
+    A parameter that had hooks before has hooks of fxcomp, which stay; capture refuses any others.
+    """
     places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     empty = [place for place in places if not getattr(*place)]
     try:
@@ -147,14 +154,14 @@ def _same_hooks(model: nn.Module) -> Generator[None]:
 
 
 def _written_into(gradient: Tensor) -> Tensor:
-    """Return a dense gradient with its own elements, since it is written to later."""
+    """Return a dense gradient without stride 0, since it is written to later."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient.contiguous() if 0 in compat.strides(gradient) else gradient
 
 
 def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Copy gradients that share memory, as gradients of a sum's terms do."""
+    """Copy gradients that share memory with each other or with `others`: `a + b` may give both the same tensor."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     for name, gradient in gradients.items():
         memory = gradient.untyped_storage().data_ptr()

@@ -4,8 +4,8 @@
     eager PyTorch ─► loss, aux, gradients, buffers    on a copy of the batch, without side effects
     the emitted step:
         each local gradient     compared when it is ready
-        before any update       ranks agree: all raise, or none. For a small difference, eager PyTorch first
-                                estimates the rounding error
+        before any update       ranks agree: all raise, or none. If a difference is small, the rounding error is
+                                estimated first, with more runs of eager PyTorch
         each update             compared with the user's optimizer on a copy
         after the last line     aux and buffers are compared; ranks agree again
 
@@ -44,7 +44,7 @@ from fxcomp.step.verify.replicas import Replicas
 from fxcomp.step.verify.update import UpdateCheck, square_sum
 
 MARGIN = 1.1
-"""Rounding by allocators (assumed)."""
+"""Factor for the rounding of sizes by allocators (assumed)."""
 
 STATES_AT_ONCE = 12
 """Copies of the largest parameter or state, in fp32 or wider: before, expected, and temporaries."""
@@ -58,7 +58,7 @@ class Verifier(Observer):
     ranks: Ranks
     note: Callable[[str], None]
     sums: Sums
-    """Other micro-batches of the step's group."""
+    """Gradient sums of the other micro-batches of the step's group."""
     _has_noted: bool = False
     _under_way: Verification | None = None
 
@@ -121,11 +121,11 @@ class Verification:
         state = step.force.state
         plan = step.force.plan
         self._is_plain = plan.is_dense and not plan.moves_exchange and not state.owed
-        """Updates get the mean of local gradients: nothing is compressed or owed."""
+        """True if updates get the mean of local gradients: no compression, and no residuals of an earlier plan."""
         self._ranks = verifier.ranks.world_size
         self._needed = needed
         self._seen = Counter[str]()
-        """Compared elements of each gradient."""
+        """Number of elements of each gradient that have been compared."""
         self._differences = Differences(step.program.captured)
         self._updates = UpdateCheck(
             self._training,
@@ -156,7 +156,10 @@ class Verification:
         return self._verifier.sums.seed(is_weighted=self._program.captured.is_weighted)
 
     def _look_again(self) -> bool:
-        """Judge suspects by rounding errors. Return True if any rank found a difference. Every rank calls it."""
+        """Compare small differences of gradients (suspects) with estimated rounding errors.
+
+        Return True if a difference is too large on any rank. Every rank calls it.
+        """
         rounding: dict[str, float] = {}
         with suppress(*compat.OUT_OF_MEMORY):
             rounding = rounding_of(self._training, self._program.captured, self._batch, self._seed())
@@ -165,7 +168,7 @@ class Verification:
         return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
-        """Return eager's gradients of the whole group, weighted if the loss has a count."""
+        """Add the other micro-batches of the group to eager's gradients, weighted if the loss has a count."""
         sums, share = self._verifier.sums, None
         if self._program.captured.is_weighted:
             share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
@@ -219,7 +222,7 @@ class Verification:
             self._updates.means.average(self._program.captured.gradient_names, self._runtime, self._ranks)
 
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add the owed residuals to eager's gradients, as a single rank does."""
+        """Add the residuals of an earlier plan to eager's gradients, as the step does on a single rank."""
         owed = self._runtime.gradients.owed
         waited = {name: owed[name] for name in gradients if name in owed}
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
@@ -235,7 +238,7 @@ class Verification:
     # Updates
 
     def _watch_arrivals(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Count the buckets that reach an update region, if gradients are clipped."""
+        """Wrap an update region to add up the squares of its averaged buckets, if gradients are clipped by norm."""
         places = self._places_of_buckets().get(name, ()) if self._training.max_grad_norm is not None else ()
         if not places:
             return run
