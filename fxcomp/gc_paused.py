@@ -7,14 +7,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 MANY = 100_000
-"""Number of objects. Fewer are collected in milliseconds, and counting frozen ones may take a hundred."""
+"""Number of new objects to freeze. Fewer are collected in milliseconds; counting frozen objects may take 100 ms."""
 
 
 @contextmanager
 def gc_paused() -> Generator[None]:
     """Disable garbage collection while long-lived objects are created.
 
-    Collection takes a sixth of the time of importing torch and of explaining (measured, 2026-11).
+    Collection takes a sixth of the time of importing torch and of `fxcomp explain` (measured, 2026-11).
     """
     collected = gc.isenabled()
     gc.disable()
@@ -22,7 +22,7 @@ def gc_paused() -> Generator[None]:
         yield
     finally:
         if collected:
-            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # else the caller's frozen objects would thaw
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # unfreeze would free the caller's
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, which is collected rarely
             gc.enable()

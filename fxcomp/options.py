@@ -120,7 +120,7 @@ class StepOptions:
         scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
     ) -> StepOptions:
-        """Return the options of a frontend that leaves the optimizer to the user; `whose` names it in errors."""
+        """Return the options of a frontend that leaves the optimizer to the user; `whose` is the frontend's name."""
         given = Compress.of(compress)
         given.check_is_of_gradients(whose)
         return cls(
@@ -214,7 +214,7 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """True if steps are compared with the settled plan's time. A given plan never changes."""
+        """True if step times are compared with the chosen plan's. A given plan never changes."""
         return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property

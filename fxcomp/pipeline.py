@@ -2,8 +2,8 @@
 
     graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
-`Compiler.passes` lists all passes. A row of it is a turn: a running job takes one turn of `emit` or `retune` between
-two steps.
+`Compiler.passes` lists all passes. Each inner tuple is a turn: between two steps, a running job runs one turn of `emit`
+or `retune`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Compiler:
     """Micro-batches whose gradients are summed before sending."""
 
     def labelling(self) -> Passes:
-        """Return the passes before any plan: reductions and roles."""
+        """Return the passes that need no plan: they label reductions and roles."""
         ranks = self.cluster.world_size
         return (
             (
@@ -117,7 +117,7 @@ class Compiler:
         )
 
     def _pricing(self, costs: CostTable) -> tuple[partial[GraphModule], ...]:
-        """Return the passes that adapt nodes to the device and price them."""
+        """Return the passes that adapt nodes to the device and estimate their costs."""
         return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
@@ -132,7 +132,7 @@ class Compiler:
     def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
         """Return a captured step's workload, with the costs of exchanging the momenta of `moved`.
 
-        Raises Unsupported if one of these exchanges cannot move.
+        Raises Unsupported if a parameter's momentum cannot be exchanged.
         """
         note_work(graph)
         gm = run(graph, (*self.labelling(), self._pricing(costs)))
@@ -174,7 +174,7 @@ class Compiler:
 
     @compat.outside_function_modes()
     def eager(self, graph: GraphModule, costs: CostTable, *, is_fused: bool) -> GraphModule:
-        """Return a copy of a captured graph, priced as eager PyTorch with a fused or a list optimizer."""
+        """Return a copy of a captured graph, with the costs of eager PyTorch and a fused or foreach optimizer."""
         updates = (partial(clip_in_lists), *((partial(fuse_updates),) if is_fused else ()))
         priced = partial(annotate_costs, costs=costs, cluster=self.cluster, joins=False)
         return run(graph, ((partial(label_gradients),), (*updates, priced)))

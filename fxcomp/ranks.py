@@ -48,7 +48,7 @@ class Stop:
     """First error and its place."""
     step: int | None = None
     has_begun: bool = True
-    """Emitted code has run in that step."""
+    """True if emitted code has run in that step."""
 
 
 def _next(what: str) -> str:
@@ -152,9 +152,9 @@ class Ranks:
     def together(self, what: str, *, after_a_stop: bool = False) -> Generator[None]:
         """Run a block on all ranks: an error on one is raised on all, with the first cause.
 
-        Ranks learn of an error at the next agreement, and may go on. Elsewhere the failing rank stops: it writes the
-        cause to the store and closes its connections, so that no rank waits for it in a collective. `after_a_stop` lets
-        stopped ranks meet again.
+        After an error in an `attempt`, all ranks may continue. After another error the failing rank stops: it writes
+        the cause to the store and closes its connections, so that no rank waits for it in a collective. `after_a_stop`
+        lets stopped ranks meet again.
         """
         if self._root is None:
             yield
@@ -207,7 +207,6 @@ class Ranks:
         return self._talk is not None and self._talk.knows(error)
 
     def at_step(self, step: int | None) -> None:
-        """Publish this rank's step."""
         if self._root is None or self._root.presence is None:
             return
         if step is None:
@@ -275,7 +274,7 @@ class Ranks:
             for tensor in tensors:
                 own = _own_memory(tensor.data)
                 sent = own.resolve_conj().resolve_neg().contiguous()
-                # The user's default group would outlive a failing rank.
+                # Not in the user's default group, which stays open if a rank fails.
                 self._groups.broadcast(sent.view(-1).view(torch.uint8), 0, Level.WORLD.value, "main").wait()
                 if sent is not own:
                     own.copy_(sent)
@@ -345,7 +344,7 @@ ALONE = Ranks(None, None, False)
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """Return each element of an expanded tensor once."""
+    """Return a view with each element of an expanded tensor once."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
@@ -369,7 +368,7 @@ def _places(names: Sequence[str]) -> list[int]:
 
 
 def _check_alone(cluster: Cluster | None, group: Any) -> None:
-    """Refuse several ranks or a group without torch.distributed."""
+    """Raise BadCall for several ranks or a group without torch.distributed."""
     check_is_cluster(cluster)
     if cluster is not None and cluster.world_size > 1:
         raise BadCall(

@@ -6,7 +6,7 @@ Ranks in other groups average other tensors over the same links at the same time
     group 0      rank 0 ──────── rank 2        shard 0 of the gradients
     group 1      rank 1 ──────── rank 3        shard 1, on the same link as group 0
 
-Groups that start every collective together always share links alike, so one cost table leads them to one plan.
+Groups that start every collective at the same time share links equally, so equal cost tables give equal plans.
 """
 
 from __future__ import annotations

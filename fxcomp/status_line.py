@@ -23,11 +23,9 @@ def written_over(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Show a status line."""
     if takes_status_lines(sys.stderr):
         print(written_over(text), end="", file=sys.stderr, flush=True)
 
 
 def clear() -> None:
-    """Erase the status line."""
     show("")

@@ -2,7 +2,7 @@
 
 The calling file determines the answer:
 
-    user's or library's     the table's; refused without an entry
+    user's or library's     the table's; an error without an entry
     torch's                 torch's own; the table's if torch raises
     fxcomp's                torch's own
 

@@ -30,7 +30,7 @@ class AskingShapes(ShapeEnv):
     """Shape environment that calls back for a data-dependent value, and raises only if the answer is None."""
 
     def __init__(self, ask: Callable[[Expression], Any]):
-        # Equal numbers get separate symbols; tracing requests their equality when needed.
+        # Equal sizes get separate symbols, which tracing compares when needed.
         super().__init__(duck_shape=False)
         self._ask = ask
 
@@ -40,7 +40,7 @@ class AskingShapes(ShapeEnv):
             sym_node.expr, lambda: super(AskingShapes, self).evaluate_sym_node(sym_node, size_oblivious, fallback_value)
         )
 
-    # torch has put a cache around it.
+    # torch caches this method.
     def guard_or_defer_runtime_assert(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, orig_expr: Expression, msg: str, fx_node: Any = None
     ) -> bool:

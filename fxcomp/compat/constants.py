@@ -74,7 +74,7 @@ class Constants(DispatchMode):
         return func(*given[0], **given[1])
 
     def traced(self, tensor: Tensor) -> Tensor:
-        """Return a real tensor's fake; other tensors pass."""
+        """Return a real tensor's fake, and other tensors unchanged."""
         if self._fakes is None or not _is_real(tensor):
             return tensor
         if id(tensor) not in self._known:
@@ -90,7 +90,7 @@ class Constants(DispatchMode):
 
 
 def traced(tensor: Tensor) -> Tensor:
-    """Return a tensor's fake while tracing; other tensors pass."""
+    """Return a tensor's fake while tracing, else the tensor."""
     modes = _under_way()
     return modes[-1].traced(tensor) if modes else tensor
 
@@ -105,7 +105,7 @@ def _under_way() -> list[Constants]:
 
 
 def _is_torchs_own(func: Any) -> bool:
-    """Return whether torch handles the operator: it refuses a new shape for a real tensor."""
+    """Return whether torch handles the operator. It raises for a new shape of a real tensor."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
 
 

@@ -34,7 +34,7 @@ _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 
 _SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-"""Capabilities with little shared memory, where the flash kernel does not train wide heads."""
+"""Capabilities with little shared memory, where the flash kernel has no backward pass for wide heads."""
 
 
 @contextmanager

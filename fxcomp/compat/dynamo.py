@@ -39,7 +39,7 @@ def outside_dynamo(function: F, why: str) -> F:
 
 
 def uncompiled(function: Any) -> Any:
-    """Return the model or function inside torch.compile's wrapper; other objects pass."""
+    """Return the model or function inside torch.compile's wrapper, and other objects unchanged."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by the first call of torch.compile
     if dynamo is None:
         return function
@@ -64,7 +64,6 @@ def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
 
 
 def nodes_of(loss: torch.Tensor) -> list[Any]:
-    """List the nodes of a loss's backward graph in breadth-first order."""
     return list(_nodes_below([loss.grad_fn]))
 
 

@@ -1,6 +1,6 @@
 """DistributedDataParallel wrappers and modules of fully_shard.
 
-A module of fully_shard reduces its gradients together; each rank holds a shard of it.
+A module of fully_shard reduces its gradients together; each rank holds a shard of each parameter.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -104,7 +104,6 @@ class ShardedModule:
 
     @property
     def whole_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the unsharded parameters."""
         return tuple(tuple(each._orig_size) for each in self._trained)
 
     @property
@@ -150,7 +149,6 @@ class ShardedModule:
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
-    """List fully_shard's modules that have trainable parameters."""
     names = {id(each): name for name, each in model.named_parameters()}
     found: list[ShardedModule] = []
     modules: Iterator[tuple[str, nn.Module]] = cast("Any", model.named_modules())
@@ -185,7 +183,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def group_ranks(group: Any) -> list[int]:
-    """List a group's global ranks."""
     return _dist.get_process_group_ranks(group)
 
 

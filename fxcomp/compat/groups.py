@@ -30,7 +30,6 @@ SECONDS_TO_CLOSE = 10.0
 
 
 def process_group(name: str) -> Any:
-    """Return the live process group with this name."""
     return dist.distributed_c10d._resolve_process_group(cast("Any", name))
 
 
@@ -45,7 +44,6 @@ def default_group() -> Any:
 
 
 def world() -> Any:
-    """Return the default process group or None."""
     return dist.GroupMember.WORLD
 
 
@@ -92,7 +90,7 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
-        # The caller is about to raise: a store's error must not hide that. Stores without compare_set keep the last of
+        # The caller's error is more important than the store's. Stores without compare_set keep the last of
         # simultaneous writes.
         with suppress(RuntimeError, NotImplementedError):
             if store.check([key]):
@@ -129,7 +127,7 @@ def _unbound(group: Any) -> Generator[None]:
     """Let new groups connect on their own.
 
     If the default group is bound to a device, torch splits its communicator for each new group, a collective of all
-    ranks. Members of a gloo group do not take part.
+    ranks, in which members of a gloo group do not take part.
     """
     device = group.bound_device_id
     group.bound_device_id = None

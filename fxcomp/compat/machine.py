@@ -153,7 +153,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def forget_freed_memory(device: torch.device) -> None:
-    """Release cached memory of a device's allocator."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -91,7 +91,6 @@ def function_modes() -> list[str]:
 
 
 def function_mode_stack() -> list[TorchFunctionMode]:
-    """List active function modes, outermost first."""
     return [_C._get_function_stack_at(place) for place in range(_C._len_torch_function_stack())]
 
 
@@ -126,7 +125,6 @@ def dispatch_mode() -> str | None:
 
 
 def dispatch_mode_stack() -> list[Any]:
-    """List active dispatch modes, outermost first."""
     return [_C._get_dispatch_stack_at(place) for place in range(_C._len_torch_dispatch_stack())]
 
 

@@ -26,7 +26,6 @@ Operator = OpOverload[..., Any]
 
 
 def is_operator(target: Any) -> TypeGuard[Operator]:
-    """Return whether a node's target is an operator overload."""
     return isinstance(target, OpOverload)
 
 
@@ -70,7 +69,6 @@ def bare_name(target: Operator) -> str:
 
 @cache
 def places_of_arguments(target: Operator) -> Mapping[str, int]:
-    """Map an operator's argument names to positions."""
     return {argument.name: place for place, argument in enumerate(target._schema.arguments)}
 
 
@@ -231,7 +229,6 @@ def multiplies_in_tf32(*, is_convolution: bool) -> bool:
 def kernels_instead(
     kernels: Mapping[str, Callable[..., Any]], key: str, *, with_keyset: bool = False
 ) -> Generator[None]:
-    """Replace kernels of ATen operators inside the context."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():

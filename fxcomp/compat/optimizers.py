@@ -41,7 +41,6 @@ def held_bytes(tensor: Tensor) -> int:
 
 
 def is_alias(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors or fakes share memory."""
     return torch._C._is_alias_of(one, other)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -113,7 +112,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def knows_values(tensor: Tensor) -> bool:
-    """Return whether a fake tensor carries constant values, as torch.tensor([1, 2]) in a trace does."""
+    """Return whether a fake tensor has constant values, as torch.tensor([1, 2]) in a trace does."""
     return getattr(tensor, "constant", None) is not None
 
 

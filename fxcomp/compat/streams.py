@@ -16,7 +16,6 @@ def streams_of(device: torch.device) -> Any:
 
 
 def works_later(device: torch.device) -> bool:
-    """Return whether a device runs asynchronously."""
     return streams_of(device) is not None
 
 
@@ -34,7 +33,6 @@ def recorded(device: torch.device, *, timed: bool = False) -> Any:
 
 
 def stream_of(device: torch.device) -> Any:
-    """Return the current stream or None."""
     streams = streams_of(device)
     return None if streams is None else streams.current_stream(device)
 
@@ -50,6 +48,5 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def wait_for_stream(stream: Any) -> None:
-    """Let the current stream wait for another one."""
     if stream is not None:
         stream_of(stream.device).wait_stream(stream)

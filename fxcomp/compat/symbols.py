@@ -61,7 +61,6 @@ def _is_sign(relation: Any) -> bool:
 
 
 def decided_symbols(shapes: ShapeEnv) -> set[str]:
-    """Return the names of symbols that tracing compared or specialized."""
     found = {str(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
     return found | set(map(str, shapes.replacements))
 
@@ -86,7 +85,6 @@ def noting_texts(note: Callable[[], None]) -> AbstractContextManager[None]:
 
 
 def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
-    """Limit a symbol's value range to [low, high]."""
     symbol.node.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, high)
 
 
@@ -121,7 +119,6 @@ def _sizes(values: Iterable[Any]) -> list[Any]:
 
 
 def has_symbols(value: Tensor) -> bool:
-    """Return whether a fake tensor's sizes or strides are symbols."""
     return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
 
 

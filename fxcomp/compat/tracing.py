@@ -41,7 +41,7 @@ SIZE_DEPENDS = DynamicOutputShapeException
 """Tracing error of operators whose output size depends on values and has no symbol."""
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, SIZE_DEPENDS)
-"""Tracing errors where Python reads a tensor's value."""
+"""Tracing errors when Python reads a tensor's value."""
 
 
 def fake_mode() -> tuple[FakeMode, ShapeEnv]:
@@ -79,7 +79,6 @@ def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
 
 
 def plain_values() -> AbstractContextManager[Any]:
-    """Compute on real values outside all dispatch modes."""
     return _disable_current_modes()
 
 

@@ -4,7 +4,7 @@
     with rt.aside(pack_0):                      the side stream waits for compute, %pack_0 included
         payload_0 = rt.compress(...)
         all_gather_0 = rt.launch(...)
-    ...                                         compute goes on
+    ...                                         compute continues
     with rt.aside():
         payloads_0 = rt.wait(all_gather_0)
         mean_0 = rt.decompress(...)
@@ -29,19 +29,19 @@ from fxcomp.graph.regions import Region
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Wait, if any, before a piece of a step or before its end."""
+    """Wait, if any, before a piece (region or line) of a step, or before its end."""
 
     is_aside: bool
     waits: bool
     values: tuple[Node, ...] = ()
-    """Values of the other stream that the piece uses first."""
+    """Values of the other stream that no earlier piece used."""
 
 
 def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing]:
     """Return the crossing before each piece of a step, and before its end.
 
-    The first line of the side stream waits for compute, as a residual may have changed since the last step. At the end
-    compute waits, so that steps never overlap.
+    The first line of the side stream waits for compute, because a residual may have changed since the last step. At the
+    end compute waits, so that steps never overlap.
     """
     found: list[Crossing] = []
     made_aside: dict[Node, None] = {}

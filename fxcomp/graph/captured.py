@@ -119,7 +119,7 @@ class Captured:
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     guard: compat.ShapeGuard | None
-    """Check for other batch sizes that the graph can run; None if there are none."""
+    """Check if the graph can run a batch of other sizes; None if it can run no other."""
     is_weighted: bool = False
     """The loss is a sum over counted elements."""
     densified: tuple[str, ...] = ()
@@ -131,9 +131,9 @@ class Captured:
     """The graph was moved to an absent device (`graph/retarget.py`). It is never compiled."""
 
     prelude: Prelude | None = None
-    """Questions of the traced Python about values."""
+    """Decisions of the traced Python code about tensor values."""
     live: tuple[str, ...] = ()
-    """Names of watched floats that are graph inputs."""
+    """Names of Python floats that are graph inputs."""
 
     def aux_leaves(self, returned: Sequence[Any]) -> list[Any]:
         values = iter(returned)

@@ -67,7 +67,7 @@ def gradients(gm: GraphModule) -> dict[str, Node]:
 
 
 def count_of(gm: GraphModule) -> Node | None:
-    """Return the count of elements in a weighted loss on this rank, or None."""
+    """Return the node with this rank's count of elements; None unless the loss is weighted."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source if has_info(node) else None
         if source is not None and source.kind is InputKind.COUNT:
@@ -104,7 +104,6 @@ def last_result(node: Node) -> Node:
 
 
 def is_collective(node: Node) -> bool:
-    """Return whether a node is a collective of gradients or buffers."""
     return node.op == "call_function" and node.target in COLLECTIVE_KINDS and not is_exchange(node)
 
 
@@ -130,7 +129,7 @@ def level_of(collective: Node) -> Level:
 
 
 def sent_bytes(collective: Node) -> int:
-    """Return the bytes that price a collective: the largest part in a gather, else the whole value."""
+    """Return the bytes that determine a collective's price: the largest part in a gather, else the value."""
     value, cut = cast("tuple[Any, Any]", collective.args[:2])
     if collective.target in MOVES and not collective_kind(collective).splits:
         return max(cut) * value.meta["val"].element_size()
@@ -177,7 +176,7 @@ def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
 
 
 SHARE = "share"
-"""Name of the node that weighs gradients of a loss with a count."""
+"""Name of the node with the weight of gradients of a weighted loss."""
 
 _aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""List the events of an emitted step: stream, memory read and written, and earlier events.
+"""List an emitted step's events, with stream, memory read and written, and events to wait for.
 
     region_0            compute   reads the batch, parameters     writes its results
     pack_0              compute   reads gradients                 writes the buffer of %pack_0
@@ -45,7 +45,7 @@ class Event:
     """Memories, named after the values they are made for."""
     writes: frozenset[str] = frozenset()
     values: tuple[tuple[str, str], ...] = ()
-    """Values that it reads, with their memories; no inputs that mean the present content."""
+    """Values that it reads, with their memories, except inputs that are read as they are now."""
     makes: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
-    """Yield the events of two steps in a row, also with the first one rolled back."""
+    """Yield the events of two consecutive steps, then again with the first rolled back."""
     pieces = cut(gm)
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     usual = [piece for piece in pieces if piece not in undoing]
@@ -93,7 +93,7 @@ def _events(
 
 
 def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int, list[str]]:
-    """Return the memories of regions that no later piece uses, by the piece's index."""
+    """Return the memories that each piece of the step, by index, is the last to use."""
     last: dict[str, int] = {}
     for place, piece in enumerate(pieces):
         nodes = (*piece.inputs, *piece.outputs) if isinstance(piece, Region) else (piece, *piece.all_input_nodes)
@@ -284,7 +284,7 @@ _CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _is_live(node: Node) -> bool:
-    """Return whether an input means its memory's present content. Residuals mean the content at the step's start."""
+    """Return whether reads of an input expect its present content, not the content at the step's start."""
     source = info(node).source
     return node.op == "get_attr" or (source is not None and source.kind not in _CARRIED)
 

@@ -117,16 +117,16 @@ class NodeInfo:
     start: int = 0
     """Offset of a part's first element in the flat parameter."""
     sent_bytes: int | None = None
-    """Bytes that price a bucket's collective: rank 0's, since shards may differ."""
+    """Bytes of rank 0 in a bucket's collective, because shards differ but prices must not."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """Launch time of a collective on its thread."""
     load: float = 0.0
-    """Processors taken from compute."""
+    """Number of processors taken from compute."""
     overlap_speed: float = 1.0
-    """Relative speed during compute, without a processor left for it."""
+    """Speed during compute / speed alone, if compute leaves no processor."""
     launcher_load: float = 0.0
-    """Processors taken by the pool's launching thread."""
+    """Number of processors taken by the pool's launching thread."""
     stream: Stream | None = None
     is_aside: bool = False
     """Runs on the side stream, so that compute does not block."""
@@ -134,7 +134,7 @@ class NodeInfo:
     fused: FusedUpdate | None = None
     """Operator that may replace the traced update of a parameter."""
     leaves_early: bool | None = None
-    """Broadcast of a buffer before the first bucket, or after the last; None for no broadcast.
+    """True if a buffer is broadcast before the first bucket, False if after the last; None if never.
 
     Every capture has the same value, so that ranks launch in the same order.
     """

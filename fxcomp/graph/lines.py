@@ -1,4 +1,4 @@
-"""The kinds of lines of an emitted step: method, arguments, price and stream.
+"""The kinds of lines (runtime calls) of an emitted step: method, arguments, predicted time and stream.
 
     %payload_0 = int8_compress(%pack_0, %residual_0, [8], 512)         the node
     payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))        its line
@@ -172,7 +172,7 @@ class Line:
     price: Callable[[Prices, Node, Device], float] | None = None
     """Predicted time in µs. None for free lines, and for collectives, which are priced by their links."""
     stream: Stream = Stream.COMPUTE
-    """The pool only if its input is there; `intra` for a collective in one host."""
+    """A pool stream applies only to inputs on the host. A collective in one host uses `intra`."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """The result is written to a buffer, whose name is the first argument of the call."""
@@ -189,7 +189,7 @@ class Line:
 
     @property
     def is_work(self) -> bool:
-        """False for waits, copies of another line's result, and roll backs."""
+        """False for waits, copies between device and host, and roll backs."""
         return not self.is_undoing and not self.is_free and self.method not in ("exchange", "wait", "d2h", "h2d")
 
 

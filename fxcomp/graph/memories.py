@@ -123,6 +123,5 @@ class Memories:
 
 
 def _works_in_place(collective: Node) -> bool:
-    """Return whether a collective overwrites its input."""
     kind = collective_kind(collective)
     return kind.is_in_place or (kind is CollectiveKind.BROADCAST and collective.target not in MOVES)

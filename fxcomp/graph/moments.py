@@ -41,7 +41,7 @@ class Correction:
 
     number: Node
     power: int
-    """Power of the number that divides the magnitude itself."""
+    """Exponent of the number in the divisor of the magnitude itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,6 @@ class Update:
         return found[0]
 
     def moment(self) -> Moment:
-        """Find the mean of gradients. Raise NoMoment."""
         assert self.parameter is not None, "an update is of a parameter"
         return moment_of(self.nodes, self.gradient(), self.parameter, self.states)
 
@@ -136,7 +135,7 @@ def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Co
 
 
 def _check_no_view_is_written(nodes: Sequence[Node], known: Collection[Node]) -> None:
-    """Refuse writes through views, which are not tracked."""
+    """Raise NoMoment for writes through views, which are not tracked."""
     inside = set(nodes)
     for node in nodes:
         place = node.args[0] if compat.is_operator(node.target) and compat.is_in_place(node.target) else None
@@ -231,7 +230,7 @@ def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
 
 
 def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
-    """Refuse second moments other than Adam's: state `exp_avg_sq`, corrected by beta2."""
+    """Raise NoMoment for second moments other than Adam's: state `exp_avg_sq`, corrected by beta2."""
     source, correction = info(magnitude.state).source, magnitude.correction
     numbers = set[Node]() if correction is None else _leaves(correction.number, nodes)
     betas = {info(each).source.key for each in numbers if _is_input(each, InputKind.HYPER)}  # pyright: ignore[reportOptionalMemberAccess]

@@ -90,7 +90,7 @@ def _keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
-    """Fill one scalar per distinct number: a fill waits for no copy."""
+    """Fill one scalar per distinct number, because a copy would wait."""
     known: dict[float, Tensor] = {}
     values = [float(counter) for counter in counters]
     for value, counter in zip(values, counters, strict=True):

@@ -1,10 +1,10 @@
-"""Answer the questions of the traced Python about values, before each step.
+"""Repeat the decisions of the traced Python code about tensor values (questions) before each step.
 
     if labels.max() >= 32: raise ...      %max = max(%batch_1);  %ge = ge(%max, 32);  u0 == 1  ─► False
     for _ in range(int(counts[0])): ...   %select = select(%batch_2, 0, 0);           u1       ─► 3
 
-A capture holds for batches with the same answers. A question may raise if an earlier answer differs, so a stage of them
-is evaluated only after all earlier answers are as expected.
+A capture holds for batches with the same answers. A question may raise if an earlier answer differs, so a stage of
+questions is evaluated only after all earlier answers match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Feed = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchQuestion:
-    """Python's question about the values of a few tensors."""
+    """A decision of Python code that depends on the values of a few tensors."""
 
     where: str
     """Place in the user's code."""

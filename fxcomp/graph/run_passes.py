@@ -1,4 +1,4 @@
-"""Run passes over a copy of a graph, at once or in turns between training steps.
+"""Run passes over a copy of a graph, at once or a few (a turn) between two training steps.
 
 Invariants are checked after the last pass; with a history, after each.
 """
@@ -140,7 +140,6 @@ def finished(turns: Turns[T]) -> T:
 
 
 def assert_whole(gm: GraphModule, made_by: str) -> GraphModule:
-    """Assert the graph's invariants."""
     gm.graph.lint()
     violations = check(gm)
     assert not violations, f"{made_by} broke the graph: " + "; ".join(violations)

@@ -40,8 +40,8 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
         %mul_    update  f32[4,2]  mul_(%fc_weight_exp_avg, %beta)   fc.weight  ┐ one operator over a list of two
         %mul__1  update  f32[4]    mul_(%fc_bias_exp_avg, %beta)     fc.bias    ┘
 
-    A rule's parameters form one list. `codegen/region_source.py` writes a list per bucket; its launches cost little
-    more.
+    Parameters with equal operators form one list. `codegen/region_source.py` writes one per bucket, with few more
+    launches.
     """
     updates: defaultdict[str | None, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
@@ -128,7 +128,6 @@ def update_kinds(gm: GraphModule) -> set[UpdateKind]:
 
 
 def kind_of_update(nodes: Sequence[Node], parameter: Node, states: Collection[Node]) -> UpdateKind:
-    """Return the kind of one parameter's update."""
     reading = UpdateReading(nodes, parameter, states)
     if reading.divides_by(reading.magnitudes):
         return UpdateKind.TRUST_RATIO if reading.has_norm_of_parameter() else UpdateKind.SECOND_MOMENT
@@ -245,7 +244,7 @@ def _is_gradient(outer: Node) -> bool:
 
 
 def _sum(forms: Iterable[Form]) -> Form:
-    """Return the form of a sum. A magnitude plus a linear value is bent."""
+    """A magnitude plus a linear value is bent."""
     found = set(forms) - {Form.NEUTRAL}
     return found.pop() if len(found) == 1 else Form.BENT if found else Form.NEUTRAL
 

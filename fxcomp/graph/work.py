@@ -48,14 +48,13 @@ def operator_text(target: Any) -> str:
 
 
 def work_key(node: Node) -> str:
-    """Return the key of a measured cost."""
     types = [type_text(n.meta["val"]) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     return " ".join([operator_text(node.target), *types])
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """Facts that price a plain operator."""
+    """Work of a plain operator, from which its time is estimated."""
 
     key: str
     flops: float
@@ -66,7 +65,7 @@ class OperatorWork:
 
 
 def work(node: Node) -> OperatorWork:
-    """Compute the facts that price a node."""
+    """Compute a node's work."""
     sizes = tuple(size for _, size in _counted_reads(node))
     return OperatorWork(work_key(node), flops(node), sum(sizes) + _made_bytes(node), math_type(node), sizes)
 
@@ -175,7 +174,6 @@ def math_type(node: Node) -> str:
 
 
 def touched_bytes(node: Node) -> float:
-    """Count the bytes that an operator reads and writes."""
     return sum(size for _, size in _counted_reads(node)) + _made_bytes(node)
 
 
@@ -268,7 +266,7 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_ours(target: Any) -> bool:
-    """Return whether an operator has a separate price, as the compiler's and collectives do."""
+    """Return whether an operator is the compiler's or a collective, with a separate price."""
     return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
 
 

@@ -10,7 +10,7 @@ A plain operator's time is measured, or estimated by the roofline; without known
 listed by `unknowns` (`graph/work.py`). On an absent device forward and backward are priced per kernel
 (`graph/kernels.py`), fused as by Inductor or, if `joins` is false, one operator each. Update operators over lists share
 launches (`graph/update_kinds.py`). Other lines are priced by bytes and links. A collective of the loss function blocks
-compute and counts as one over all ranks.
+compute and is priced over all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
         pool_load = costs.pool_load if node in on_host else 0.0
         if line_of(node) is LAUNCH:
             price = costs.collective(collective_kind(node), level_of(node), sent_bytes(node), cluster)
-            # Broadcasts of buffers are launched for free.
+            # Launches of buffers' broadcasts are assumed free.
             launch_us = costs.launch_us if info(node).bucket is not None else 0.0
             update_info(node, cost_us=price.us, starting_us=launch_us, launcher_load=pool_load)
             update_info(node, load=price.load, overlap_speed=price.overlap_speed)
@@ -66,7 +66,6 @@ def note_work(gm: GraphModule) -> None:
 
 
 def cost_key(node: Node) -> str:
-    """Return the key of a plain operator's cost."""
     known = info(node).work
     return known.key if known is not None else work_key(node)
 
@@ -98,7 +97,7 @@ def _work_of(node: Node) -> OperatorWork | None:
 
 
 def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
-    """Estimate update operators over lists. Measured costs include sharing already."""
+    """Estimate update operators over lists. Measured costs already include shared launches."""
     updates = [n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.UPDATE and _is_priced_by_work(n)]
     works = {node: known for node in updates if (known := _work_of(node)) is not None}
     estimated = {node for node, known in works.items() if known.key not in costs.compute}

@@ -7,11 +7,11 @@
     - %all_gather_0_int8       collective  u8[32]  25.3 us         all_gather(%payload_0, 2, inter)
     + %all_gather_0_int8       collective  u8[32]  25.3 us @inter  all_gather(%payload_0, 2, inter)
 
-Compressors on the host run between the copies to the host and back, collectives on the links of their level, other
-lines with compute (`graph/lines.py`).
+Compressors on the host get the pool's streams, collectives the link of their level, other lines compute
+(`graph/lines.py`).
 
 On an asynchronous device, a bucket that is compressed or sent in stages runs on the side stream, so that compute does
-not wait. It is priced as compute, whose device it shares.
+not wait. Its predicted stream is compute, because they share the device.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
 DDP broadcasts before each forward pass, without overlap. A broadcast after the step has the same result.
 
 Ranks agree on the buffers and on their place before or after the gradients (`leaves_early`). Buffers of several types
-travel as bytes. On an accelerator one operator copies back all buffers of a type.
+are sent as bytes. On an accelerator one operator copies back all buffers of a type.
 """
 
 from __future__ import annotations

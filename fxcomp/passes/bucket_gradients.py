@@ -134,7 +134,7 @@ def _gather_bucket(
 
 
 def _scale_in_place(gradient: Node) -> None:
-    """Clip in place: the unscaled gradient has no other user."""
+    """Clip in place, because the unscaled gradient has no other user."""
     for user in gradient.users:
         if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
             user.target = torch.ops.aten.mul_.Tensor

@@ -7,7 +7,7 @@
     + %sub_                   update      f32[4,2]  aten.sub_.Tensor(%fc_weight, %wait_tensor_default_1)  fc.weight
 
 A mean over all ranks is inserted where the user reduces nothing. A reduction by the user is kept: a sum divided by the
-number of ranks becomes a mean. A single rank needs none.
+number of ranks becomes a mean. A single rank needs no reduction.
 """
 
 from __future__ import annotations

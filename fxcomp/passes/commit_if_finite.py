@@ -5,10 +5,10 @@
     + %before_0  roll back  f32[12]  roll_back(%left_out_0, %own_0, %pack_0)
     + %finite    commit     b8[]     all_finite([%mean_0])
 
-A non-finite gradient makes the means of all ranks non-finite, so they decide alike without communication. The old
+A non-finite gradient makes the means of all ranks non-finite, so all ranks decide alike without communication. The old
 residual is the new one plus the rank's own decompressed payload minus its bucket, up to rounding; where values are not
-finite, the kernel has not changed it. With a live loss scale, residuals are saved and restored exactly, as are payloads
-summed in place and compressor states.
+finite, the kernel has left the old one. With a live loss scale, residuals are saved and restored exactly, as are
+payloads summed in place and compressor states.
 
 order_for_overlap moves the updates after the emitted step's early return.
 """

@@ -10,10 +10,10 @@
 
 and aten._fused_adamw_([%weight], [%gradient], [%weight_exp_avg], [%weight_exp_avg_sq], [], [%add__tensor], ...).
 
-It passes over memory once; `codegen/region_source.py` joins the parameters of a region. A host counter is incremented
-on the host and copied. Updates stay if they exchange momenta, if gradient and parameter differ in layout, or in fp16:
-there the traced operators lose small squares and the fused one does not, so results would differ from the user's
-optimizer.
+The operator passes over memory once; `codegen/region_source.py` joins the parameters of a region. A host counter is
+incremented on the host and copied. Updates stay if they exchange momenta, if gradient and parameter differ in layout,
+or in fp16: there small squares underflow in the traced operators but not in the fused one, so results would differ from
+the user's optimizer.
 """
 
 from __future__ import annotations

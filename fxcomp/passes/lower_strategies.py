@@ -10,10 +10,10 @@
     + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
 A dense bucket is scaled while packed and summed on the wire: gloo has no mean, and this saves a pass over memory. On an
-accelerator the collective takes the mean, because one operator packs a list and does not scale. An agreement is a stage
-of its own. Values are copied to the host before a compressor on the cpu, and back after it. Compressors take and return
-fp32, so other gradients are cast, and dense values are cast back before they are sent. Each rank lowers its own part,
-since shards differ; all ranks have the same collectives.
+accelerator the collective takes the mean, because one operator packs a list and does not scale. An agreement (reduced
+before compression) is a separate stage. Values are copied to the host before a compressor on the cpu, and back after
+it. Compressors take and return fp32, so other gradients are cast, and dense values are cast back before they are sent.
+Each rank lowers its own part, since shards differ; all ranks have the same collectives.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Lowering:
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.sizes: Iterator[int] = iter(())
-        """Bytes that price the remaining collectives: rank 0's, so that all ranks have equal numbers."""
+        """Bytes of the remaining collectives on rank 0, so that predictions are equal on all ranks."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
@@ -162,7 +162,7 @@ class _Lowering:
         return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
 
     def _named(self, name: str) -> str:
-        """Append a count to a repeated name. Left to torch.fx, the bucket's number in the name would be increased."""
+        """Append a count to a repeated name. torch.fx would increase the bucket's number instead."""
         again = self.names[name]
         self.names[name] += 1
         return f"{name}_{again}" if again else name

@@ -87,7 +87,6 @@ class _Recomputation:
         return sorted(found, key=self._place.__getitem__)
 
     def repeat(self, gm: GraphModule, value: Node, operators: Sequence[Node]) -> None:
-        """Recompute a value in backward."""
         own: dict[Node, Node] = {}
 
         def now(node: Node) -> Node:

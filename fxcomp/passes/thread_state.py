@@ -1,4 +1,4 @@
-"""Carry residuals and compressor states from step to step.
+"""Pass residuals and compressor states to the next step.
 
     + %residual_0         input       f32[12]                    residual 0
     - %compress_0         compress    (u8[16], f32[0], f32[0])   int4_compress(%pack_0, None, [4, 8], 128, False)

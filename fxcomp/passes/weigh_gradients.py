@@ -10,7 +10,7 @@
     - %pack_0              pack        f32[4]    pack([%mul], 1.0)
     + %pack_0              pack        f32[4]    pack([%mul], 1.0, factor=%share)
 
-The share is the number of ranks over the count, as the mean over ranks follows. It is applied before compression, so
+%share is ranks / count, because the mean over ranks follows. It is applied before compression, so
 residuals are in units of the mean gradient. A count of zero makes gradients zero.
 """
 

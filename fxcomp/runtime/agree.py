@@ -1,13 +1,13 @@
 """Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
 
-Ranks answer each topic in turn. Unlike a collective, a missing key times out:
+Every rank answers the same topics in the same order. Waiting for a missing key times out:
 
     name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
     name/1/0                         topic 1: only rank 0's answer is read
     name/failed/0                    first failure
 
-The first failing rank writes the failure, and waiting ranks poll its key. If a rank's process has ended, or waits
-elsewhere, the rank that notices writes the failure.
+The first failing rank writes name/failed/0, which waiting ranks poll. A rank that finds that another process has ended,
+or waits in a step, also writes it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fxcomp.runtime.presence import Presence, address_of, place_of
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Pauses between store polls: the first, the longest, and the longest per rank of a large job."""
+"""Pauses between store polls, in s: the first, and the longest, which grows with the world size."""
 
 PATIENCE_S = 0.5
-"""Interval of checks on silent processes."""
+"""Interval of checks, in s, on processes that have not answered."""
 
 LINGER_S = 2.0
-"""Maximum wait of a failed rank, which may host the store, for the others to read its failure."""
+"""Longest time, in s, that rank 0, which may host the store, waits for the others to read a failure."""
 
 WATCHED = 32
-"""Missing ranks that each waiting rank checks. Other ranks check the rest."""
+"""Number of missing ranks that each waiting rank checks. Other waiting ranks check the rest."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -62,9 +62,9 @@ def check_store(store: Any) -> None:
 
 
 class Conversation:
-    """Topics that all ranks answer in turn; `name` must be new and the same on every rank.
+    """Topics that all ranks answer in the same order; `name` must be new and the same on every rank.
 
-    Ranks report their steps under `root`, the name of their first conversation.
+    `root` is the name of their first conversation, under which they publish their steps.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Conversation:
         self.root = root or name
         self._topics = 0
         self._failures = 0
-        """Topics at which all ranks raised."""
+        """Number of topics at which all ranks raised."""
         self._known: BaseException | None = None
 
     def named(self, name: str, members: Members | None = None) -> Conversation:
@@ -163,7 +163,7 @@ class Conversation:
             return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
-        """Delete this rank's answers but the last from the store, after all ranks have read them."""
+        """Delete all answers of this rank but the last from the store. All ranks must have read them."""
         for number in range(self._topics - 1):
             with suppress(Exception):  # not every store supports it
                 self.store.delete_key(self._key(number, self.rank))
@@ -179,7 +179,7 @@ class Conversation:
         try:
             mine = work()
         except BaseException as error:
-            is_own = not isinstance(error, PeerFailed)  # another rank may know the cause of a broken collective
+            is_own = not isinstance(error, PeerFailed)  # another rank may report the cause of a broken collective
             first = self._fail(self.described(topic, error), is_known=is_own, lingers=True)
             self._topics += 1
             if not is_own:

@@ -1,4 +1,4 @@
-"""Residuals in one flat arena, with a part for each slot of a bucket that needs one.
+"""Residuals in one flat tensor, the arena, with a part for each slot that needs one.
 
 A bucket has one slot per compression of its strategy; a two-shot strategy also compresses the mean of a rank's shard.
 A slot that covers elements [4, 11) of a bucket is split by parameter:
@@ -68,8 +68,7 @@ ONE = Fraction(1)
 class SlotLayout:
     """Residual layout of one slot of a bucket on one rank: the concatenated `pieces` of the bucket.
 
-    `on_host` is True if the compressor runs on the host. `place`, `weight` and `total` apply to every Slice of the
-    slot.
+    `on_host` is True if the compressor runs on the host. Every Slice of the slot gets `place`, `weight` and `total`.
     """
 
     bucket: tuple[Part, ...]
@@ -98,7 +97,7 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Residual of one rank for consecutive elements of a parameter, and its unit.
+    """Residual of one rank for consecutive elements of a parameter, and its weight.
 
     The total residual, in units of the mean gradient, is the sum of `weight · values` over all ranks and slots.
     """
@@ -139,7 +138,7 @@ class Slice:
             self.values.div_(float(self.total))
 
     def go_on_from(self, other: Slice) -> None:
-        """Copy another slice of the same elements, converted to this slice's unit."""
+        """Copy another slice of the same elements, rescaled to this slice's weight."""
         self.values.copy_(other.values)
         if self.weight != other.weight:
             self.values.mul_(float(other.weight / self.weight))

@@ -5,7 +5,8 @@ If torch.compile silently falls back to eager code, unaveraged gradients reach `
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-A parameter's Arrivals is registered with `Tensor.register_hook` and shared by its models. Copies have no hooks.
+A parameter's Arrivals is registered with `Tensor.register_hook` and shared by its models. Copies of a parameter have no
+hooks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Arrivals:
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 
     def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
-        """Call `refuse` before an uncompiled backward pass stores a gradient; None removes an owner's guard."""
+        """Call `refuse` before an uncompiled backward pass stores a gradient. None removes the guard of `owner`."""
         if refuse is None:
             self._guards.pop(id(owner), None)
         else:

@@ -1,4 +1,4 @@
-"""Run lines of a step, or an exchange of a few small numbers, on a side stream.
+"""Run lines of a step (calls of the runtime), or an exchange of a few numbers, on a side stream.
 
 Lines there do not block compute:
 
@@ -10,7 +10,7 @@ On a synchronous device, both do nothing. An exchange of numbers overlaps with t
 
     host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-It has a stream of its own: compute does not delay it, and no other stream uses its memory.
+It has its own stream, so compute does not delay it and no other stream uses its memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Coming:
     _values: Tensor
     """Result on the host, valid after the exchange."""
     _work: Work | None
-    """The collective; None if a stream waits for it."""
+    """The collective; None on a device, whose stream waits for it."""
     _arrived: Any
     """Event after the last copy from a device."""
 
@@ -59,7 +59,7 @@ class Aside:
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def any(self, flags: Sequence[bool]) -> Coming:
-        """Start an any() of flags over all ranks. Every rank calls it, with equally many flags."""
+        """Start a logical or of flags over all ranks. Every rank calls it, with equally many flags."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             return mine, self._transport.all_reduce(mine, "world", "main", "max")

@@ -1,4 +1,4 @@
-"""Memory that a program's lines reuse from step to step, and overrides of their constants."""
+"""Memory that a program's lines (runtime calls) reuse in every step, and overrides of their constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Numbers:
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
     """Elements that each rank owns in a collective."""
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
-    """Part sizes of turned payloads."""
+    """Part sizes of transposed payloads, in elements."""
 
 
 ROOM = 64
@@ -38,7 +38,7 @@ class Buffers:
         self._pins = pins
         self._known: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._rooms: dict[int, int] = {}
-        """Bytes of each buffer with spare room, by data pointer."""
+        """Size of each buffer in bytes, without spare room, by data pointer."""
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,7 +69,7 @@ class Buffers:
     def take_packed(
         self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the buffer for packed gradients, in dtype `wanted` if given, and each gradient's slot in it."""
+        """Return the buffer for packed gradients, in dtype `wanted` if given, and each gradient's view of it."""
         dtype = packed_dtype(gradients, wanted)
         flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
         types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)
@@ -85,7 +85,7 @@ class Buffers:
         self._known[name, memory.numel(), memory.dtype] = memory
 
     def give_away(self, values: Sequence[Tensor]) -> None:
-        """Give up these values' memory. The next step allocates other memory."""
+        """Drop the buffers that hold these values. The next step allocates others."""
         gone = {value.untyped_storage().data_ptr() for value in values}
         for key, buffer in list(self._known.items()):
             if buffer.untyped_storage().data_ptr() in gone:

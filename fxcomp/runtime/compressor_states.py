@@ -1,4 +1,4 @@
-"""State of compressors: one tensor per slot of a bucket, concatenated from the states of parameters' parts."""
+"""State of compressors: one tensor per slot (compression of a bucket), with the states of parameters' parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _PartState:
 
     @property
     def label(self) -> str:
-        """Equal on all ranks with the same state."""
+        """Name that is equal on all ranks with the same state."""
         of_whom = "" if self.is_shared() else f", slot {self.slot} from {self.part.start} on, place {self.place}"
         return f"{self.name}, {self.part.length} values, key {self.key}{of_whom}"
 
@@ -57,12 +57,12 @@ class _PartState:
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
-        """Return whether all ranks must have equal state: payloads are summed, and fresh state ignores the rank."""
+        """Return whether all ranks must have equal state: if payloads are summed, and fresh state ignores the rank."""
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
     def go_on_from(self, other: _PartState) -> bool:
-        """Copy another plan's state if it has the same random stream and place. Returns whether it has."""
+        """Copy another plan's state if it has the same random stream and place. Return whether it was copied."""
         is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
         if not is_same or other.part.length != self.part.length:
             return False
@@ -122,7 +122,7 @@ class CompressorStates:
         return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> list[str]:
-        """Continue another plan's states where compressors match. Returns the labels of the other parts."""
+        """Continue another plan's states where compressors match. Return the labels of parts without a match."""
         known = {part.where: part for part in other._parts}
         reset: list[str] = []
         for part in self._parts:
@@ -132,7 +132,7 @@ class CompressorStates:
         return reset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy by parameter name, which other buckets can load."""
+        """Return copies by parameter name, which a plan with other buckets can load."""
         saved: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             saved.setdefault(part.name, []).append(part.saved())
@@ -141,7 +141,7 @@ class CompressorStates:
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Load each part from the first matching state, and reset the other parts.
 
-        Returns a description of each reset part's lost state, by label; empty if it had none. Raises BadState if a
+        Returns a description of each reset part's lost state, by label; empty if none was lost. Raises BadState if a
         saved state is incomplete.
         """
         for state in states:

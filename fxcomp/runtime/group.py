@@ -44,10 +44,10 @@ class Group:
     ranks: tuple[int, ...]
     place: int
     is_direct: bool
-    """True if equal parts of an all_gather are sent directly, too.
+    """True if an all_gather of equal parts is also done by sends and receives.
 
-    gloo's own all_gather takes turns: for 15 MB each between two ranks at 300 Mbit/s it took 590 to 640 ms, sends and
-    receives took 425 ms (2026-11). On a link that ranks share, gloo's ring sends fewer bytes and stays.
+    They took 425 ms for 15 MB from each of two ranks at 300 Mbit/s, gloo's all_gather 590 to 640 ms (2026-11). On a
+    link that ranks share, gloo's ring is used because it sends fewer bytes.
     """
     backends: Mapping[str, str]
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
@@ -55,12 +55,12 @@ class Group:
     """Collectives in flight. Each keeps the connections open."""
 
     def is_over_nccl(self, device: torch.device) -> bool:
-        """Return whether the backend is NCCL, which has rooted reductions and means and forwards bytes."""
+        """Return whether the backend is NCCL, which forwards bytes in reduce and broadcast, and has averages."""
         return self.backends.get(device.type) == "nccl"
 
     @property
     def live(self) -> Any:
-        # torch takes None for the default group, which is the user's.
+        # torch would use the default group, which is the user's, for None.
         if self.handle is None:
             raise _given_up()
         return self.handle
@@ -73,7 +73,7 @@ class Group:
         return f"rank {named}" if len(others) == 1 else f"one of ranks {named}{', ...' * (len(others) > MOST_NAMED)}"
 
     def start(self, collective: Callable[..., Any], *given: Any, finish: Callable[[], object] | None = None) -> Work:
-        """Start one of the backend's collectives. Its wait calls `finish`."""
+        """Start one of the backend's collectives. `wait` of the result calls `finish`."""
         try:
             work = collective(*given, group=self.live, async_op=True)
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class UnderWay:
 
     group: Group
     handles: list[tuple[int | None, Any]] | None
-    """Works in flight, each with its peer rank if it has one. None after the group's `give_up`."""
+    """torch works in flight, each with the peer rank of a send or receive. None after the group's `give_up`."""
     finish: Callable[[], object] | None = None
 
     def add(self, rank: int, work: Any) -> None:

@@ -1,4 +1,4 @@
-"""Pass a rank's gradients to checks before they are sent, and add gradients owed by another plan."""
+"""Pass a rank's gradients to checks before they are sent, and add residuals of a dropped plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalGradients:
         self.before_packing: list[Callable[[], None]] = []
         """Called once, in order, before the first gradient bucket is filled."""
         self.owed: dict[str, Tensor] = {}
-        """Flat residuals of another plan, by parameter. They are added to every step's gradients until cleared."""
+        """Flat residuals of a dropped plan, by parameter. They are added to every step's gradients until cleared."""
         self.are_applied = False
         """True once a line may have changed a parameter."""
 

@@ -33,7 +33,7 @@ def keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> None:
-    """Restore a residual from before the bucket was added and the payload subtracted. Overwrites `own`."""
+    """Restore a residual from before the bucket was added and the payload `own` subtracted. Overwrites `own`."""
     before = own.add_(residual).sub_(bucket)
     torch.where(before.isfinite(), before, residual, out=residual)
 
@@ -107,7 +107,7 @@ def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = N
 
 
 LARGE = 1 << 21
-"""Elements from which a second pass over memory costs more than a launch (assumed: 2.8 TB/s, 5 µs)."""
+"""Number of elements from which a second pass over memory costs more than a launch (assumed: 2.8 TB/s, 5 µs)."""
 
 
 def copy_scaled(
@@ -115,7 +115,7 @@ def copy_scaled(
 ) -> None:
     """Write each value, times `scale` and an optional `factor`, to its place in a flat buffer.
 
-    A device gets one operator to copy all values with the layout of their places, and one for the product. Large values
+    On a device, one operator copies all values with the strides of their places, and one multiplies them. Large values
     are instead multiplied into their places, in one pass over memory.
     """
     whole = None if factor is None else factor * scale

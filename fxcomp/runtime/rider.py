@@ -3,8 +3,8 @@
     all_reduce   [ values | bits, their complements ]    a bit that differs leaves both sums above 0
     all_gather   [ payload | digest ]                    each rank's digest follows its part
 
-Line buffers have spare room, so an all_reduce needs no copy. Removing the digests copies a gather's payloads, so
-`codegen/program.py` picks a small gather.
+Line buffers have spare room, so an all_reduce needs no copy. `codegen/program.py` picks a small gather, because
+removing its digests copies the payloads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BOTH = Struct("<II")
 DIGEST_BYTES = _BOTH.size
 
 LATE = 2
-"""Steps until a device's digest is checked, on all ranks, so that the host does not wait."""
+"""Steps after which all ranks check a digest received on a device, so that the host does not wait."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,13 +48,13 @@ class Rider:
     """Called with the level at which digests differ, and the delay in steps."""
     digest: int = 0
     carriers: frozenset[str] = frozenset()
-    """Lines of the running program that carry the digest."""
+    """Names of the running program's launches that send the digest."""
     _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
     """Bits and complements. `_sent` holds a tensor of the same memory, and device copies."""
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
     _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
     _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    """Received digest if all ranks agree, by line."""
+    """Expected result if all ranks agree, by line."""
     _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
     _step: int = 0
     _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])

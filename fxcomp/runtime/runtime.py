@@ -1,6 +1,6 @@
 """Run the lines of an emitted step: packing, compressing, launching and waiting.
 
-The main thread runs lines on the compute device, and a pool runs those between `d2h` and `h2d` on the host: one thread
+The main thread runs lines on the compute device, and a pool the lines between `d2h` and `h2d` on the host: one thread
 up to the launch, another from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
 """
 
@@ -70,7 +70,7 @@ class Runtime:
         self.numbers: Numbers = AS_WRITTEN
         """Overrides of the constants in the running program's lines."""
         self.rider: Rider | None = None
-        """Digest that collectives carry, to check that ranks agree."""
+        """Sends a digest with collectives, to check that ranks agree."""
         self.pool = HostPool()
         self.side = SideStream(device)
         self.aside = self.side.aside
@@ -91,8 +91,8 @@ class Runtime:
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
-        `starts` holds the first element of each gradient part; empty means all 0. `factor` scales gradients, but not
-        owed ones.
+        `starts` holds the first element of each gradient part; empty means all 0. `factor` does not
+        scale the residuals of a dropped plan.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
@@ -101,7 +101,7 @@ class Runtime:
         return flat
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast a bucket: compressors take fp32, dense values travel in the gradients' dtype."""
+        """Cast a bucket: compressors take fp32, dense values are sent in the gradients' dtype."""
         return self.buffers.take(name, value.numel(), dtype, value.device).copy_(value)
 
     def in_place(self, flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
@@ -165,7 +165,7 @@ class Runtime:
     ) -> Flight | Future[Flight]:
         """Start a collective without waiting for it.
 
-        `cut` gives each rank's part (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
+        `cut` is each rank's elements (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
         is the reduction of an all_reduce: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider

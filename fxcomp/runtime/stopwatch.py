@@ -1,4 +1,4 @@
-"""Time the lines of an emitted step by wrapping the runtime, so that untimed steps pay nothing.
+"""Time the lines (runtime calls) and regions (compute) of a step by wrapping them; untimed steps pay nothing.
 
     watch = Stopwatch(runtime, methods, clock)
     step = rebound(module, watch.region)          # the same code, with a clock around each region

@@ -41,7 +41,7 @@ class Pattern(Enum):
         return (brought // cut,) * cut
 
     def elements(self, parts: tuple[int, ...], place: int) -> tuple[int, int]:
-        """Return the input and output elements of the rank at `place`."""
+        """Return the numbers of input and output elements of the rank at `place`."""
         own, whole = parts[place], sum(parts)
         match self:
             case Pattern.ALL_GATHER:

@@ -4,8 +4,8 @@
  -->
     {"rank1.residuals.a.0.values": tensor, "rank1.about": tensor of uint8}
 
-Checkpoint libraries that deduplicate names over ranks keep all of them, without pickle. `about` is the state as JSON,
-with tensors replaced by names.
+Because names are unique, libraries that deduplicate them over ranks keep all tensors. `about` is the state as JSON
+instead of pickle, with tensors replaced by names.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 
 PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
-"""Parts of a saved state: the current plan, the loss scale of its unit, and the default random generators' states."""
+"""Keys of a saved state: the current plan, the loss scale of residuals, and the states of default random generators."""
 
 NOTHING_YET = "nothing yet"
-"""Only entry of a state saved before any gradient. In-place loading then raises instead of losing another state."""
+"""Only entry of a state saved before any gradient. Loading in place then raises, instead of ignoring the checkpoint."""
 
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
@@ -117,7 +117,7 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Return the plan that was followed, or warmed up for, in a `saved` state or checkpoint; None if there is none.
+    """Return the plan of a `saved` state or checkpoint, also if still in its warm-up; None if there is none.
 
     Raises BadState.
     """

@@ -1,4 +1,4 @@
-"""State of gradients on one rank, by plan and cluster: residuals of compression, and states of compressors."""
+"""State of gradients on one rank for a plan and a cluster: residuals of compression, and states of compressors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def residual_layout(
     feedback: ErrorFeedback = CLASSIC,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[Key, SlotLayout]:
-    """Return the layout of residuals, for each slot with error feedback.
+    """Return the layout of residuals, for each slot (compression of a bucket) with error feedback.
 
     `shapes` are needed only for buckets that end as shards, which are cut by rows.
     """
@@ -135,9 +135,9 @@ class GradientState:
     residuals: Arena
     compressor_states: CompressorStates
     owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Flat values by parameter without a residual slot, added to the next gradients."""
+    """Flat residuals without a slot in this plan, by parameter, added to the next gradients."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
-    """Learning rate of each parameter group that residuals are scaled to."""
+    """Learning rate to which residuals are scaled, by parameter group."""
 
     @classmethod
     def fresh(cls, plan: Plan, shapes: Shapes, site: Site, feedback: ErrorFeedback, seed: int = 0) -> GradientState:
@@ -202,7 +202,7 @@ class GradientState:
         self.owed.clear()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Rescale residuals after a change of the gradients' unit."""
+        """Rescale residuals after the loss scale changed."""
         kept = [piece.values for pieces in self.residuals.slices.values() for piece in pieces]
         for value in (*kept, *self.owed.values()):
             value.mul_(factor.to(value.device) if isinstance(factor, Tensor) else factor)

@@ -1,15 +1,15 @@
 """Move residuals from one layout to another while preserving their sum over the ranks.
 
-A rank's slices contribute `weight · values` to the mean gradient's residual, and owed values `owed / ranks`. Their sum
-over all ranks and slots is E. Under another plan or number of ranks,
+A rank's slices contribute `weight · values` to the mean gradient's residual, and owed values (without a slot, added to
+the next gradient) `owed / ranks`. Under another plan or number of ranks,
 
-- slices with the same slot and sharing stay on their rank, bit for bit if the unit is the same;
-- the rest of E goes to the first slot of the new layout, which holds E / (sum of its ranks' weights) on each of its
+- slices with the same slot and share of the weight stay on their rank, bit for bit if the weight is the same;
+- the rest R of the sum goes to the first slot of the new layout, as R / (sum of its ranks' weights) on each of its
   ranks, and other slots start at zero;
-- values that no slot covers are owed to the next gradient.
+- values that no slot covers are owed.
 
 For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. A two-shot strategy's second
-residual, of the mean, has weight 1 on its owner; a worker's has 1/ranks. Splitting E keeps the ranks' next payloads
+residual, of the mean, has weight 1 on its owner; the first has weight 1/ranks. Splitting R keeps the next payloads
 small.
 """
 
@@ -48,9 +48,9 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """This rank's part of the residual of `ranks` ranks: slices, and flat values owed to the next gradient.
+    """This rank's part of the residual of `ranks` ranks: slices, and flat owed values.
 
-    A parameter may have several, from ranks that have gone.
+    A parameter may have several owed values, from ranks that have gone.
     """
 
     ranks: int
@@ -111,7 +111,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
 
     everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
     # Parameters that move on one rank move on all, which each get a part of the mean; likewise owed values.
-    # A parameter that only some ranks lack moves too, as their values may have to be equal.
+    # A parameter that only some ranks lack moves too, because their values may have to be equal.
     moving = {k for theirs, _, _ in everyone for k in theirs}
     lacks = Counter(k for _, _, theirs in everyone for k in theirs)
     moving |= {k for k, count in lacks.items() if count < ranks}

@@ -66,7 +66,7 @@ class Sums:
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return the mean gradient of a group with this last gradient; `share` is its weight."""
+        """Return the mean gradient of a group with this last gradient; `share` is the weight of the sum."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -77,7 +77,7 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """Return the weight of gradients if the group's last batch has this count. Every rank calls it."""
+        """Return the weight of gradients: ranks / elements, with `count` in the last batch. Every rank calls it."""
         everywhere = self.count.clone() if count is None else self.count + count
         sum_over_ranks(everywhere)
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
@@ -165,7 +165,7 @@ class Inputs:
         return [owner for owner in self.training.owned if owner.name in updated]
 
     def _renewed(self, program: Program) -> dict[int, set[bool]]:
-        """Reset fresh states that a program updates. Returns by parameter group whether states are fresh."""
+        """Reset fresh states that a program updates. Return, by parameter group, if states are fresh, old or both."""
         kinds: dict[int, set[bool]] = {}
         fresh: list[Owned] = []
         for owner in self._maybe_fresh(program):
@@ -201,7 +201,7 @@ class Inputs:
         self._kept_by_optimizer = kept
 
     def rates(self, numbers: Sequence[Mapping[str, float]] | None = None) -> dict[int, float]:
-        """Return the learning rate of each parameter group, read again without `numbers`."""
+        """Return the learning rate of each parameter group, from `numbers` or else from the optimizers."""
         read = self._numbers_of({}) if numbers is None else numbers
         return {index: of_group["lr"] for index, of_group in enumerate(read)}
 

@@ -247,7 +247,7 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
 
 
 class SavedMomenta(NamedTuple):
-    """Part of a rank's saved state about the exchange of momenta."""
+    """The exchange of momenta in a rank's saved state."""
 
     moved: list[str]
     is_thawed: bool

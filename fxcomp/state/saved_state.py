@@ -1,7 +1,7 @@
 """Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
 
-Every rank saves its residual slices with slot, place, unit and number of ranks. All ranks load together; each has one
-state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
+Every rank saves its residual slices with slot (index of the compression), place and weight. All ranks load together:
+each passes one state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def states_given(given: Given) -> Sequence[Mapping[str, Any]]:
 
 
 def scale_of(given: Given) -> float | None:
-    """Loss scale of the saved residuals' unit, or None."""
+    """Return the loss scale of the saved residuals, or None without one."""
     return next((float(state[SCALE]) for state in states_given(given) if SCALE in state), None)
 
 
 def plan_of(given: Given) -> Any:
-    """JSON of the plan followed by the saved states, or None."""
+    """Return the JSON of the plan that the saved states followed, or None without one."""
     return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
