@@ -36,7 +36,7 @@ WHAT_TO_DO = (
 )
 
 _met: dict[str, int] = defaultdict(int)
-"""Number of meetings so far, by name."""
+"""Number of meetings (compilations) of these ranks so far, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One rank of every group that shares links with this rank."""
+    """One rank of every process group that shares links with this rank's."""
 
     ranks: Ranks
     group: Any = None

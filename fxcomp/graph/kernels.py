@@ -61,7 +61,7 @@ class Order(Enum):
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """Operators that run as one kernel, and their work."""
+    """Operators that run as one kernel, and their operations and bytes."""
 
     place: int
     order: Order
@@ -85,7 +85,7 @@ class Kernel:
 
     @property
     def work(self) -> OperatorWork:
-        """Work of the first operator."""
+        """Operations and bytes of the first operator."""
         return info(self.nodes[0]).work or work(self.nodes[0])
 
     @property

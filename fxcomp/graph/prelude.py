@@ -53,7 +53,7 @@ class QuestionStage:
     run: Callable[..., Sequence[Any]]
     """Computes the results that are read, then values for later stages."""
     takes: tuple[int, ...]
-    """Indices of its arguments."""
+    """Indices of its arguments among feeds and earlier values."""
     questions: tuple[BatchQuestion, ...]
     reads: int
     """Number of results that are read."""

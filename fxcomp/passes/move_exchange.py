@@ -16,7 +16,7 @@
 A rank sends the mean that its optimizer would compute from the shared mean and its own gradient, in units of the root
 of the second moment. The average over ranks is the next shared mean, which the update reads. The second moment is
 frozen: it grows only with its bias correction, so that its corrected value is constant and the user's optimizer can
-resume at any step. Received values are clamped to the bound of Adam's own update.
+resume at any step. Received values are clamped to the bound that Adam's own update has.
 
 If an update also uses the gradient, as in Nesterov momentum, it is computed from the means before and after:
 

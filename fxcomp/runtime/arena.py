@@ -1,6 +1,6 @@
 """Residuals in one flat tensor, the arena, with a part for each slot that needs one.
 
-A bucket has one slot per compression of its strategy; a two-shot strategy also compresses the mean of a rank's shard.
+A bucket has one slot per compression in its strategy: two-shot strategies also compress the mean of a rank's shard.
 A slot that covers elements [4, 11) of a bucket is split by parameter:
 
     bucket   a[0:6] b[0:3] c[0:7]

@@ -1,6 +1,6 @@
 """Run a collective that the loss function calls, such as the all_gather of a contrastive loss.
 
-Eager code fills tensors in place. Here new tensors in the shapes of `received` are returned.
+Eager code fills tensors in place. Here new tensors of the same shapes are returned.
 """
 
 from __future__ import annotations

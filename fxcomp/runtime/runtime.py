@@ -91,8 +91,8 @@ class Runtime:
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
-        `starts` holds the first element of each gradient part; empty means all 0. `factor` does not
-        scale the residuals of a dropped plan.
+        `starts` holds the first element of each gradient part; empty means all 0. `factor` scales
+        gradients, but not the residuals of a dropped plan.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)

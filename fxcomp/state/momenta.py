@@ -62,7 +62,7 @@ class MovedState:
         return (magnitude / correction(owner)).sqrt() + owner.options["eps"]
 
     def energy(self, owner: Owned) -> Tensor:
-        """Return the sum of squares of the shared mean divided by `divisor`."""
+        """Return the sum of squares of the shared mean of gradients divided by `divisor`."""
         assert self.magnitude is not None, "there is something to divide by"
         mean, magnitude = (owner.state[key].reshape(-1).split(_AT_ONCE) for key in (self.mean, self.magnitude))
         parts = [(m / self.divisor(owner, v)).square().sum() for m, v in zip(mean, magnitude, strict=True)]
