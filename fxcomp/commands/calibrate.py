@@ -56,7 +56,6 @@ def launched_ranks() -> Generator[None]:
 
 
 def _local_rank() -> int | None:
-    """Return the local rank; None without a launcher. Raises BadOption."""
     values = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     said = " and ".join(f"{name}={values[name]}" for name in ("RANK", "WORLD_SIZE") if name in values)
     if not said:
@@ -97,7 +96,7 @@ EXAMPLES = """\
 """
 
 MOST_THREADS = 1024
-"""Limit (assumed): torch starts any number until the system refuses."""
+"""Maximum (assumed); torch has none."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +127,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             try:
                 _wanted(arguments)
                 known.append(_checked_files(arguments))
-                if known[0] is not None:  # refuse another machine's table before measuring
+                if known[0] is not None:  # raise for another machine's table before measuring
                     merge(known[0], CostTable(hardware=hardware(device_here())))
             except BadOption as error:
                 return str(error)
@@ -138,7 +137,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         is_first = ranks.rank == 0
         if told is not None:
             if ranks.world_size > 1:
-                # The store may belong to rank 0, which must outlive all reads.
+                # Rank 0 may host the store, so it must not exit before all reads.
                 dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
             if is_first:
                 raise BadOption(told)

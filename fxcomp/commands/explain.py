@@ -97,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
-    """Use measured errors, if there are any."""
     if not errors.is_measured:
         return compress
     if compress.plan is not None:

@@ -48,7 +48,7 @@ _PAGE = b"<!doctype html>"
 
 
 def _file(text: str | None) -> Path | None:
-    """Resolve a path; None if it is not a file, like a terminal."""
+    """Return a resolved path; None if it exists and is no file, like a terminal."""
     if not text:
         return None
     path = Path(text).expanduser().resolve()

@@ -62,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _metrics(named: str | None) -> Sequence[str]:
-    """Return the named metrics without duplicates."""
     if named is None:
         return ()
     metrics = [name for name in dict.fromkeys(map(str.strip, named.split(","))) if name]

@@ -35,7 +35,7 @@ from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import Given
 
 SHARD = "shard"
-"""Key of the shard's number and the number of shards in a saved state."""
+"""Key of the shard's index and the number of shards in a saved state."""
 
 
 def average_replicas(
@@ -51,11 +51,11 @@ def average_replicas(
 
     `model` went through `fully_shard(..., mesh=mesh["shard"])`. `replicas` is `mesh["replicate"]` or its process group:
     the ranks with the same shard. Every rank calls this with the same options, after parameters have their values and
-    before the first backward pass. All replicas start from the first one. `compress`, `cluster`, `costs` and `scaler`
-    are as in `ddp_hook`; sizes are per shard.
+    before the first backward pass. All replicas start with the first one's values. `compress`, `cluster`, `costs` and
+    `scaler` are as in `ddp_hook`; sizes are per shard.
 
-    Raises BadOption, BadPlan, ReplicasDiffer, and Unsupported, also for a mesh of two dimensions, over which
-    fully_shard itself averages.
+    Raises BadOption, BadPlan, ReplicasDiffer, and Unsupported, for example if fully_shard got a mesh of two dimensions
+    and averages over replicas itself.
     """
     options = StepOptions.of_gradients(
         compress, "which fully_shard leaves yours", cluster=cluster, costs=costs, scaler=scaler, process_group=replicas
@@ -84,7 +84,6 @@ def average_replicas(
 
 
 def _averaged_modules(model: nn.Module, options: StepOptions, ranks: Ranks) -> list[compat.ShardedModule]:
-    """Return the sharded modules. Raises if their shards cannot be averaged."""
     modules = checked_modules(model, "average_replicas")
     for module in modules:
         _check_module(module)
@@ -144,7 +143,7 @@ class ReplicaAverage(PlannedAverage):
             self._feed.is_off = before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with the plan and the shard's number."""
+        """Return this rank's state, with the plan and the shard's index."""
         return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:

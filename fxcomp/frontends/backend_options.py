@@ -23,7 +23,7 @@ class Options:
     model: nn.Module | None = None
     ignore: tuple[str, ...] = ()
     inductor: bool | None = None
-    """None: depends on the device."""
+    """None to use Inductor if a tensor is on one of INDUCTOR_DEVICES."""
 
     def uses_inductor(self, inputs: Sequence[Any]) -> bool:
         """Return True if Inductor compiles a graph with these inputs."""

@@ -42,7 +42,7 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Passes before planning: DDP rebuilds its buckets in the first ones, and the last `TIMED` are measured."""
+"""Passes before planning. DDP rebuilds its buckets in the first ones, and the last `TIMED` are timed."""
 
 TIMED = 3
 """Number of passes whose ready times the plan uses."""
@@ -94,7 +94,7 @@ class BackwardPasses(ABC):
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
         self._passes_before = 0
-        """Passes of the job before this process."""
+        """Passes of the job in earlier processes."""
         self.follower: Follower | None = None
         self._skipped = 0
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
@@ -120,7 +120,7 @@ class BackwardPasses(ABC):
 
     @property
     def is_racing(self) -> bool:
-        """True during a race and before a scheduled one."""
+        """True during a race, or if one is scheduled."""
         return self.schedule.is_racing
 
     @property
@@ -153,7 +153,7 @@ class BackwardPasses(ABC):
 
     @abstractmethod
     def _prepare(self, followed: Followed, layout: Layout) -> None:
-        """Build the programs of a plan. Local."""
+        """Build the programs of a plan, without communication."""
 
     @abstractmethod
     def _go_on(self) -> None:
@@ -286,7 +286,7 @@ class BackwardPasses(ABC):
         if follower is None:
             return {}
         under = follower.lasting
-        plan = under.decision.plan  # plan from before the race: it is followed after loading
+        plan = under.decision.plan  # plan from before a race, followed after loading
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:

@@ -52,17 +52,17 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a data-parallel training step. Every rank of the process group calls it with the same arguments.
 
-    `model` is not wrapped; of a `torch.compile` wrapper, the inner module is used. `optimizer` is one optimizer or a
-    list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`. A batch is any tree of tensors;
+    `model` must not be wrapped, except by `torch.compile`, whose inner module is used. `optimizer` is one optimizer or
+    a list. `loss_fn(model, batch)` returns the scalar loss, or `(loss, aux)`. A batch is any tree of tensors;
     `example_batch` is used for capture. A `WeightedLoss(sum, count)` is averaged as the sum over all ranks divided by
     the count over all ranks. The returned step takes a batch, updates model and optimizer in place, and returns the
-    result of `loss_fn`. Gradients are averaged as in DistributedDataParallel. Parameters, buffers and optimizer state
-    start from rank 0's.
+    result of `loss_fn`. Gradients are averaged as in DistributedDataParallel. All ranks start with rank 0's parameters,
+    buffers and optimizer state.
 
     `compress` selects the compression: a mode that bounds the error (`lossless`, `balanced`, `aggressive`, `lossy`); a
     plan (one setting for all matrices such as `bf16`, `int8` or `topk(0.01)`, a strategy's text, the path of a saved
-    plan, or a Plan); or a Compress, which adds error budgets, pins by name, the job's length, warm-up and error
-    feedback.
+    plan, or a Plan); or a Compress, which adds error budgets, pins (strategies by parameter name), the job's length,
+    warm-up and error feedback.
 
     `cluster` gives the host of each rank and the link costs; by default, hosts are distinguished by name and links are
     measured. `costs` replaces all measurements: a CostTable, or the path of a saved one, which rank 0 reads for all.
@@ -72,9 +72,9 @@ def compile_step(
     `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` clips each element. `accumulate`
     is the number of micro-batches of a step, one per call. Their gradients are summed in fp32, and only the last call
     communicates and updates; `step(batch, last=True)` ends a shorter group. The loss is the mean over its micro-batch.
-    `scaler` is the GradScaler of an fp16 loop. The step scales the loss and unscales gradients; on a non-finite
-    gradient, all ranks skip it and keep their residuals. The loop calls `scaler.update()`, but not `scale`, `unscale_`
-    and `step`.
+    `scaler` is the GradScaler of an fp16 loop. The step scales the loss and unscales gradients; if a gradient is not
+    finite, all ranks skip the step and keep their residuals. The loop calls `scaler.update()`, but not `scale`,
+    `unscale_` and `step`.
 
     `skip_nonfinite` skips a step on all ranks if any gradient is not finite: parameters and optimizer state do not
     change, residuals change by at most one rounding, and updates wait for the last bucket. With

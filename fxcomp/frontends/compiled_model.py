@@ -39,7 +39,7 @@ from fxcomp.step.follower import Follower
 log = logging.getLogger(__name__)
 
 COMPARED_PASSES = 3
-"""First backward passes whose gradients are compared between ranks; later ones are sampled."""
+"""Number of first backward passes in which ranks compare gradients; later passes are sampled."""
 
 CLOSED = (
     "this model's compiled backward pass has been closed.\n"
@@ -66,18 +66,18 @@ class CompiledModel:
     """Location of Dynamo's graph break."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Given options without the model. Without a model, their identity distinguishes calls of torch.compile."""
+    """Options without the model. If none was given, this object's identity distinguishes calls of torch.compile."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
     averaging: Averaging
-    """Shared by all entries of one model."""
+    """Shared by all CompiledModels of one model."""
     runtime: Runtime = field(init=False)
     executor: Executor = field(init=False)
     source: str = ""
     passes: int = 0
     _left_out: frozenset[str] = frozenset()
-    """Frozen parameters whose residuals another plan keeps."""
+    """Frozen parameters whose residuals remain in another plan's state."""
     _is_owed: bool = False
     """True if `.grad` may hold gradients that have not been averaged."""
     _arrivals: dict[str, Arrivals] = field(init=False)
@@ -139,7 +139,7 @@ class CompiledModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals and compressor states. Warns about missing residuals of frozen parameters."""
+        """Return residuals and compressor states. Warn about missing residuals of frozen parameters."""
         if self._left_out:
             some = ", ".join(sorted(self._left_out)[:3]) + (", ..." if len(self._left_out) > 3 else "")
             warnings.warn(
@@ -159,7 +159,7 @@ class CompiledModel:
     # Running
 
     def emit(self, labelled: GraphModule, inductor: bool) -> compat.Backward:
-        """Rewrite a backward graph for the plan, and return a function. Local: no communication."""
+        """Rewrite a backward graph to follow the plan, and return it as a function, without communication."""
         final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
@@ -210,7 +210,7 @@ class CompiledModel:
             parameter = reference()
             if parameter is None or parameter.grad is None:
                 continue
-            if not compat.will_accumulate(parameter):  # this pass would not restore it: a later pass averages it
+            if not compat.will_accumulate(parameter):  # this pass writes no .grad; a later one averages it
                 self._is_owed = True
                 continue
             gradient = parameter.grad.detach().reshape(-1)
@@ -229,8 +229,8 @@ class CompiledModel:
     def _compare(self) -> None:
         """Raise on every rank if arrived gradients or their parameters differ between ranks.
 
-        A use of a parameter outside the compiled call adds to its averaged gradient. It is accepted if it adds the same
-        on all ranks, like a weight penalty.
+        A use of a parameter outside the compiled call, like a weight penalty, adds to its averaged gradient. It must
+        add the same values on all ranks.
         """
         try:
             self._check_equal(*self._digests())
@@ -269,7 +269,6 @@ _SAMPLED_PASSES = VerifiedSteps.parse(SAMPLED)
 
 
 def _places_of_gradients(final: GraphModule) -> dict[str, int]:
-    """Return the output index of each averaged gradient."""
     returned: Any = final.graph.output_node().args[0]
     outputs: list[Any] = list(returned[1])
     given = [node for node in final.graph.nodes if info(node).role is Role.UPDATE]

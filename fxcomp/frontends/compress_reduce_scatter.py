@@ -5,7 +5,7 @@
     fully_shard(model)
     scatter = fxcomp.compress_reduce_scatter(model, compress="balanced")
 
-fully_shard still gathers parameters, dense.
+fully_shard still gathers parameters uncompressed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def compress_reduce_scatter(
 
     `model` went through `fully_shard` on a mesh of one dimension. Every rank of the mesh calls this, with the same
     options, before the first backward pass. `compress`, `cluster`, `costs` and `scaler` are as in `ddp_hook`. The
-    gradients of a module form one bucket, so a pin applies to all of them. Low rank is not offered, because it needs
-    whole matrices.
+    gradients of a module form one bucket, so a pin applies to all of them. Low-rank compressors are not offered,
+    because they need whole matrices.
 
     Raises Unsupported, BadOption, BadPlan and ReplicasDiffer.
     """
@@ -66,7 +66,7 @@ def compress_reduce_scatter(
 
 
 def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> None:
-    """Raise if a plan does not fit. A saved plan may exist on rank 0's machine only."""
+    """Raise if a plan does not fit. Skip a path: only rank 0's machine may have the file."""
     if given is not None and (isinstance(given, Plan) or not is_path(given)):
         told_plan(given if isinstance(given, Plan) else str(given), modules)
 
@@ -74,6 +74,5 @@ def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> 
 class ShardScatter(PlannedAverage):
     """Result of `compress_reduce_scatter`: a plan with one bucket per module, and its state.
 
-    Loading a state restores its plan, unless the options name one. Owed values of dense gradients are sent in the next
-    pass.
+    Loading a state restores its plan, unless the options name one. The next pass sends residuals of dense gradients.
     """

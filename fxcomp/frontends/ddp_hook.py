@@ -46,9 +46,9 @@ def ddp_hook(
 ) -> DdpHook:
     """Make a hook for `model.register_comm_hook(None, hook)`. Every rank makes one with the same arguments.
 
-    `compress`, `cluster` and `costs` are as in `compile_step`. Compressor errors are for Gaussian values, and error
-    feedback is limited to settings that need no optimizer. `scaler` is the GradScaler of the loss; residuals follow its
-    scale. Raises BadOption and BadPlan.
+    `compress`, `cluster` and `costs` are as in `compile_step`. Compressor errors are assumed to be those of Gaussian
+    values, and error feedback is limited to settings that need no optimizer. `scaler` is the GradScaler of the loss;
+    residuals are rescaled with it. Raises BadOption and BadPlan.
     """
     options = StepOptions.of_gradients(
         compress, "which DistributedDataParallel leaves yours", cluster=cluster, costs=costs, scaler=scaler
@@ -59,7 +59,7 @@ def ddp_hook(
 class DdpHook(PlannedAverage):
     """Hook of one DistributedDataParallel model, which averages each bucket of a backward pass."""
 
-    # torch only accepts types
+    # torch checks annotations, and raises if they are strings
     __signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("state", "bucket")]
     )
@@ -90,8 +90,7 @@ class DdpHook(PlannedAverage):
     def begin_again(self, state: Given) -> None:
         """Meet the ranks again in the next backward pass and continue from a `state`. Every rank calls it.
 
-        A wrapper that is trained again uses this, because DistributedDataParallel accepts only one hook. Raises
-        BadState.
+        Use it to train a wrapper again, because DistributedDataParallel accepts only one hook. Raises BadState.
         """
         self.close()
         self._job = self._take = None
@@ -138,7 +137,7 @@ class DdpHook(PlannedAverage):
         return take
 
     def _alone(self) -> Callable[[compat.GradBucket], Future]:
-        """Average over one rank: a loaded state is dropped."""
+        """Return a hook for one rank. Drop a loaded state with a warning."""
         if self._given is not None:
             warnings.warn(
                 "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
@@ -148,7 +147,6 @@ class DdpHook(PlannedAverage):
 
 
 def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
-    """Return names and dense gradient shapes of a wrapper's model. Raises Unsupported and BadOption."""
     if wrapper is None:
         raise Unsupported(
             "the hook cannot find the model that it was registered with.\n"
@@ -163,7 +161,7 @@ def _wrapped(wrapper: Any, options: StepOptions) -> Wrapped:
     holders: dict[int, nn.Module] = {}
     for module in model.modules():
         for each in module.parameters(recurse=False):
-            holders.setdefault(id(each), module)  # DistributedDataParallel also uses a shared parameter's first module
+            holders.setdefault(id(each), module)  # first module of a shared parameter, as in DistributedDataParallel
     shapes = {name: _shape(each) for name, each in named if not _is_sparse(holders[id(each)])}
     return Wrapped({id(each): name for name, each in named}, shapes, compat.finds_unused(wrapper))
 

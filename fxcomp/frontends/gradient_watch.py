@@ -1,14 +1,13 @@
 """Raise if a gradient of a compiled model reaches `.grad` without averaging.
 
 torch may silently run a model eagerly, and each rank would train alone. The watch hooks every parameter, also frozen
-ones, and raises
+ones. When backward() stores a gradient:
 
-    in a call of backward()                                     for a gradient
-    without a compiled backward pass of it                      with the backend's own error, if any
-    with a local one, under fxcomp.no_sync                      never
+    a compiled backward pass has averaged it                       no error
+    a compiled pass has kept it local (fxcomp.no_sync)             no error
+    eager code has made it                                         the backend's own error, or CaptureFailed
 
-The other ranks, which wait in a meeting or a collective, also get the error. Gradients of torch.autograd.grad are not
-checked.
+The other ranks, which wait in a meeting or a collective, raise too. Gradients of torch.autograd.grad are not checked.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class GradientWatch:
     def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
         self.process_group, self.tell = process_group, tell
         self.is_of_graph = is_of_graph
-        """True if the backend started the watch at a graph; errors are not suppressed there."""
+        """True if the backend started the watch at a graph, without `compile_model`."""
         self._watched = set[Arrivals]()
         self._kept: FxcompError | None = None
         self._is_told = False
@@ -50,7 +49,7 @@ class GradientWatch:
             arrivals.guard(self, None)
 
     def keep(self, error: FxcompError) -> None:
-        """Keep an error that torch may suppress, for the next gradient of eager code."""
+        """Keep an error that torch may suppress; the next gradient of eager code raises it."""
         self._kept, self._is_told = error, True
 
     def forget(self) -> None:

@@ -3,8 +3,8 @@
     pass 0 ... 5     no plan: each bucket is averaged when it arrives, and timed
     from then on     the plan's emitted step, which receives each bucket when it arrives
 
-DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. A pass whose buckets are
-not known in advance is gathered, and runs after its last bucket.
+DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. If a pass's buckets are
+not known in advance, they are collected, and the step runs after the last one.
 
 The emitted step runs inside the hook, in the backward thread, and ends with the last bucket. Therefore exceptions
 propagate unchanged from `backward()`.
@@ -36,7 +36,7 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes until DDP's buckets are final: rebuilt after one, or two with static_graph=True (measured, torch 2.13)."""
+"""Passes until DDP's buckets are final: it rebuilds them after pass 1, or 2 if static_graph (measured, torch 2.13)."""
 
 
 def delivered(buffer: Tensor) -> Future:
@@ -55,12 +55,11 @@ class Arrived:
     """Arrived buckets of the current pass."""
 
     parameters: set[int] = field(default_factory=set[int])
-    """Ids of arrived parameters."""
     kinds: list[DdpBucket] = field(default_factory=list[DdpBucket])
     buffers: list[Tensor] = field(default_factory=list[Tensor])
     futures: list[Future] = field(default_factory=list[Future])
     sparse: dict[int, SparseMean] = field(default_factory=dict[int, SparseMean])
-    """Pending means by bucket number."""
+    """Pending averages of sparse gradients, by bucket index."""
 
     def deliver(self) -> None:
         """Return the averaged buffers to DDP."""
@@ -83,15 +82,14 @@ class HookJob(BackwardPasses):
         super().__init__("ddp_hook", start, CLOSED, given)
         self._wrapped = wrapped
         self._programs: dict[tuple[int, Layout], HookProgram] = {}
-        """Programs by plan number and layout."""
+        """Programs by plan index and layout."""
         self._program: HookProgram | None = None
-        """Program of the current or next pass."""
         self._kinds: dict[tuple[int, ...], DdpBucket] = {}
         """Known buckets, by parameter ids."""
         self._layout: Layout = ()
         self._arrived = Arrived()
         self._gathers = False
-        """True if the pass runs after its last bucket."""
+        """True if the step runs after the pass's last bucket."""
         self._unused: ZeroGradients | None = None
 
     @property
@@ -164,7 +162,7 @@ class HookJob(BackwardPasses):
         return self._kinds[key]
 
     def _begin_pass(self, first: DdpBucket) -> None:
-        """Begin the step of the last pass's layout, if DDP will repeat it."""
+        """Begin the step if DDP is expected to repeat the last pass's buckets."""
         program = self._program
         self._gathers = self.passes < REBUILT or program is None or program.layout[0] != first
         if program is not None and not self._gathers:
@@ -181,7 +179,7 @@ class HookJob(BackwardPasses):
     def _feed(self, number: int) -> None:
         program, kind = self._program, self._arrived.kinds[number]
         assert program is not None, "a step is under way"
-        if not kind.names:  # sparse: no line waits for it
+        if not kind.names:  # a sparse gradient, which the step does not use
             return
         if not self.executor.is_under_way or program.layout[number] != kind:
             raise Unsupported(
@@ -212,7 +210,7 @@ class HookJob(BackwardPasses):
         self.end_pass(self._layout)
 
     def _end_step(self) -> None:
-        """End the step, and record its time if the pass was not gathered."""
+        """End the step, and record its time unless its buckets were collected first."""
         if self._gathers:
             self._run_gathered(self._layout)
         self.executor.end(self.planned.state, self.runtime)

@@ -5,7 +5,8 @@
     fitted         2.bias 2.weight 0.bias 0.weight: dense
 
 Gradients take the order of the buffer. A vector joins an adjacent matrix with the same strategy, which may save a
-message. A bucket in two buffers is split. Values do not change, because compressors work per parameter.
+message. A bucket in two buffers is split if no part gets too small. Values do not change, because compressors work per
+parameter.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.runners import Runner
 
 LEAST_BYTES = 256 << 10
-"""Copying this size takes about as long as one more message (assumed)."""
+"""Minimum size of a part: copying it takes about as long as one more message (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanPart:
-    """Elements of a parameter, and their place in DDP's buffers."""
+    """Elements of a parameter, and their position in DDP's buffers."""
 
     ddp_bucket: int
     place: int
@@ -34,7 +35,7 @@ class _PlanPart:
     size: int
     is_vector: bool
     owner: int
-    """Bucket number in the plan."""
+    """Bucket index in the plan."""
 
 
 def fitted(decision: Decision, layout: Layout) -> Decision:

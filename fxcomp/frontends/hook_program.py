@@ -1,6 +1,6 @@
 """Emit a plan for the buckets of DistributedDataParallel: the compiled step's passes, run over a small graph.
 
-    %arrive_0   arrive    arrive(0, 1800.0)        bucket 0, 1.8 ms after the start of the step
+    %arrive_0   arrive    arrive(0, 1800.0)        bucket 0, after 1.8 ms of compute
     %fc_bias    gradient  %arrive_0[1]
     %fc_weight  gradient  %arrive_0[2]
     ...                                            lines of the plan, as in a compiled step
@@ -143,7 +143,7 @@ class Run:
 
 
 def runs_of(plan: Plan, layout: Layout) -> list[Run]:
-    """Map a plan's buckets to places in DDP's buckets."""
+    """Map a plan's buckets to ranges of DDP's buckets."""
     places = {name: (number, start) for number, bucket in enumerate(layout) for name, start in bucket.starts.items()}
     return [run for number, bucket in enumerate(plan.buckets) for run in _joined(number, bucket, places)]
 
@@ -171,7 +171,7 @@ class HookProgram:
     timeline: Timeline
     runs: tuple[Run, ...]
     lent: tuple[tuple[str, Run], ...]
-    """Lines that write a mean directly into a DDP buffer."""
+    """Emitted lines that write an average directly into a DDP buffer."""
     residuals: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, int], ...]
     first: int = 0
@@ -218,16 +218,15 @@ def slots_of(final: GraphModule, kind: InputKind) -> list[tuple[int, int]]:
 
 
 def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
-    """Return the run that covers a whole bucket, if any."""
     mine = [run for run in runs if run.bucket == number]
     return mine[0] if len(mine) == 1 and mine[0].length == bucket.elements else None
 
 
 def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
-    """Make the graph return the flat mean of each bucket, also in a skipped step.
+    """Make the graph return each bucket's flat average, also in a skipped step.
 
-    A bucket inside one DDP buffer is sent from there. Return the lines that may write the mean there, because nothing
-    else reads the bucket.
+    A bucket that lies in one DDP buffer is sent from that buffer. Return the lines that may write the average into it,
+    because nothing else reads the bucket.
     """
     means: dict[int, Node] = {}
     for node in gm.graph.nodes:

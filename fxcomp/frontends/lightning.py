@@ -31,7 +31,7 @@ from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""Names of one library, with unrelated classes. The name that the script has imported is used."""
+"""Import names of Lightning. Their classes are unrelated, so the name that the script has imported is used."""
 
 
 def _library() -> Any:
@@ -65,7 +65,6 @@ class FxcompStrategy(_DDPStrategy):
     hook: DdpHook | None = None
     """Hook of the current or last training."""
     _trained: Any = None
-    """Module of that training."""
     _begins_at: tuple[str, int | None] | None = None
     """Path and step of the checkpoint that training resumes from."""
 

@@ -6,9 +6,9 @@
 
 One call of backward() averages all its gradients and `.grad`, or none:
 
-    its forward passes        it averages
-    any ran outside           always
-    all ran inside            if one outside has run since the last averaging
+    forward passes of the call     it averages
+    any ran outside no_sync        always
+    all ran inside no_sync         if another ran outside since the last averaging
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Averaging:
     _is_open: bool = False
     """True if a forward pass has run outside `no_sync` since the last averaging."""
     _outside: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
-    """Autograd nodes of outside forward passes that may still run backward."""
+    """Autograd nodes of forward passes outside `no_sync` that may still run backward."""
     _local_in: int | None = None
-    """Current backward() call that runs a node of an inside forward pass."""
+    """Current backward() call if it includes a forward pass from inside `no_sync`."""
     _decided: tuple[int | None, bool] = (None, True)
     """Latest backward() call, and its decision."""
 

@@ -1,4 +1,4 @@
-"""Interface to averaging by a plan: inspect, save, load, close."""
+"""Common methods of frontends that average by a plan: inspect, save, load, close."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PlannedAverage:
         self._job = job
         """None before a hook's first backward pass."""
         self._given: Given = None
-        """State that was loaded before that pass."""
+        """State that was loaded before the first backward pass."""
 
-    # Looking
+    # Inspecting
 
     @property
     def plan(self) -> Plan | None:
@@ -43,7 +43,7 @@ class PlannedAverage:
 
     @property
     def is_racing(self) -> bool:
-        """True during a race and before a scheduled one."""
+        """True while plans take turns to be timed (a race), or if that is scheduled."""
         return self._job is not None and self._job.is_racing
 
     def report(self) -> str:

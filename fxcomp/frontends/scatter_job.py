@@ -2,13 +2,13 @@
 
     fully_shard: a module's gradients, one part per rank ──► here ──► this rank's part of the mean
 
-Each compressed module has an emitted step, which ends as shards:
+Each compressed module has an emitted step, which returns shards:
 
     bucket_0 = rt.in_place(...)            the parts, one after the other
     compress_0, all_to_all_0, mean_0       one payload per rank; the mean of the received payloads
 
-A dense module uses fully_shard's own reduce_scatter. All work runs where fully_shard runs it: in the backward thread on
-a CPU, on the reduction stream on a GPU. New residuals are committed at the end of backward if all parts are finite.
+A dense module uses fully_shard's own reduce_scatter. Work runs in the backward thread on a CPU, and on fully_shard's
+reduction stream on a GPU. New residuals are committed at the end of backward if all parts are finite.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ CLOSED = (
 @dataclass(slots=True)
 class _ScatterPass:
     order: list[int] = field(default_factory=list[int])
-    """Module numbers."""
+    """Module indices, in arrival order."""
     before: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Residuals from before the pass, by the plan's bucket number."""
+    """Residuals from before the pass, by bucket index."""
     delivered: set[int] = field(default_factory=set[int])
-    """Modules whose gradients include their owed values."""
+    """Modules whose gradients include residuals of a dropped plan (`owed`)."""
     agrees: bool = False
     """True if ranks must agree on committing residuals."""
     not_finite: Tensor | None = None
@@ -69,7 +69,7 @@ class ScatterJob(BackwardPasses):
         self.modules, self._asked = modules, start
         self._dense = [module.module.own_scatter for module in modules]
         self._programs: dict[int, dict[int, HookProgram]] = {}
-        """Programs by plan number, then by module number."""
+        """Programs by plan index, then by module index."""
         self._now: dict[int, HookProgram] = {}
         self._pass = _ScatterPass()
         self._priced: tuple[Decision, tuple[tuple[ModuleTime, ...], Timeline]] | None = None
@@ -115,7 +115,7 @@ class ScatterJob(BackwardPasses):
     def _scatter(self, number: int, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         now = self._pass
         now.stream = compat.stream_of(given.device)
-        # If fully_shard leaves out parameters without gradients, owed values wait.
+        # If fully_shard leaves out parameters without gradients, `owed` waits for a later pass.
         is_whole = given.numel() == self.modules[number].elements
         if is_whole and number not in now.delivered:
             self._add_owed(number, given)
@@ -128,7 +128,7 @@ class ScatterJob(BackwardPasses):
             now.not_finite = not_finite_too(now.not_finite, output)
 
     def _add_owed(self, number: int, given: Tensor) -> None:
-        """Add owed values that no residual carries."""
+        """Add residuals of a dropped plan."""
         module = self.modules[number]
         owed = {} if self.follower is None else self.follower.state.owed
         if not owed.keys().isdisjoint(module.module.names):
@@ -149,7 +149,7 @@ class ScatterJob(BackwardPasses):
         self.executor.end(None, self.runtime)
         output.copy_(mean.mul_(self.site.ranks.world_size) if op == dist.ReduceOp.SUM else mean)
 
-    # Its end
+    # End of a pass
 
     def _end(self) -> None:
         """End a pass; torch calls it at the end of backward."""
@@ -214,7 +214,7 @@ class ScatterJob(BackwardPasses):
     # State
 
     def load_state_dict(self, given: Given) -> None:
-        """Restore a state, and its plan unless the options name one. Every rank calls it; no timing is needed."""
+        """Restore a state, and its plan unless the options name one, without timed passes. Every rank calls it."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             start = self._asked.follow(given, self._fits)
@@ -234,7 +234,7 @@ class ScatterJob(BackwardPasses):
             return False
         return True
 
-    # Looking
+    # Inspecting
 
     @property
     def source(self) -> str:

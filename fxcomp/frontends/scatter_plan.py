@@ -1,4 +1,4 @@
-"""Choose how the modules of a fully_shard model reduce-scatter their gradients."""
+"""Choose the reduce-scatter strategy of each module of a fully_shard model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModulePlanner(Planner):
     modules: Sequence[ScatteredModule]
 
     def check_pins(self) -> None:
-        """Do nothing: the choice checks pins."""
+        """Do nothing, because `choose` checks pins."""
 
     def choose(self, workload: Workload, costs: CostTable, terms: Terms) -> tuple[Choice, Sequence[str]]:
         buckets, overlaps = [module.planned() for module in self.modules], overlaps_on(self.site)
@@ -41,7 +41,7 @@ class ModulePlanner(Planner):
 
 
 def overlaps_on(site: Site) -> bool:
-    """Return True if compute overlaps communication, unlike with gloo."""
+    """Return True if compute overlaps communication, which it does not with gloo."""
     return site.device.type != "cpu"
 
 
@@ -52,7 +52,7 @@ def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], T
 
 
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
-    """Apply one strategy to all modules, or a given plan. Raises BadPlan.
+    """Return a plan with one strategy for all modules, or the given plan. Raises BadPlan.
 
     Modules with vectors only, such as norms, stay dense if a compressor is named.
     """

@@ -4,9 +4,9 @@
                                                                 │
                                       the plan's emitted step (hook_job.py), over the replicas
 
-Means may be written after fully_shard's hook has returned, because `.grad` is read after backward: shards are averaged
-while earlier layers compute, and the last module's hook waits. If `.grad` is not a view of the flat shard
-(accumulation, another dtype), the shard is copied and zeroed, and the mean is added to `.grad` at the end of backward.
+Because `.grad` is read only after backward, averages may be written after fully_shard's hook has returned. Shards are
+averaged while earlier layers compute, and the last module's hook waits. If `.grad` is not a view of the flat shard
+(accumulation, another dtype), the shard is copied and zeroed, and its average is added to `.grad` after backward.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fxcomp.frontends.sharded_modules import called
 from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that fully_shard divides before its hook. Others are partly divided afterwards (torch 2.13)."""
+"""Dtypes that fully_shard divides by the ranks before its hook. Others are partly divided afterwards (torch 2.13)."""
 
 
 @dataclass(slots=True)
 class _FeedPass:
     came: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Flat shards by module number."""
+    """Flat shards by module index."""
     fed: int = 0
     copied: list[int] = field(default_factory=list[int])
-    """Modules whose mean is added to `.grad`."""
+    """Modules whose average is added to `.grad`."""
     not_finite: Tensor | None = None
     stream: Any = None
 
@@ -80,7 +80,7 @@ class ShardFeed:
         self._feed()
 
     def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
-        """Return memory that a mean may be written to after the hook."""
+        """Return memory that the average may be written to after the hook has returned."""
         if module.becomes_gradients(reduced):
             self._is_partial[number] = False
             return reduced
@@ -108,10 +108,10 @@ class ShardFeed:
             self._job.take(now.came[number], self._stand_ins[number], is_last=is_last)
 
     def _agree_on_finite(self, last: Tensor) -> None:
-        """Skip the step on all ranks if any shard is not finite, and keep its residuals.
+        """Make all ranks skip the step and keep residuals if any shard is not finite.
 
-        Only the replicas of one shard would see a non-finite value. Therefore the ranks of a replica agree, and each
-        sets one element to NaN.
+        A non-finite value reaches only the replicas of its shard. Therefore the ranks of a replica agree, and each sets
+        one element to NaN.
         """
         flag = self._pass.not_finite
         assert flag is not None, "a shard has come"
@@ -121,7 +121,7 @@ class ShardFeed:
             last[0] = torch.nan
 
     def _end(self) -> None:
-        """Add copied means to `.grad`; torch calls it at the end of backward."""
+        """Add averages of copied shards to `.grad`; torch calls it at the end of backward."""
         now, self._pass = self._pass, _FeedPass()
         if now.fed < len(self._modules):
             if now.came:
@@ -149,7 +149,6 @@ class ShardFeed:
         self._job.stop(error)
 
     def _check(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> None:
-        """Raise Unsupported if a flat shard does not match the plan."""
         if number in self._pass.came:
             raise Unsupported(
                 f"{called(module)} has reduced its gradients twice in one backward pass, as it does where a backward"
@@ -179,5 +178,4 @@ def _parts(module: compat.ShardedModule, flat: Tensor) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, gradient: Tensor) -> Tensor:
-    """Remove the padding."""
     return part[: gradient.numel()].view(gradient.shape)

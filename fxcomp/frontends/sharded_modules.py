@@ -85,7 +85,7 @@ class ScatteredModule:
 
     @property
     def bucket(self) -> DdpBucket:
-        """Whole gradients."""
+        """Unsharded gradients."""
         shapes = self.module.whole_shapes
         return DdpBucket(self.module.names, shapes, tuple(map(prod, shapes)), self.module.reduced_as)
 

@@ -30,7 +30,7 @@ from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
-"""Fraction of elements that may come in bursts; the unknown optimizer may be Adam."""
+"""Maximum fraction of elements that may be sent rarely, as large values; an unknown optimizer may be Adam."""
 
 
 def ends_whole(plan: Plan) -> bool:
@@ -63,11 +63,11 @@ class Start:
     options: StepOptions
     trained: Trained
     loads: bool = False
-    """A state was loaded: its plan is followed immediately, so that owed values are sent."""
+    """True if a rank has loaded a state. Its residuals need a plan, which is followed from the first pass."""
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
-        """Agree with the ranks that met under this name. Every rank calls it. Raises ReplicasDiffer."""
+        """Agree with the other ranks on all but the plan. Every rank calls it. Raises ReplicasDiffer."""
         ranks.check_same("comparing models", {**model.facts, **options.facts()})
         beside = () if model.beside is None else (Beside.of(model.beside, what),)
         site = Site.of(ranks, options.cluster, model.device, *beside)
@@ -86,7 +86,7 @@ class Start:
         return Terms.of(self.options.compress, BURSTS)
 
     def follow(self, given: Given, fits: Callable[[Plan], bool] = ends_whole) -> Start:
-        """Follow the plan of a loaded state if it fits and the options name no other. Every rank calls it."""
+        """Follow the plan of a loaded state if it fits and the options name none. Every rank calls it."""
         options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
@@ -95,7 +95,7 @@ class Start:
         return Compiler(site.cluster, site.rank, self.trained.feedback, skip_nonfinite, micro_batches)
 
     def planner(self, compiler: Compiler, graph: GraphModule, kinds: Collection[UpdateKind] | None = None) -> Planner:
-        """Return a planner for a graph. `kinds` is None for an unknown optimizer."""
+        """Return a planner; `kinds` is None for an unknown optimizer."""
         bursts = BURSTS if kinds is None else burst_share(kinds)
         return Planner(self.site, self.options, compiler, graph, bursts, kinds or ())
 
@@ -109,7 +109,7 @@ class Start:
     ) -> Decision:
         """Choose a plan, and make its process groups. Every rank calls it. Raises BadPlan and BadOption.
 
-        A whole step without measurements may begin with the dense plan.
+        With `is_whole` (the step includes the optimizer), the first plan may be dense, until costs are measured.
         """
         site = self.site
         decision = fitted(planner.first(costs_as_given(self.options.costs, site.ranks), is_whole=is_whole))
@@ -123,7 +123,7 @@ class Start:
 def following(
     options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
 ) -> tuple[StepOptions, bool]:
-    """Apply the plan of a loaded state, unless options name another. Also return whether any rank has a state.
+    """Apply the plan of a loaded state, unless options name another. Return the options, and True if a state exists.
 
     Every rank calls it.
     """
@@ -139,6 +139,6 @@ def following(
 
 
 def has_whole_plan(options: StepOptions) -> bool:
-    """Return True if the options assign gradients to buckets."""
+    """Return True if the options contain a plan with buckets."""
     named = options.compress.plan
     return isinstance(named, Plan) or (named is not None and is_path(named))

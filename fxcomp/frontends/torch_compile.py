@@ -7,14 +7,14 @@ Collectives overlap with the backward pass alone. Compute is priced by the machi
 cannot be timed before activations exist.
 
 - All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. A
-  parameter that is reached outside the graph raises when its gradient arrives.
+  parameter that is used outside the graph raises when its gradient arrives.
 - `compile_model` watches every parameter, so eager code that averages nothing raises (`gradient_watch.py`). With the
   backend alone, the watch starts at the first graph.
-- Each set of trained parameters has its own plan. All ranks freeze or thaw parameters at the same call. Residuals are
-  carried over.
+- Each set of trained parameters has its own plan. All ranks must freeze or unfreeze parameters at the same call.
+  Residuals move to the next plan.
 - Each backward pass averages its gradients, unless its forward pass ran under `fxcomp.no_sync(model)`.
 - A gradient that one of the model's own collectives reduces is not reduced again.
-- Buffers are shared at the start only, unlike in DDP.
+- Buffers are broadcast at the start only, unlike in DDP.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ _watches = weakref.WeakKeyDictionary[nn.Module, GradientWatch]()
 def compiled_model(model: nn.Module) -> CompiledModel:
     """Return a model's plan and error-feedback state. Raises FxcompError before the first call.
 
-    If several sets of parameters were trained, return the entry that ran last.
+    If several sets of parameters were trained, return the state of the set that ran last.
     """
     mine = {id(parameter) for parameter in model.parameters()}
     for compiled in reversed(_models):
@@ -304,7 +304,7 @@ fxcomp_backend.reset = reset  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[CompiledModel]:
-    """Return the entries of a model, one per set of trained parameters, the most recently run last."""
+    """Return a model's CompiledModels, one per set of trained parameters, the most recently run last."""
     for compiled in _models:
         if not compiled.is_alive:
             compiled.close()
@@ -315,8 +315,8 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Switch to a plan, and take over residuals of the model's plans that ran since."""
-    if compiled not in _models or _models[-1] is compiled:  # closed by torch._dynamo.reset: running it raises
+    """Switch to a plan, and move residuals to it from the model's plans that ran since."""
+    if compiled not in _models or _models[-1] is compiled:  # not in _models: closed, so running it raises
         return
     place = _models.index(compiled)
     for later in _models[place + 1 :]:
@@ -402,7 +402,6 @@ def _refuse_behind_break(name: str, break_: str) -> None:
 
 
 def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> None:
-    """Raise CaptureFailed if a parameter's shape or dtype has changed."""
     shapes, types = compiled.follower.trained.shapes, compiled.follower.decision.workload.types
     for name in compiled.parameters:
         now = found.parameters[name]
@@ -415,7 +414,7 @@ def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> Non
 
 
 def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
-    """Raise CaptureFailed unless the set of trained parameters differs only by freezing or thawing."""
+    """Raise CaptureFailed unless parameters were only frozen or unfrozen."""
     before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
     if compiled.model is not None:

@@ -35,7 +35,7 @@ FILE = "fxcomp-rank{rank}.safetensors"
 
 
 class FxcompCallback(transformers.TrainerCallback):
-    """Callback that registers a hook with the model in the trainer's wrapper. One process has no wrapper.
+    """Callback that registers a hook with the trainer's DistributedDataParallel. A single process has none.
 
     `trainer` is the owner of the callback; its `train` is patched to record the resumed checkpoint. `compress`,
     `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is the trainer's.
@@ -97,7 +97,7 @@ class FxcompCallback(transformers.TrainerCallback):
         self._model = weakref.ref(model)
 
     def _begins_at(self, args: Any, state: Any) -> Path | None:
-        """Return the folder that training resumes from; in a custom loop, the last step's."""
+        """Return the checkpoint folder that training resumes from. In a custom loop, it is the last step's."""
         given = cast("Any", get_last_checkpoint(args.output_dir)) if self._goes_on is True else self._goes_on
         if given:
             return Path(given)

@@ -77,9 +77,9 @@ class WhatIf:
     compress: Compress = BALANCED
     errors: ErrorTable = ASSUMED
     step_ms: float | None = None
-    """Step time without communication."""
+    """Step time without communication, if known."""
     device: str | None = None
-    """Preset (cost/devices.py) for ranks unlike this machine."""
+    """Name of a preset (cost/devices.py) for ranks unlike this machine."""
     costs: CostTable | None = None
     """Earlier measurements, possibly of another machine."""
     accumulate: int = 1
@@ -114,9 +114,9 @@ def what_if(
 ) -> Explanation:
     """Predict the step of a job, with progress messages to `tell`.
 
-    Compute is measured on this machine. If a device is named or the costs come from another machine, it follows from
-    operation counts and a roofline. The job's model and optimizer are unchanged, except for fresh optimizer state.
-    Raises BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
+    Compute is measured on this machine. If a device is named or the costs come from another machine, compute time
+    follows from operation counts and a roofline. The job is unchanged, except for fresh optimizer state. Raises
+    BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
     """
     question.check()
     with imagining(question.device):
@@ -143,7 +143,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     if preset is not None:
         costs = preset.costs(question.compressors)
         workload = compiler.analyze(captured.graph, costs)
-    elif question.costs is not None and foreign:  # nothing of this job ran there
+    elif question.costs is not None and foreign:  # this job did not run there
         costs = replace(question.costs, compute_error=max(question.costs.compute_error, ERROR))
         workload = compiler.analyze(captured.graph, costs)
     else:
@@ -211,7 +211,6 @@ def options_of(job: Job, compress: Compress) -> StepOptions:
 
 
 def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
-    """Return the given table with this machine's processors, or measure compression here."""
     if question.costs is not None:
         return with_processors(replace(question.costs, threads=torch.get_num_threads()), device)
     tell("measuring what compression costs on this machine")
@@ -219,9 +218,9 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
-    """Return the break-even bandwidth, above which compression stops paying.
+    """Return the bandwidth between hosts, in Gbit/s, above which compression stops paying, if any.
 
-    The choice is reused for the search if its prices do not come from measured collectives.
+    The search reuses `choice` unless its prices come from measured collectives.
     """
     if cluster.hosts == 1:
         return None
@@ -233,12 +232,12 @@ def with_processors(costs: CostTable, device: torch.device) -> CostTable:
     if device.type != "cpu":
         return costs
     count = compat.processors()
-    # Compute is measured with the available threads, so it uses no more processors.
+    # compute uses at most its measured threads
     return replace(costs, processors=Processors(count, min(count, torch.get_num_threads())))
 
 
 def rewritten(job: Job, cluster: Cluster, compress: Compress | None = None, device: str | None = None) -> Program:
-    """Return the job's step under assumed costs, or a device's preset. The result is the same on every machine.
+    """Return the job's step, planned with assumed costs or a device's preset: the same on every machine.
 
     Raises BadOption.
     """
@@ -315,7 +314,7 @@ def measured_here(
 
 
 def _timed_on_a_copy(program: Program, arguments: Sequence[Sequence[Any]]) -> list[TimedStep]:
-    """Time steps on a copy, without a network. Restore random state and tensors outside the model."""
+    """Time steps on copies, without a network. Restore random state and tensors outside the model."""
     device = program.captured.device
     copies = [[value.detach().clone() if isinstance(value, Tensor) else value for value in each] for each in arguments]
     outside = [getattr(program.graph, str(node.target)) for node in program.graph.graph.nodes if node.op == "get_attr"]

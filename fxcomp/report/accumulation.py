@@ -1,4 +1,4 @@
-"""Compare numbers of micro-batches, which share the communication of one step."""
+"""Predict the time per micro-batch for several numbers of micro-batches per step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fxcomp.report.explanation import Explanation
 from fxcomp.search.choose import predict_us
 
 LENGTHS = (1, 2, 4, 8, 16)
-"""Numbers compared, besides the current one."""
+"""Numbers of micro-batches compared with the current one."""
 
 SHOWN_FROM = 1.25
 """Minimum ratio of the dense step to the step without communication (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
-    """Predict the best dense plan and this plan by number of micro-batches, in µs per micro-batch.
+    """Return (micro-batches, time of the best dense plan, time of this plan), in µs per micro-batch.
 
-    Return nothing if communication hardly matters.
+    Return an empty list if communication hardly matters.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches

@@ -1,7 +1,7 @@
 """Attribute a plan's error to layers: strategy, size, error and saving on the wire.
 
-    spent = squares * error                     of a gradient or part; a fraction of the whole gradient's squares
-    saved = wire time dense - wire time         of a bucket, divided by elements
+    spent = squares * error                     of a gradient or part, as a fraction of all gradients' squares
+    saved = dense wire time - wire time         of a bucket, distributed over its gradients by elements
 
 A *layer* is a group of gradients whose names differ only in numbers (`blocks.*.up.weight`), with one strategy.
 """
@@ -33,9 +33,9 @@ class Row:
     is_pinned: bool
     dense_bytes: int
     sent_bytes: float
-    """Share of a rank's sent bytes."""
+    """Bytes that a rank sends."""
     squares: float
-    """Fraction of the whole gradient's squares."""
+    """Sum of squares, as a fraction of all gradients' sum."""
     spent: float
     saved_us: float
 
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Relative squared error; None without squares."""
+        """Squared error relative to the row's squares; None if those are zero."""
         return self.spent / self.squares if self.squares > 0 else None
 
 

@@ -15,7 +15,7 @@ class StepOnDevice:
 
     name: str
     launches: Mapping[str, int]
-    """Kernels by kind of work, without collectives."""
+    """Numbers of kernels by kind of work, without collectives."""
     kernels_us: float
     """Device time in kernels."""
     host_us: float
@@ -34,7 +34,7 @@ class StepOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A step on a named device, estimated."""
+    """Estimated step on a named device."""
 
     memory_bytes: int
     steps: Sequence[StepOnDevice]

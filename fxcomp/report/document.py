@@ -15,7 +15,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 
 def decimals(step_us: float) -> int:
-    """Return the decimals of times in ms, for about four digits per step."""
+    """Return the decimals that give a step time in ms about four digits."""
     return 1 if step_us >= 100e3 else 2 if step_us >= 10e3 else 3
 
 

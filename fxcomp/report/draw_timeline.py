@@ -14,7 +14,7 @@ _WORKING = (Stream.HOST, Stream.COMPUTE)
 _MARKS = {"compute": "█", "compression": "▓", "packing": "░", "exchanges": "▒"}
 _BUCKETS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE = "·"
-_LABEL = 11  # columns before the first cell
+_LABEL = 11  # columns before a timeline's first character
 
 
 def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:
@@ -65,7 +65,7 @@ def _busy(timeline: Timeline) -> list[Stream]:
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
-    """Mark each cell by its longest task; compute must fill half of a cell."""
+    """Return a character per cell (interval), for its longest task. Compute must fill half of a cell."""
     cell_us = timeline.step_time_us / cells
     filled: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in timeline.spans:

@@ -36,7 +36,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
 _NAMES = {
-    # Graphs have proposal and mean for the search's propose and decompress.
+    # Tasks of graphs are called proposal and mean where the search has propose and decompress.
     "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
     "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
@@ -154,7 +154,7 @@ class Explanation:
     """Comparison of plans; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """Bandwidth between hosts at which the verdict changes, or None."""
+    """Bandwidth between hosts, in Gbit/s, at which the verdict changes, if any."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
@@ -164,13 +164,13 @@ class Explanation:
     raced: Raced | None = None
     """Last race of the running job."""
     is_racing: bool = False
-    """True if this plan has its turn in a race."""
+    """True if plans are racing and this one has its turn."""
     budget: Budget | None = None
     """Error budget that replaces the mode's limit."""
     micro_batches: int = 1
     """Number of micro-batches accumulated per step."""
     moves: Sequence[PlanMove] = ()
-    """Changes since the choice, by the gradients' errors."""
+    """Changes of the plan since the choice, caused by measured errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
     """Plans of the warm-up and the lasting plan, by first step; empty for one plan."""
     steps: int | None = None
@@ -212,7 +212,7 @@ class Explanation:
 
     @property
     def has_moved(self) -> bool:
-        """True if the plan followed the gradients since the choice."""
+        """True if measured errors have changed the plan since the choice."""
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
@@ -239,7 +239,7 @@ class Explanation:
 
     @property
     def bound_us(self) -> float | None:
-        """Lower bound on the step of every plan of the mode; None if no mode chose the plan."""
+        """Lower bound on the step time of the mode's plans; None if no mode chose the plan."""
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)

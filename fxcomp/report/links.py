@@ -1,4 +1,4 @@
-"""Report whether each link of a cluster was measured.
+"""Report which links of a cluster were measured.
 
     links as measured                                                 all of them, in the running job
     10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, for a cluster of eight
@@ -24,7 +24,7 @@ class _Named:
     place: str
     link: Link
     levels: tuple[Level, ...]
-    """Levels whose slowest link it is."""
+    """Levels at which this link is the slowest."""
 
 
 def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:

@@ -3,7 +3,7 @@
     12 gradients  30.1 MB  int8 -> powersgd(4)
      3 gradients   0.2 MB  in another bucket
 
-Plans may cut gradients at different places. Gradients are compared in pieces, each inside one bucket of both plans.
+Plans may split a gradient differently. Each compared piece lies in one bucket of either plan.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
 _Part = tuple[range, int]
 
 _Piece = tuple[str, int, int, int]
-"""Name, number of elements, bucket before, bucket after."""
+"""Name, number of elements, bucket index before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class ChangedGradients:
 class PlanDiff:
     strategies: tuple[ChangedGradients, ...]
     moved: ChangedGradients | None
-    """Gradients whose bucket is not the partner of their bucket in the first plan."""
+    """Gradients in another bucket; the plans' buckets are matched by overlap."""
     missing: tuple[ChangedGradients, ...]
     """Gradients that only one plan has, or whose size or type differs."""
     buckets: tuple[int, int]
     gradients: int
     reordered: bool
-    """Buckets or their gradients are in another order."""
+    """True if buckets or their gradients are in another order."""
     numbers: Mapping[str, tuple[float, float]]
     spent: Mapping[str, tuple[float, float]]
     """Errors that differ, largest difference first."""

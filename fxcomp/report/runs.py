@@ -22,7 +22,7 @@ _RANKS = "do several ranks write this file? Let rank 0 alone write it"
 
 
 def are_few(number: float, lines: float) -> bool:
-    """Return whether interruptions may cause this number: at most two, or a tenth of the lines."""
+    """Return True if interruptions may cause this number: at most two, or a tenth of the lines."""
     return number <= max(2, _FEW * lines)
 
 
@@ -42,7 +42,7 @@ class LoggedRun:
 
 
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
-"""Objects of a file, with positions."""
+"""JSON objects of a file, with positions (path:line)."""
 
 
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
@@ -83,7 +83,7 @@ def _values(lines: Lines, metric: str) -> dict[int, float]:
 
 
 def _repeats(path: str | Path, lines: Lines, steps: Sequence[float], twice: Sequence[str]) -> Iterator[str]:
-    """Note repeated steps and steps that fall back. Raise BadOption if several runs write the file."""
+    """Yield notes on repeated and decreasing steps. Raise BadOption if several runs write the file."""
     if twice:
         yield f"{twice[0]}{_in_all(twice)}: {_RANKS}"
     falls = [
@@ -141,7 +141,6 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
-    """Read a number; None if missing. Raise BadOption for other types."""
     value = line.get(name)
     if value is None:
         return None
@@ -154,7 +153,7 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: bool) -> Sequence[float] | None:
-    """Join the clocks of a run's parts: each continues from the previous end."""
+    """Return seconds since the run began; after a restart they continue from the previous end."""
     seconds: list[float] = []
     for where, line in lines:
         if (read := _number(where, line, "seconds")) is not None:

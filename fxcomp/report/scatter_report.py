@@ -1,4 +1,4 @@
-"""Explain the strategies of a fully_shard model: modules, and the saved time."""
+"""Report on the plan of a fully_shard model, by module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScatterFacts:
     times: Sequence[ModuleTime]
     """Module times of each bucket; empty if the plan was given."""
     step_us: float
-    """Predicted step."""
+    """Predicted step time."""
     dense_us: float
     cluster: Cluster
     mode: str

@@ -301,7 +301,7 @@ def _difference(longer_ms: float, digits: int) -> str:
 
 
 def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
-    """Name the rule: a compressed plan must save enough in enough draws, or exact prices differ."""
+    """Return the reason: compression saved too little in too many draws, or exact prices differ."""
     if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
         return (
             f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"

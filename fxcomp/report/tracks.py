@@ -42,7 +42,7 @@ class Track:
 
 
 def tracks_of(explanation: Explanation) -> list[Track]:
-    """List the dense plan's step, this plan's, and the median measured one, as available."""
+    """Return the predicted steps, then the measured step of median length, if any."""
     found = predicted_tracks(explanation)
     measured = explanation.measured
     if measured:
@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """List this plan's step, after the dense plan's if compared."""
+    """Return the dense plan's step, if compared, then this plan's."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"

@@ -19,15 +19,16 @@ from fxcomp.search.exchanged import Stretch, first_that_pays, job_us, long, stre
 
 @dataclass(frozen=True, slots=True)
 class WholeJob:
-    """A whole job, and its dense equivalent."""
+    """Predicted time and bytes of a whole job, and of the same job with a dense plan."""
 
     stretches: Sequence[Stretch]
+    """Consecutive steps with one plan: warm-up stages, then the rest."""
     sent_bytes: Sequence[float]
-    """Bytes that a rank sends per step, one number per stretch of the job (warm-up stages, then the rest)."""
+    """Bytes that a rank sends per step, by stretch."""
     dense_step_us: float
     dense_step_bytes: float
     gradients_us: float | None
-    """Time with the best plan for gradients; None without a comparison."""
+    """Time with the best plan that exchanges gradients; None without a comparison."""
     pays_from: int | None
     """Minimum length of a job, in steps, for which momenta are faster; None if never, or not compared."""
 

@@ -2,7 +2,7 @@
 
 Below that bandwidth B, compressing an exposed bucket is faster than sending it dense:
 
-    saved(B) = dense(n) - compressed(n / r) - c n          dense and compressed by the formulas of collectives
+    saved(B) = dense(n) - compressed(n / r) - c n          µs for n bytes; formulas of collectives give the first two
 
 r is dense bytes per byte sent, c the compressor's µs per dense byte. saved is linear in 1/B: it has at most one root.
 """
@@ -92,7 +92,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
     int8 = parse_compressor("int8")
     default = Strategy.hierarchical(int8) if cluster.has_levels else Strategy.flat(int8)
     used = [bucket.strategy for bucket in plan.buckets if not bucket.strategy.is_dense] or [default]
-    # The formula lacks the collective of an agreement.
+    # The formula lacks the extra collective of compressors that agree on a setting first.
     lines = [
         _break_even(bucket, strategy, costs, cluster, shapes)
         for strategy in dict.fromkeys(used)
@@ -102,7 +102,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
 
 
 def _is_one_shot(strategy: Strategy) -> bool:
-    """Return whether a strategy compresses once, for one collective."""
+    """Return True if a strategy compresses once, for one collective."""
     if len(strategy.compressors) != 1 or strategy.compressors[0].facts.agreement is not None:
         return False
     return sum(held.compressor is not None and not isinstance(step, Decompress) for held, step in _walk(strategy)) == 1

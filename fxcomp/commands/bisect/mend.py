@@ -1,5 +1,6 @@
 """Keep some tensors of a plan dense, and write the changed setting as Python.
 
+given                      written
 within="balanced"          the same, and pins={"lm_head.weight": "dense"} after the user's pins
 plan="int8", saved         plan="mended.json"
 plan="int8"                pins={"*": "int8", "lm_head.weight": "dense"}, or plan="dense"
@@ -28,7 +29,7 @@ def compressed_names(plan: Plan) -> list[str]:
 
 
 def partly_dense(plan: Plan, names: Collection[str]) -> Plan:
-    """Make these parameters dense, ahead of the rest of their buckets.
+    """Return a plan in which these parameters are dense and precede the rest of their buckets.
 
     The rest is compressed as before, because a compressor treats each tensor separately.
     """
@@ -74,7 +75,7 @@ def _after(pins: Mapping[str, Any], names: Sequence[str], trained: Collection[st
 
 
 def _pins_of(plan: Plan, given: Any) -> dict[str, str] | None:
-    """Pin each parameter to its strategy; None if parts of one have several."""
+    """Return a pin per parameter; None if a parameter has several strategies."""
     uniform = given if isinstance(given, str) and not is_path(given) else None
     ways: dict[str, str] = {}
     for bucket in plan.buckets:

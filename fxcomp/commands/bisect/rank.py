@@ -1,5 +1,6 @@
 """Run the search of `fxcomp bisect` on ranks of this machine.
 
+    determined by                  data
     the seed                       initial model, the same on all ranks
     steps from seed · steps on     batches of next_batch, by step and rank
     the seed and the rank          random numbers in training: masks, batches from the default generator
@@ -54,7 +55,7 @@ _END = 4
 
 @dataclass(frozen=True, slots=True)
 class Trainings:
-    """Trainings of a search."""
+    """Settings of a search's trainings."""
 
     job: str
     plan: Plan
@@ -160,7 +161,7 @@ def _tell_length(trainings: Trainings, training_s: float) -> None:
 
 
 def main(path: Path) -> int:
-    """Search on all ranks, which see the same losses and decide alike. Rank 0 writes the result."""
+    """Search on all ranks, with the same losses and result. Rank 0 writes the result."""
     trainings: Trainings = pickle.loads(path.read_bytes())
     join()
     try:
@@ -202,7 +203,6 @@ def _digest(values: Iterable[Any]) -> str:
 
 
 def _restore(job: Job, path: str) -> None:
-    """Load the model, and the optimizer if saved. Raises BadState."""
     try:
         saved = cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
         has_both = {"model", "optimizer"} <= saved.keys()

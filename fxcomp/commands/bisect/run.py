@@ -145,7 +145,7 @@ class Result:
         return partly_dense(self.plan, self.names)
 
     def refusal(self, plan: Plan) -> str:
-        """Return the reason why compile_step refuses a plan; empty if it does not."""
+        """Return the error that compile_step raises for a plan, or an empty string."""
         known = self.explanation
         try:
             check_plan(self.compress.feedback, plan, known.workload.shapes, known.cluster, self.kinds)
@@ -162,7 +162,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Setting that keeps them dense. Empty if none is needed, or if no setting can express it."""
+        """Setting that keeps `names` dense. Empty if none is needed or can express the plan."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None
@@ -173,7 +173,7 @@ class Result:
         return written(found)
 
     def share(self, of: Comparison) -> float | None:
-        """Return the fraction of the whole cost; None if training diverges."""
+        """Return a cost as a fraction of the whole cost; None if that is not positive, or either is infinite."""
         in_all = self.found.in_all.cost
         return of.cost / in_all if 0 < in_all < math.inf and math.isfinite(of.cost) else None
 

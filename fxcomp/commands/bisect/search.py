@@ -24,7 +24,7 @@ Train = Callable[[Collection[str], int], float]
 """Function that trains from a seed with only these tensors compressed, and returns the final loss."""
 
 LEAST = 1e-4
-"""Smallest cost: summation order causes as much."""
+"""Smallest relative cost that counts, because another summation order causes as much."""
 
 _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
 """One-sided 97.5 % quantiles of Student's t, by degrees of freedom from 0."""
@@ -37,7 +37,7 @@ class Comparison:
     cost: float
     """Mean over converging seeds; infinite if there are none."""
     noise: float
-    """Infinite for one seed."""
+    """Confidence limit of `cost`; infinite for one seed."""
     diverging: int = 0
     """Number of diverging seeds."""
 
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
-        """Compare seed by seed; `usual` is the spread of other comparisons."""
+        """Compare seed by seed. `usual` is the median spread of other comparisons."""
         finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:

@@ -1,7 +1,7 @@
-"""One rank of the demo: train with DDP, its hooks, fxcomp, and without communication, in turns.
+"""One rank of the demo: train with DDP, its hooks, fxcomp, and without communication.
 
-Turns in the same processes make machine drift affect all contestants. `run.py` starts this module; rank 0 prints lines
-for it.
+Contestants take turns in the same processes, so that machine drift affects all alike. `run.py` starts this module, and
+reads lines that rank 0 prints.
 """
 
 # DDP reads a hook's annotations, so this file must not postpone them. Types of torch are incomplete:
@@ -54,7 +54,7 @@ def with_powersgd(model: nn.Module) -> DistributedDataParallel:
 
 
 def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Copy of torch's bf16_compress_hook, which refuses gloo although gloo can add bf16."""
+    """Copy of torch's bf16_compress_hook, which raises with gloo, although gloo can add bf16."""
     payload = bucket.buffer().div(dist.get_world_size()).to(torch.bfloat16)
 
     def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -65,7 +65,7 @@ def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters, small enough for the time budget
-WARM_UP_STEPS = 4  # whole blocks, not measured: hooks start late, and DDP rebuilds its buckets
+WARM_UP_STEPS = 4  # whole blocks, not measured, because hooks start late and DDP rebuilds its buckets
 LOSS_STEPS = 10  # steps that the train loss averages
 LEAST_BLOCKS = 4
 

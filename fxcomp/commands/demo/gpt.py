@@ -62,7 +62,6 @@ def draw_batch(
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """List Python files by name, without skipped folders."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED]

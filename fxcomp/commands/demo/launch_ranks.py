@@ -114,7 +114,6 @@ def _ending(code: int | None, timeout_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Stop a running rank: SIGTERM, then SIGKILL after two seconds."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sign)

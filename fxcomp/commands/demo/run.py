@@ -37,7 +37,7 @@ EXAMPLES = """\
 RANKS = 2
 LOOPBACK = "loopback"
 STEPS = 30
-BUDGET_S = 110  # no round begins later, unless steps are given
+BUDGET_S = 110  # no round begins later, unless --steps is given
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # prefix of lines for this process
 _TIMEOUT_S = 3600.0  # unless steps are given
@@ -151,7 +151,7 @@ LABELS = {
     FREE: "no network",
 }
 
-BLOCK_STEPS = 2  # of one contestant per turn
+BLOCK_STEPS = 2  # steps of one contestant per turn
 _RESAMPLES = 1000
 
 
@@ -163,7 +163,7 @@ class Contestant:
     step_s: list[float] = field(default_factory=list[float])
     """Seconds per step of the slowest rank; blocks of `BLOCK_STEPS` in random order within a round."""
     wire_bytes: int = 0
-    """Per step and host."""
+    """Bytes sent per step and host."""
     train_loss: float | None = None
     validation_loss: float | None = None
 

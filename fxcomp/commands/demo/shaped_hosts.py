@@ -25,7 +25,7 @@ from fxcomp.errors import Unsupported
 
 INTERFACE = "eth0"  # the only interface of a host
 _BURST_S = 0.25e-3  # short, so that short messages are limited too
-_LEAST_BURST = 32_000  # bytes; below one segmented packet train, tbf is slower
+_LEAST_BURST = 32_000  # bytes; tbf is slower with less than one segmented packet train
 _LONGEST_TRAIN = 65_536  # bytes; the kernel's limit
 _QUEUE = 64_000_000  # bytes; nothing is dropped
 _TOOLS = ("ip", "tc", "taskset", "unshare", "nsenter")
@@ -99,7 +99,6 @@ class ShapedHosts:
             )
 
     def _hold(self, *command: str) -> None:
-        """Start the holder of a new namespace, and wait for it."""
         holder = subprocess.Popen(
             [*command, "sh", "-c", "echo ready; read _"],
             env={**os.environ, "PATH": _PATH},

@@ -17,8 +17,8 @@ from fxcomp.report.html.render import Drawing, drawn
 HEIGHT = 260
 COLORS = ("one", "two", "three", "four", "five", "six")
 _COLUMNS, _POINTS_OF_ALL = 300, 1800  # columns per plot; points of all its lines, to keep pages small
-_SPOTS = 80  # places with values under the pointer
-_GAP = 5.0  # largest distance of joined points, in usual distances
+_SPOTS = 80  # ranges of the axis with a tooltip
+_GAP = 5.0  # largest distance of joined points, in median distances
 _LOG = 100.0  # ratio of values for a logarithmic axis
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
@@ -36,7 +36,7 @@ class PlotLine:
     crosses: Sequence[Point] = ()
     """Values that cannot be drawn."""
     is_mean: bool = False
-    """True if the line is a mean, drawn over its pale original."""
+    """True for a moving average, drawn over its pale original."""
 
     @property
     def color(self) -> str:
@@ -183,7 +183,7 @@ def _along(part: Sequence[Point], across: Axis, up: Axis) -> str:
 def _spots(
     lines: Sequence[PlotLine], across: Axis, says_x: Callable[[float], str]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield places across the plot, with the text of each line's first point."""
+    """Yield left, width and tooltip of ranges, with each line's first point."""
     words: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}

@@ -57,7 +57,7 @@ def _drawn(block: Block, explanation: Explanation) -> Sequence[Drawing]:
 
 
 _MOST_LAYERS, _SMALL = 16, 0.005
-"""Most layers drawn, and their least fraction of bytes."""
+"""Maximum number of layers drawn, and minimum fraction of bytes of one."""
 _PREDICTED, _MEASURED = ("six", "predicted"), ("two", "measured")
 
 

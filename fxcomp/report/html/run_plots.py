@@ -52,7 +52,7 @@ _CAPTION = (
 
 
 def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
-    """Return the page. With `smooth`, lines are moving averages over as many points."""
+    """Return the page. Add moving averages over `smooth` points if that exceeds 1."""
     sections: dict[str, Sequence[Drawing]] = {
         "": (drawn("table", _table_of(runs)), drawn("paragraph", _CAPTION, "dim"))
     }
@@ -98,7 +98,6 @@ def _plots(runs: Sequence[LoggedRun], name: str, metric: Metric, smooth: int) ->
 def _lines(
     run: LoggedRun, number: int, series: Mapping[int, float], unit_s: float | None, smooth: int
 ) -> Sequence[PlotLine]:
-    """Return a run's line, and its smoothed line, over time or steps."""
     steps = [run.steps[place] for place in series]
     xs = steps
     if unit_s is not None and run.seconds is not None:
@@ -131,7 +130,7 @@ def _row_of(run: LoggedRun) -> Sequence[str]:
 
 
 def _sent(run: LoggedRun) -> str:
-    """Return a run's GB; empty if more than a few steps lack them."""
+    """Return the GB that a run sent; empty if many steps lack them."""
     sent = run.series.get("sent_mb", {})
     known = {place: value for place, value in sent.items() if math.isfinite(value)}
     steps = max(run.steps) - min(run.steps) + 1

@@ -35,7 +35,7 @@ Told = tuple[Track, Mapping[str, TaskFacts]]
 
 
 class _Row(NamedTuple):
-    """A lane and its end in percent, or a track's title."""
+    """Tasks of a stream and the step's end in percent, or a track's title."""
 
     name: str
     end: float = 0.0
@@ -124,7 +124,6 @@ def _task(span: Span, known: TaskFacts, critical: set[str], scale_us: float) -> 
 
 
 def _words(span: Span, known: TaskFacts) -> str:
-    """Return the text under the pointer."""
     took, price = span.end_us - span.start_us, span.task.duration_us
     digits = 3 if took < 100e3 else 1
     lines = [span.task.name, f"{ms(took, digits)} ms, from {ms(span.start_us, digits)} to {ms(span.end_us, digits)}"]
