@@ -64,13 +64,13 @@ def backward(loss: torch.Tensor, seed: torch.Tensor) -> None:
 
 
 def nodes_of(loss: torch.Tensor) -> list[Any]:
-    return list(_nodes_below([loss.grad_fn]))
+    return list(_nodes_below([loss.grad_fn], nearest_first=False))
 
 
-def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
+def _nodes_below(nodes: Iterable[Any], *, nearest_first: bool = True) -> Iterator[Any]:
     left, seen = deque(nodes), set[Any]()
     while left:
-        node = left.popleft()
+        node = left.popleft() if nearest_first else left.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
