@@ -34,13 +34,13 @@ LARGEST_FROM_DEVICE = 64 << 20
 predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
 """
 
-LIVE_S = 1.5
+LIVE_S = 3.0
 """Time for all collectives of a running job, in s. All ranks wait meanwhile."""
 
 SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
 """Sizes of collectives timed while compute runs, in bytes."""
 
-OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 3, 8
+OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 5, 8
 """Limit in s on the time of the larger size without compute, number of timings per size, maximum burst length."""
 
 SLOWEST_OVERLAP = 0.05
@@ -55,7 +55,7 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-    """Time collectives on the running process groups, in at most about 3 s, and return fields of a cost table.
+    """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
 
     If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
     compute. Every rank takes part.
