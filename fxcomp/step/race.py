@@ -1,7 +1,7 @@
 """Race of the best predicted plans in the running job: they take turns, and the fastest stays.
 
-    heats    every runner, the plan in force first: HEAT steps
-    rounds   the remaining runners, TURN steps each, until one is left or all have COUNTED steps
+    heats    every runner that is not predicted FAR from the best, the plan in force first: HEAT steps
+    rounds   the best of them (MOST_AFTER_HEATS, later MOST_LATER): TURN steps, until one is left or all have COUNTED
     appeals  runners that dropped out after their heat, though predicted to be near the best: HEAT more steps
     end      the least median wins; among statistical ties, the least error
 
@@ -10,10 +10,8 @@ timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` 
 
 Other load only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
 
-A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as
-long. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the first thousand steps: 20.
-Dense at five times the winner's time costs 8, bf16 at three times 4. A race can exceed the budget if the prediction is
-far too low.
+A race costs the time above the winner's. A heat costs at most HEAT · (FAR - 1) steps of the winner if predictions hold:
+four heats cost at most 8, which is 0.8 % of the first thousand steps.
 """
 
 from __future__ import annotations
@@ -36,14 +34,19 @@ TURN = 4
 HEAT = 2
 """Steps of the first turn."""
 
-COUNTED = 12
-"""Counted steps that suffice for a median."""
+COUNTED = 7
+"""Counted steps that suffice for a median: one of a heat, and two turns."""
 
-LONGEST = 100
+MOST_AFTER_HEATS, MOST_LATER = 3, 2
+"""Maximum number of runners after the heats, and after each later round."""
+
+LONGEST = 48
 """Maximum length of a race, in steps."""
 
-BUDGET = 0.02 * 1000
-"""Maximum cost, in steps of the best runner."""
+FAR = 2.0
+"""A runner does not run if it is predicted to take more than twice as long as the best one so far is measured, and
+predicted, to take. Predictions err by less.
+"""
 
 SPREAD = 0.05
 """Relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""
@@ -75,9 +78,7 @@ class _Entrant:
     first_ms: list[float] = field(default_factory=list[float])
     """First steps of turns."""
     turns: int = 0
-    is_beaten: bool = False
-    is_too_dear: bool = False
-    """One more step would exceed the budget."""
+    is_out: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -89,13 +90,11 @@ class _Entrant:
         return statistics.median(self.times_ms or self.first_ms)
 
     @property
-    def is_out(self) -> bool:
-        return self.is_beaten or self.is_too_dear
-
-    @property
     def at_best_ms(self) -> float:
-        """Median, or the shortest step before FEW are counted."""
-        return self.median_ms if len(self.times_ms) >= FEW else min(self.times_ms + self.first_ms)
+        """Median, or the shortest step before FEW are counted; infinite if no step was timed."""
+        if len(self.times_ms) >= FEW:
+            return self.median_ms
+        return min(self.times_ms + self.first_ms, default=math.inf)
 
 
 class Race:
@@ -108,7 +107,7 @@ class Race:
         self._free_steps = free_steps
         self.begins = step
         self._order = list(range(1, len(runners)))
-        self._spent_ms = 0.0
+        self._most = MOST_AFTER_HEATS
         self.turn = RaceTurn(0, free_steps(step, HEAT))
         self.result: Raced | None = None
 
@@ -119,29 +118,22 @@ class Race:
         first, *counted = slowest_ms
         entrant.first_ms += [ms for ms in (first,) if ms is not None]
         entrant.times_ms += [ms for ms in counted if ms is not None]
-        best_ms = self._best_ms
-        if best_ms is not None:
-            self._spent_ms += sum(max(0.0, ms - best_ms) for ms in slowest_ms if ms is not None)
         while self.result is None:
             if not self._order:
                 self._end_round(step)
                 if self.result is not None:
                     return
             number = self._order.pop(0)
-            length = self._length_for(self._entrants[number])
-            if length:
+            entrant = self._entrants[number]
+            if entrant.turns > 0 or not self._is_far(entrant):
+                length = HEAT if entrant.turns == 0 or entrant.is_out else TURN  # out: an appeal
                 self.turn = RaceTurn(number, self._free_steps(step, length))
                 return
-            self._entrants[number].is_too_dear = True
+            entrant.is_out = True
 
-    def _length_for(self, entrant: _Entrant) -> int:
-        """Return the length of the turn; 0 if one step exceeds the budget. A turn without expected cost always runs."""
-        best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
-        if best_ms is None:
-            return length
-        expected_ms = entrant.median_ms if entrant.is_known else entrant.runner.step_us / 1e3
-        more_ms, left_ms = max(0.0, expected_ms - best_ms), BUDGET * best_ms - self._spent_ms
-        return length if more_ms == 0 or length * more_ms <= left_ms else int(more_ms <= left_ms)
+    def _is_far(self, entrant: _Entrant) -> bool:
+        best = self._best
+        return best is not None and entrant.runner.step_us > FAR * max(1e3 * best.median_ms, best.runner.step_us)
 
     @property
     def _known(self) -> list[_Entrant]:
@@ -156,17 +148,19 @@ class Race:
         """Runner with the least median; counted steps come before first steps."""
         return min(self._known, key=lambda each: (not each.times_ms, each.median_ms), default=None)
 
-    @property
-    def _best_ms(self) -> float | None:
-        return None if self._best is None else self._best.median_ms
-
     def _end_round(self, step: int) -> None:
         """Drop beaten runners, then begin another round or end the race."""
         best, left = self._best, self._left
         if best is not None:
             for entrant in self._known:
-                entrant.is_beaten = self._is_beaten(entrant, best)
-            left = self._left
+                entrant.is_out = self._is_beaten(entrant, best)
+            tie_ms = (1 + TIE) * min(entrant.at_best_ms for entrant in self._known)
+            left = [self._entrants[number] for number in self._left]
+            for entrant in sorted(left, key=lambda each: (max(each.at_best_ms, tie_ms), each.runner.loss))[
+                self._most :
+            ]:
+                entrant.is_out = True
+            self._most, left = MOST_LATER, self._left
             if len(left) == 1 or all(len(self._entrants[k].times_ms) >= COUNTED for k in left):
                 left = self._appeals(best)
         if not left or self._free_steps(step, TURN * len(left))[-1] >= self.begins + LONGEST:
@@ -186,7 +180,7 @@ class Race:
         return [
             k
             for k, each in enumerate(self._entrants)
-            if each.is_beaten and not each.is_too_dear and each.turns == 1 and each.runner.step_us <= most_us
+            if each.is_out and each.turns == 1 and each.runner.step_us <= most_us
         ]
 
     def _finish(self, step: int) -> None:

@@ -33,14 +33,14 @@ def a_tie_goes_to_the_lowest_time() -> None:
     race.TIE = 0.0
 
 
-@caught_by("tests/step/test_race.py::test_what_is_slow_is_out_early_and_a_race_costs_little")
+@caught_by("tests/step/test_race.py::test_a_slow_runner_is_out_after_its_heat")
 def a_slow_plan_runs_to_the_end_of_a_race() -> None:
     Race._is_beaten = lambda *_: False
 
 
-@caught_by("tests/step/test_race.py::test_a_race_keeps_to_its_budget_whatever_is_slow")
+@caught_by("tests/step/test_race.py::test_a_runner_that_is_predicted_far_from_the_best_does_not_run")
 def a_race_may_cost_whatever_it_costs() -> None:
-    race.BUDGET = 1e9
+    race.FAR = 1e9
 
 
 @caught_by(f"{CALENDAR}::test_a_turn_is_of_steps_that_are_not_verified")

@@ -23,7 +23,7 @@ from fxcomp.step.race import LONGEST, WARM_STEPS
 from fxcomp.step.step_times import StepTimes
 
 JOB = JOBS["mlp"]
-SLOW = fxcomp.Cluster.parse("3x1", intra=Link(5.0, 12.0), inter=Link.parse("1mbit"))
+SLOW = fxcomp.Cluster.parse("3x1", intra=Link(5.0, 12.0), inter=Link.parse("20mbit"))
 WARM = 4
 FIRST = WARM + WARM_STEPS
 """The first step of the race."""
