@@ -1,14 +1,14 @@
 """Make fake tensors for a step's inputs, in a fake mode that corrects torch's own.
 
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may branch on it
-    torch.rand([]) < 0.1         refused: the result depends on the draw
+    torch.rand([]) < 0.1         raises: the result depends on the draw
     torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only
     batch_norm of a transpose    is contiguous: torch's fake copies the input's layout
     ctc_loss                     has a shape: torch has no fake if lengths are tensors
     fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
     ones(3).bool().mul_(2)       raises, as eager does: a long result does not fit a bool tensor
 
-Random values carry their range through monotone operators. Where both ends are equal, the value is a constant.
+Ranges of random values are propagated through monotone operators. A range with equal ends is a constant.
 """
 
 # untyped parts of torch
@@ -54,7 +54,7 @@ _MONOTONE = frozenset(
         *(aten.logical_not.default, aten.bitwise_not.default),
     }
 )
-"""Monotone operators of one tensor and plain numbers; comparisons too, as False < True."""
+"""Monotone operators of one tensor and plain numbers, including comparisons, because False < True."""
 
 _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.amax.default,
                     aten.amin.default})  # fmt: skip
@@ -76,10 +76,10 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes accept any result type, with the operator that computes it."""
+"""In-place operators whose fakes do not check the result type, with the operators that give this type."""
 
 MAKER = "fxcomp_maker"
-"""Attribute of a fake with the operator that made it."""
+"""Name of a fake's attribute for the operator that made the fake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Unknown:
     """A number or size that depends on data."""
 
     maker: OpOverload | None
-    """None for an input."""
+    """Operator that returned it; None for an input."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
@@ -218,7 +218,7 @@ class StepFakes(compat.FakeMode):
 
 
 def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
-    """Refuse a list with a repeated tensor: the functional form would drop the first write."""
+    """Raise for a repeated tensor in a written list, because the functional form would drop the first write."""
     if len(set(map(id, written))) < len(written):
         raise CaptureFailed(
             f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
@@ -231,7 +231,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
-    """Return the closed range of an operator's draws; None without draws or bounds."""
+    """Return the least and greatest value that an operator may draw; None if unknown."""
     if func in _UNIT:
         low, high = 0.0, 1.0
     elif func in _UNIFORM:
@@ -248,7 +248,7 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return ends
 
 
-# Better fakes
+# Corrected fakes
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class StepInputs:
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # A tensor that is also read from outside gets two fakes: the next batch holds another one.
+        # A batch tensor that code also reads from outside gets two fakes, because the next batch has another tensor.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -331,7 +331,7 @@ class StepInputs:
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
-        """Answer questions about values inside the context."""
+        """Answer Python's questions about values (`questions.py`) inside the context."""
         self.mode.questions = Questions(self._givens())
         try:
             yield self.mode.questions
@@ -350,7 +350,7 @@ class StepInputs:
 
     @contextmanager
     def in_place(self, traced: Sequence[Any]) -> Generator[None]:
-        """Put traced numbers in the places of the live floats."""
+        """Replace the live floats by traced numbers inside the context."""
         before = [(place, place.value) for place in self.live.values()]
 
         def note() -> None:

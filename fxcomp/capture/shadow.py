@@ -1,4 +1,4 @@
-"""Step a copy of the user's optimizer on other tensors."""
+"""Step a copy of the user's optimizer (a shadow) on other tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
-"""Attributes that a shadow gets new. Learning rate schedulers set `step` to a method of the user's optimizer."""
+"""Attributes that are not copied. Schedulers set `step` to a method of the user's optimizer."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@
     copy_(%count, %i)
 
 Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
-they become functional; functional ones are kept. Tracing sends nothing, so a rank can capture alone. Each rank later
+they are replaced by functional ones. Tracing sends nothing, so a rank can capture alone. Each rank later
 issues the same collectives in the same order as in eager mode.
 """
 

@@ -37,7 +37,7 @@ class Statement:
 
 
 def foreach_lines(group: Sequence[Node], names: Mapping[Node, str], lists: Sequence[Node]) -> list[str]:
-    """Write one parameter's update for lists. `lists` are the inputs that differ by parameter."""
+    """Write one parameter's update (`group`) for lists. `lists` are the inputs that differ between parameters."""
     writer = _ListWriter(dict(names), set(lists), names[lists[0]])
     for node in group:
         writer.add(node)
@@ -92,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Write the call of a list form; None if there is none."""
+        """Return a call of the node's foreach operator; None if there is none."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -161,7 +161,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors, at the last one's place. Updates with results stay alone."""
+        """Join updates that differ only in their tensors, at the last one's place, except updates whose result is used."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
