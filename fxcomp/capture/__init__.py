@@ -1,5 +1,7 @@
 """Capture a training step as one FX graph, and detect later changes of the step.
 
+Files:
+
     whole_step.py         `capture`, start here: joins the traced graphs into one
     step_capture.py       first capture with agreement between ranks, and later captures
     training.py           checks of model, loss, optimizers and loss scale

@@ -131,7 +131,6 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
 
 
 def _fixed(gradient: Tensor) -> Tensor:
-    """Return the fake gradient with numbers instead of symbolic sizes."""
     return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 

@@ -1,7 +1,7 @@
 """Read the type of a batch: tensor metadata, plain values and structure.
 
-Batches of one type can run through one graph. Some tensor subclasses and layouts cannot be captured, nor
-can shared memory that the step writes.
+Batches of one type can run through one graph. Some tensor subclasses and layouts cannot be captured,
+nor can shared memory that the step writes.
 
     mean    f32[8]   buffer
     tail    f32[4]   buffer, mean[4:]     writing mean changes tail too in eager PyTorch, but not in a graph
@@ -93,7 +93,6 @@ def _unwritable(buffer: Tensor) -> str | None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether several elements share memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     reached = 0
@@ -118,7 +117,7 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Raise CaptureFailed if a written input or constant overlaps itself or another one. `inputs` are in graph order."""
+    """Raise CaptureFailed if a written input or constant overlaps itself or another. `inputs` are in graph order."""
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -190,7 +189,6 @@ def key_of(value: object) -> Hashable:
 
 
 def name_of_class(value: object) -> str:
-    """Return a class name for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 

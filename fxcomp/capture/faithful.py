@@ -328,7 +328,6 @@ class _Refusing(EqualToReal):
             )
 
     def _text(self, func: Callable[..., Any], tensor: Tensor, *form: str) -> str:
-        """Format a tensor from outside the model, or a scalar tensor."""
         if (known := self._reader.known(tensor)) is not None:
             with compat.plain_values():
                 shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
@@ -361,7 +360,6 @@ def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -
 
 
 def _check_is_traced(tensor: Tensor) -> None:
-    """Raise if a tensor that Python reads is not in the graph, because later values would be ignored."""
     if not compat.is_fake(compat.traced(tensor)):
         raise CaptureFailed(
             f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"

@@ -151,7 +151,6 @@ class StepFakes(compat.FakeMode):
             return self.questions.answer(expression)
 
     def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise eager's error if the written tensor cannot hold the result."""
         written = args[0].dtype
         fits = [not isinstance(a, complex) and getattr(a, "dtype", written) is written for a in args[1:]]
         if written.is_floating_point and all(fits):
@@ -167,7 +166,6 @@ class StepFakes(compat.FakeMode):
         return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Record the result's range, and drop the ranges of written tensors."""
         ends = _drawn_between(func, args, kwargs, out)
         if ends is None and func in _MONOTONE:
             known = self._range_of(args[0])
@@ -206,7 +204,6 @@ class StepFakes(compat.FakeMode):
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Record the tensor's operator, and the origin of data-dependent sizes."""
         if not isinstance(out, Tensor):
             return
         maker = getattr(args[0], MAKER, func) if args and compat.is_view(func) else func
@@ -218,7 +215,6 @@ class StepFakes(compat.FakeMode):
 
 
 def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
-    """Raise for a repeated tensor in a written list, because the functional form would drop the first write."""
     if len(set(map(id, written))) < len(written):
         raise CaptureFailed(
             f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
@@ -252,14 +248,12 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
-    """Give batch norm's result or input gradient the CPU kernel's layout."""
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
 
 
 def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *others: Any) -> None:
-    """Resize the ranges of per-channel fake quantization at its first call."""
     ranges = others[:4]  # minimum, maximum, scale, zero point
     if ranges[0].numel() == 0:
         for buffer in ranges:

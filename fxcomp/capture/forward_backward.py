@@ -223,7 +223,6 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Raise for gradients already in `.grad`, to which eager PyTorch would add the loss's."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)
@@ -260,7 +259,6 @@ FOR_A_CHECKPOINT = (
 
 
 def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
-    """Raise if the loss depends on trainable tensors outside the model: eager PyTorch would set their `.grad`."""
     for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(

@@ -92,7 +92,6 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class name for messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if is_torchs(optimizer) else f"{kind.__module__}.{kind.__qualname__}"
 

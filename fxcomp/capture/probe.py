@@ -47,8 +47,6 @@ def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value:
 
 
 class _StateRecorder(dict[str, Any]):
-    """State that records the first value of each entry."""
-
     def __init__(self, given: Mapping[str, Any] | None = None):
         super().__init__()
         self.begun: dict[str, Any] = {}
@@ -157,7 +155,6 @@ class _Probe:
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Return the group's rules. Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -222,7 +219,6 @@ class _Probe:
 
 
 def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[Owned]]) -> None:
-    """Raise Unsupported for an update that reads other parameters, whose gradients may be missing yet."""
     shadow = shadow_of(optimizer)
     owners = [owner for group in members for owner in group]
     values = {owner.name: Draws(owner.parameter)(0.1) for owner in owners}
@@ -253,7 +249,6 @@ def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequenc
 
 
 def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
-    """Raise Unsupported for an optimizer that updates two parameters with equal values differently."""
     shadow, knowing = shadow_of(optimizer), shadow_of(optimizer, knows_parameters=True)
     for owner in owned:
         draw, options, itself = Draws(owner.parameter), probe_options(owner), owner.parameter
@@ -303,7 +298,6 @@ def probe_options(owner: Owned) -> dict[str, Any]:
 
 
 def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
-    """Return a parameter with copies of a value and a gradient."""
     stand_in = nn.Parameter(value.clone())
     stand_in.grad = gradient.clone()
     return stand_in

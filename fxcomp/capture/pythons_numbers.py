@@ -88,7 +88,6 @@ class NumberReader:
         return values if values is not None and _is_same(now, values) else None
 
     def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
-        """Return whether a value is nan, infinite or -0.0."""
         tensor = tensor.detach()
         try:
             return bool((~tensor.isfinite() | ((tensor == 0) & tensor.signbit())).any())
@@ -170,7 +169,6 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
 
 
 def _of_truth(name: str, of_symbol: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make a method of SymBool that reads the truth value."""
     of_number = getattr(bool, name)
 
     def method(self: Any, *others: Any) -> Any:

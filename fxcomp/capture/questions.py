@@ -54,12 +54,10 @@ def ancestry(end: Node) -> list[Node]:
 
 
 def storages(node: Node) -> Iterator[StorageWeakRef]:
-    """Yield the storages of a node's value."""
     return _storages_of(node.meta.get("val"))
 
 
 def written(node: Node) -> Iterator[StorageWeakRef]:
-    """Yield the storages that a node writes."""
     for argument in written_nodes(node):
         yield from storages(argument)
 

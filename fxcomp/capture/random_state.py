@@ -10,8 +10,7 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match eager
-PyTorch. A seed becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. A seed becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
@@ -76,7 +75,6 @@ Call = Callable[[torch.device, str, Sequence[Any]], Any]
 
 
 def _default_generators(call: Call) -> AbstractContextManager[None]:
-    """Replace torch's default generators by generators that forward method calls to `call`."""
     cpu = {"default_generator": _stand_in(torch.default_generator, call)}
     cuda = {"default_generators": tuple(_stand_in(each, call) for each in torch.cuda.default_generators)}
     return compat.attributes_instead({torch: cpu, torch.random: cpu, torch.cuda: cuda})

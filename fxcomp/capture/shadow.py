@@ -73,7 +73,7 @@ def step_together(
     shadow: torch.optim.Optimizer,
     groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
 ) -> list[dict[str, Any]]:
-    """Step a shadow for groups of parameters. Return the new states, in order."""
+    """Step a shadow for groups of parameters. Return the new states."""
     pairs = [pair for _, members in groups for pair in members]
     shadow.param_groups = [
         {**options, "params": [parameter for parameter, _ in members]} for options, members in groups

@@ -110,7 +110,6 @@ def _bytes(node: Node) -> int:
 
 
 def warn_unreached(names: Iterable[str]) -> None:
-    """Warn about parameters that get no gradient."""
     for name in names:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r} in a way that backward() follows: it gets no gradient and is"
@@ -120,7 +119,6 @@ def warn_unreached(names: Iterable[str]) -> None:
 
 
 def capture_first(training: Training, batch: Any) -> Captured:
-    """Capture a step for compilation."""
     captured = settled(StepGuard(training), lambda: capture(training, batch), attrgetter("graph"))
     warn_unreached(captured.without_gradient)
     return captured

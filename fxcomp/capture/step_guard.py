@@ -57,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Raise StepChanged if requires_grad, hooks or memory of parameters changed, or an optimizer's groups or hooks."""
+        """Raise StepChanged if requires_grad, hooks, memory or groups of parameters changed, or optimizer hooks."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -214,7 +214,7 @@ class Key(NamedTuple):
 
 
 class StepGuard:
-    """Computation of the current key before each step."""
+    """Computes the current key before each step."""
 
     def __init__(self, training: Training):
         self._training = training
@@ -323,7 +323,6 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """Return the attributes that a user's class may compute with."""
     if is_torchs(optimizer):
         return ()
     return tuple((key, baked(value)) for key, value in vars(optimizer).items() if key not in NOT_OF_THE_UPDATE)

@@ -251,7 +251,6 @@ _PARAMETRIZED: Mapping[type, str] = {
 
 
 def _check_is_bare(model: nn.Module) -> None:
-    """Raise Unsupported for a model that reduces or shards itself."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.Unsupported(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
@@ -274,7 +273,6 @@ def _check_is_bare(model: nn.Module) -> None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Raise Unsupported for weights that a torch hook computes: a captured step would keep the first value."""
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         hooks = cast("Mapping[int, object]", module._forward_pre_hooks)  # pyright: ignore[reportUnknownMemberType]
         for kind, hook in product(_PARAMETRIZED, hooks.values()):

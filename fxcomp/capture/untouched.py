@@ -115,7 +115,6 @@ _CACHED = type(lru_cache(lambda: None))
 
 
 def _caches(among: list[Any]) -> list[Any]:
-    """Select functools caches, without caches of torch and SymPy."""
     found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
 

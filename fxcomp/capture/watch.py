@@ -590,7 +590,6 @@ class Watch:
         self._recent.clear()  # recent states list them as live
 
     def _make_live(self, found: Watched) -> bool:
-        """Make frequently changed floats live. Return whether there are any."""
         before = next(reversed(self._recent.values())).facts if self._recent else found.facts
         changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
         self._changes.update(changed)

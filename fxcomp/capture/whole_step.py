@@ -43,7 +43,7 @@ _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: StepInputs) -> Captured:
-    """Join forward, backward, clipping and updates; each in-place update follows its gradient."""
+    """Join forward, backward, clipping and updates."""
     builder = GraphBuilder(body)
     owners = training.owners
     unused = tuple(n for n in owners if n not in outputs.gradient_names) if training.finds_unused else ()
@@ -313,7 +313,6 @@ def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str
 
 
 def _check_symbols(body: GraphModule, outputs: Outputs, plain: GraphModule, told: Outputs) -> None:
-    """Raise CaptureFailed if symbols change the step."""
     if not same_with_numbers(body, outputs.results_of(body), plain, told.results_of(plain)):
         raise CaptureFailed(
             "the step treats sizes that are symbols in another way than numbers, by their type or as text.\n"

@@ -110,7 +110,7 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`, by default its hosts' bandwidth in sum divided by `oversubscription`, with their latency.
+        A rack's uplink is `link`; default: its hosts' total bandwidth over `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")

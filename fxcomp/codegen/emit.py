@@ -177,7 +177,6 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Return whether a piece changes parameters, or is the commit that decides on it."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 

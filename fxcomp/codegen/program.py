@@ -102,7 +102,6 @@ class Program:
 
 
 def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-    """Emit and load a final graph."""
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:

@@ -135,7 +135,6 @@ class _ListWriter:
         return f"aten._foreach_{name}.{form}({', '.join(given)})"
 
     def lines(self) -> list[str]:
-        """Return the statements; values are deleted after their last use."""
         last = {name: k for k, statement in enumerate(self._statements) for name in statement.used}
         made = {statement.made for statement in self._statements if statement.made is not None}
         lines: list[str] = []
@@ -161,7 +160,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors, at the last one's place, except updates whose result is used."""
+        """Join updates that differ only in their tensors, at the last one's place; not if their result is used."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -172,7 +171,7 @@ class OptimizerSteps:
         return list(found.values())
 
     def call(self, group: Sequence[Node]) -> str:
-        """Write a call for the updates of one or more parameters."""
+        """Write the call that updates one or more parameters."""
         members = _by_parameter(group)
         if len(members) > 1:
             return self._call_for_all(members)
@@ -214,7 +213,6 @@ def _elements(group: Sequence[Node]) -> float:
 
 
 def _likeness(group: Sequence[Node]) -> Hashable:
-    """Return a key of updates that may be joined."""
     inputs = _inputs(group)
     names = _names_in_rule(group, inputs)
     types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))
@@ -254,7 +252,6 @@ def _free(stem: str, taken: Collection[str]) -> str:
 
 
 def _role_name(node: Node) -> str:
-    """Name an input by its role: parameter, gradient, state key or live number."""
     source = info(node).source
     if node.op == "get_attr":
         return "constant"
