@@ -148,7 +148,7 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
-    """List path and leaf of a batch, with None for a repeated tensor."""
+    """List the leaves of a batch as (path, value), with None for a repeated tensor."""
     leaves = flatten_with_paths(batch)
     first = first_places([leaf for _, leaf in leaves])
     return [(path, leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]

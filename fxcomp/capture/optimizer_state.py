@@ -1,6 +1,7 @@
 """Create an optimizer's state before its first step, with the first step's initial values.
 
-`habits` are the rules of the state, by group number (`probe.py`)."""
+`habits` are the rules of the state, by group number (`probe.py`).
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. A seed becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. A seed
+becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 

@@ -214,7 +214,7 @@ class Key(NamedTuple):
 
 
 class StepGuard:
-    """Computes the current key before each step."""
+    """Current key of a step, computed before each step."""
 
     def __init__(self, training: Training):
         self._training = training

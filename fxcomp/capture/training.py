@@ -90,8 +90,8 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    The gradient is taken of the sum over all ranks divided by the count over all ranks. A step returns the mean loss of
-    this rank's batch. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
+    Gradients are of the sum over all ranks divided by the count over all ranks. A step returns this rank's mean loss.
+    `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
     sum: Tensor

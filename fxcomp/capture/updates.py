@@ -213,7 +213,7 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    The nodes are written directly, since tracing that function for hundreds of gradients took a fifth of the capture's time.
+    The nodes are written directly, because tracing that function for hundreds of gradients took a fifth of the time.
     Norms are fp32, or fp64 for fp64 gradients: the sum of a million squares of 100 is infinite in fp16.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)

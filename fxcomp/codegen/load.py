@@ -53,7 +53,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a region, or return its eager function `plain`.
 
-    `plain` is for regions without work, with unused checks (Inductor drops them), or with draws that Inductor would change.
+    `plain` is returned for regions without work, with unused checks (Inductor drops them), or with draws that Inductor
+    would change.
     Random fills of fresh memory, which Inductor would do in another order, and reads of list inputs run before the
     compiled code.
 

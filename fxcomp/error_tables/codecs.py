@@ -54,8 +54,8 @@ def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
 
         1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
 
-    Each selection reads only the values that the last one kept. Errors are sums of the squares left out, not differences
-    of large numbers.
+    Each selection reads only the values that the last one kept. Errors are sums of squares left out, not differences of
+    large numbers.
     """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):

@@ -173,7 +173,7 @@ def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
 
 
 def averaged(before: Rows, look: Rows) -> Rows:
-    """Add a family's measurement `look` to the average of earlier ones.
+    """Add a family's measurement `look` to the average of `looks - 1` earlier ones.
 
         new = old + a (look - old)        a = max(1 / looks, WEIGHT)
 

@@ -142,7 +142,7 @@ def _directions(values: Tensor) -> Tensor:
 
 
 def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t and relative variance by direction. fp32's rounding error bounds the deviation from below."""
+    """Return t and relative variance by direction. fp32's rounding error is the minimum deviation."""
     least = 1e-7 * (directions.square().sum(dim=1) * values.square().sum()).sqrt()
     spread = projections.std(dim=0)
     t = projections.mean(dim=0) / (spread / DRAWS**0.5).clamp_min(least)

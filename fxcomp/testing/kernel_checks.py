@@ -1,4 +1,4 @@
-"""Compare kernels and operators with the reference: results bit by bit, and refused inputs."""
+"""Compare kernels and operators with the reference: results bit by bit, and errors for invalid inputs."""
 
 from __future__ import annotations
 

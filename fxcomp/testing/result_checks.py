@@ -92,7 +92,7 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
 
 
 def feedback_is_stable(compressor: Compressor) -> None:
-    """Check that the relative error ω is at most 1, so that residuals stay bounded."""
+    """Check that the mean relative error ω is at most 1, so that residuals stay bounded."""
     if not may_feed_back(compressor):
         return
     for name, values in (("gaussian", gaussian(65_536)), ("laplace", laplace(65_536)), ("heavy", heavy(65_536))):
