@@ -1,6 +1,6 @@
 """Find the trainable parameters in torch.compile's backward graph, and label their gradients.
 
-Dynamo's inputs are the parameters. The user's own collectives stay in place.
+Dynamo passes parameters as inputs. Collectives of the user's code stay in place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fxcomp.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FoundParameters:
-    """Trainable parameters among a graph's inputs, and the place of Dynamo's graph break."""
+    """Trainable parameters among a graph's inputs, and the location of Dynamo's graph break."""
 
     parameters: Mapping[str, nn.Parameter]
     names: Mapping[int, str]
-    """By input index."""
+    """Parameter names by input index."""
     break_: str | None
 
     @classmethod
@@ -83,8 +83,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         %alias  update    f32[4,2]  aten.alias(%mm)      fc.weight
         output(None, (%alias, None))
 
-    `names` are the trainable parameters by input index; `members` average their gradients. As an update, the alias
-    follows the wait and lies in the bucket's mean. The caller of the step takes over the bucket's memory.
+    `names` are the trainable parameters by input index; `members` average their gradients. With the role update, the
+    alias comes after the collective and is a view of the averaged bucket, whose memory the step's caller then owns.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)
@@ -110,7 +110,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
 
 
 def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
-    """Label the gradient of an output. Return the output's replacement."""
+    """Label the node that computes the output `value`. Return the alias that replaces the output."""
     output, reduction = gm.graph.output_node(), _reduction_behind(value)
     local = value if reduction is None else reduction.all_input_nodes[0]
     others = [user for user in local.users if user not in (output, reduction)]
@@ -131,12 +131,11 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
 
 
 def _fixed(gradient: Tensor) -> Tensor:
-    """Return the fake gradient with numbers for sizes, as the parameter has."""
     return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
 def _reduction_behind(value: Node) -> Node | None:
-    """Return the user's reduction that ends in an output, or None."""
+    """Return the user's collective whose result, possibly scaled, is an output; else None."""
     wait = value
     if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
         wait = value.args[0]
@@ -154,7 +153,7 @@ def _last_input(gm: GraphModule) -> Node:
 
 
 def _keep_exchanges(gm: GraphModule, members: Members) -> None:
-    """Require that a gradient's collective reaches all members; label other collectives as the user's."""
+    """Check that collectives of gradients include all members; label other collectives as the user's."""
     ours: set[Node] = set()
     for node in gm.graph.nodes:
         if not compat.communicates(node.target):
@@ -173,7 +172,7 @@ def _keep_exchanges(gm: GraphModule, members: Members) -> None:
 
 
 def _replay_states(gm: GraphModule) -> None:
-    """Expand torch's operator for draws in activation checkpointing, as in compile_step's graphs.
+    """Expand `run_with_rng_state`, with which activation checkpointing repeats draws.
 
        %out  run_with_rng_state(%state, aten.bernoulli.p, %x, 0.9)
     -->

@@ -1,7 +1,7 @@
 """Read the type of a batch: tensor metadata, plain values and structure.
 
-Batches of one type can run through one graph. Tensors that cannot be captured are refused: some subclasses and layouts,
-and tensors that share memory that the step writes.
+Batches of one type can run through one graph. Some tensor subclasses and layouts cannot be captured,
+nor can shared memory that the step writes.
 
     mean    f32[8]   buffer
     tail    f32[4]   buffer, mean[4:]     writing mean changes tail too in eager PyTorch, but not in a graph
@@ -27,13 +27,13 @@ from fxcomp.errors import CaptureFailed, Unsupported
 from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
-"""Kind of a strided Tensor without lazy views."""
+"""Kind of a strided Tensor without lazy conjugation or negation."""
 
 _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Return class, layout and lazy views; PLAIN for most."""
+    """Return a key of class, layout and lazy views; PLAIN for most tensors."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -93,7 +93,6 @@ def _unwritable(buffer: Tensor) -> str | None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether several elements share memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     reached = 0
@@ -118,7 +117,7 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Refuse a graph that writes an input or constant in memory shared with another one; `inputs` as in the graph."""
+    """Raise CaptureFailed if a written input or constant overlaps itself or another. `inputs` are in graph order."""
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -143,13 +142,13 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:
-    """Return the first index of each leaf's tensor."""
+    """Return, for each leaf, the index of the first leaf that is the same tensor."""
     first: dict[int, int] = {}
     return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
 
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a batch with their paths; None for a repeated tensor."""
+    """List the leaves of a batch as (path, value), with None for a repeated tensor."""
     leaves = flatten_with_paths(batch)
     first = first_places([leaf for _, leaf in leaves])
     return [(path, leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
@@ -190,7 +189,6 @@ def key_of(value: object) -> Hashable:
 
 
 def name_of_class(value: object) -> str:
-    """Return a class name for messages."""
     kind = type(value)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 
@@ -202,14 +200,14 @@ class TensorType(NamedTuple):
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
-    """None if contiguous."""
+    """In elements; None if contiguous."""
     requires_grad: bool
     same_as: int
     """Index of the first leaf with this tensor."""
     shares_with: int
     """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN
-    """Unusual class, layout or lazy view."""
+    """Key of `kind_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ class BatchType:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """None for a plain value."""
+        """Shape of each leaf; None for a plain value."""
         return tuple(leaf.shape if isinstance(leaf, TensorType) else None for leaf in self.leaves)
 
     @property
@@ -232,7 +230,7 @@ class BatchType:
         return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
-        """Return the type without sizes."""
+        """Return the type with numbers of dimensions instead of sizes."""
         ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 

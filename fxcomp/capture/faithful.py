@@ -1,7 +1,7 @@
-"""Run a forward pass on traced tensors as eager PyTorch would, and refuse operations that tracing would change.
+"""Run a forward pass on traced tensors as eager PyTorch would; raise CaptureFailed for operations that tracing changes.
 
 Errors name the user's line, the value that Python read, and a remedy. One documented difference remains: the gradient
-of `nn.Embedding(sparse=True)` is dense, as buckets require.
+of `nn.Embedding(sparse=True)` is dense, because buckets are.
 """
 
 # torch's overrides are untyped; accessors of sparse entries are private.
@@ -88,7 +88,7 @@ def _is_packed(error: Exception) -> bool:
 
 
 def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
-    """Return the origin of the symbol in an error's message."""
+    """Return the origin of the data-dependent symbol in an error's message, if any."""
     names = re.findall(r"\b(?:u|zuf)\d+\b", str(error))
     return next((fakes.unknown[name] for name in names if name in fakes.unknown), None)
 
@@ -155,7 +155,7 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
-    """Run a forward and backward pass as eager would, on stand-ins of the model's tensors.
+    """Make a forward and backward pass on traced stand-ins of the model's tensors compute as eager PyTorch.
 
     Yields a recorder of gradient hooks and of weights whose gradient is sparse in eager PyTorch.
 
@@ -180,7 +180,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
 @contextmanager
 def _methods_refused() -> Generator[None]:
-    """Refuse storage methods that crash or do nothing on a fake, and GradScaler.scale in the loss function."""
+    """Raise for storage methods that crash or do nothing on a fake, and for GradScaler.scale in the loss."""
 
     def refusing(name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
@@ -227,11 +227,11 @@ _READS = (Tensor.item, Tensor.tolist)
 _WRITES_TEXT = (Tensor.__repr__, Tensor.__format__)
 
 _COMPARES_ROUGHLY = (torch.allclose, Tensor.allclose)
-"""Value-dependent functions without a fake."""
+"""Functions that read values and have no fake implementation."""
 
 
 _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
-"""Functions that check their second argument, but not on a fake."""
+"""Functions that check their second argument, except on fake tensors."""
 
 
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
@@ -239,7 +239,7 @@ _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
 
 
 class _Refusing(EqualToReal):
-    """Function mode that refuses operations that leave no operator in the graph, as `tensor.data = value`."""
+    """Function mode that raises for operations without an operator in the graph, as `tensor.data = value`."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
@@ -328,7 +328,6 @@ class _Refusing(EqualToReal):
             )
 
     def _text(self, func: Callable[..., Any], tensor: Tensor, *form: str) -> str:
-        """Format a tensor from outside the model, or a scalar tensor."""
         if (known := self._reader.known(tensor)) is not None:
             with compat.plain_values():
                 shown = nn.Parameter(known, requires_grad=False) if isinstance(tensor, nn.Parameter) else known
@@ -345,7 +344,7 @@ class _Refusing(EqualToReal):
 
 
 def puts_gradient(name: str, at: str = "") -> CaptureFailed:
-    """Make the error for a gradient in `.grad`, where eager PyTorch accumulates."""
+    """Return the error for a step that writes `.grad`, to which eager PyTorch would add."""
     return CaptureFailed(
         f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
         "  Return the sum of all losses instead of calling backward() on one, or take gradients with"
@@ -355,13 +354,12 @@ def puts_gradient(name: str, at: str = "") -> CaptureFailed:
 
 
 def _one_hot(func: Callable[..., Tensor], rows: Tensor, num_classes: int = -1) -> Tensor:
-    """Raise for a class out of range, as eager does; torch's version for fakes does not."""
+    """Return one-hot rows with eager's range check, which torch's fake lacks."""
     classes = func(rows, num_classes).shape[-1]
     return rows.new_zeros((*rows.shape, classes)).scatter_(-1, rows.unsqueeze(-1), 1)
 
 
 def _check_is_traced(tensor: Tensor) -> None:
-    """Refuse to read an outside tensor that is not in the graph: later values would be ignored."""
     if not compat.is_fake(compat.traced(tensor)):
         raise CaptureFailed(
             f"the step reads the values of a {type(tensor).__name__} from outside the model, which one graph cannot"

@@ -1,14 +1,14 @@
 """Make fake tensors for a step's inputs, in a fake mode that corrects torch's own.
 
     torch.rand([]) < 0.0         False: no draw is below zero, so Python may branch on it
-    torch.rand([]) < 0.1         refused: the result depends on the draw
+    torch.rand([]) < 0.1         raises: the result depends on the draw
     torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only
     batch_norm of a transpose    is contiguous: torch's fake copies the input's layout
     ctc_loss                     has a shape: torch has no fake if lengths are tensors
     fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
     ones(3).bool().mul_(2)       raises, as eager does: a long result does not fit a bool tensor
 
-Random values carry their range through monotone operators. Where both ends are equal, the value is a constant.
+Ranges of random values are propagated through monotone operators. A range with equal ends is a constant.
 """
 
 # untyped parts of torch
@@ -54,7 +54,7 @@ _MONOTONE = frozenset(
         *(aten.logical_not.default, aten.bitwise_not.default),
     }
 )
-"""Monotone operators of one tensor and plain numbers; comparisons too, as False < True."""
+"""Monotone operators of one tensor and plain numbers, including comparisons, because False < True."""
 
 _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.amax.default,
                     aten.amin.default})  # fmt: skip
@@ -76,10 +76,10 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes accept any result type, with the operator that computes it."""
+"""In-place operators whose fakes do not check the result type, with the operators that give this type."""
 
 MAKER = "fxcomp_maker"
-"""Attribute of a fake with the operator that made it."""
+"""Name of a fake's attribute for the operator that made the fake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Unknown:
     """A number or size that depends on data."""
 
     maker: OpOverload | None
-    """None for an input."""
+    """Operator that returned it; None for an input."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
@@ -151,7 +151,6 @@ class StepFakes(compat.FakeMode):
             return self.questions.answer(expression)
 
     def _check_type(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise eager's error if the written tensor cannot hold the result."""
         written = args[0].dtype
         fits = [not isinstance(a, complex) and getattr(a, "dtype", written) is written for a in args[1:]]
         if written.is_floating_point and all(fits):
@@ -167,7 +166,6 @@ class StepFakes(compat.FakeMode):
         return self._ranges.get(_storage(tensor)) if isinstance(tensor, Tensor) and self._ranges else None
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Record the result's range, and drop the ranges of written tensors."""
         ends = _drawn_between(func, args, kwargs, out)
         if ends is None and func in _MONOTONE:
             known = self._range_of(args[0])
@@ -206,7 +204,6 @@ class StepFakes(compat.FakeMode):
         return symbol
 
     def _remember(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Record the tensor's operator, and the origin of data-dependent sizes."""
         if not isinstance(out, Tensor):
             return
         maker = getattr(args[0], MAKER, func) if args and compat.is_view(func) else func
@@ -218,7 +215,6 @@ class StepFakes(compat.FakeMode):
 
 
 def _check_each_once(func: OpOverload, written: Sequence[Any]) -> None:
-    """Refuse a list with a repeated tensor: the functional form would drop the first write."""
     if len(set(map(id, written))) < len(written):
         raise CaptureFailed(
             f"the step gives {func} a list in which one tensor is twice, and writes it twice: a compiled step would"
@@ -231,7 +227,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
-    """Return the closed range of an operator's draws; None without draws or bounds."""
+    """Return the least and greatest value that an operator may draw; None if unknown."""
     if func in _UNIT:
         low, high = 0.0, 1.0
     elif func in _UNIFORM:
@@ -248,18 +244,16 @@ def _drawn_between(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return ends
 
 
-# Better fakes
+# Corrected fakes
 
 
 def _as_batch_norm_lies(fake: Tensor, normalised: Tensor) -> Tensor:
-    """Give batch norm's result or input gradient the CPU kernel's layout."""
     if fake.device.type != "cpu":
         return fake
     return torch.empty_like(fake, memory_format=compat.suggested_format(normalised))
 
 
 def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *others: Any) -> None:
-    """Resize the ranges of per-channel fake quantization at its first call."""
     ranges = others[:4]  # minimum, maximum, scale, zero point
     if ranges[0].numel() == 0:
         for buffer in ranges:
@@ -307,7 +301,7 @@ class StepInputs:
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # A tensor that is also read from outside gets two fakes: the next batch holds another one.
+        # A batch tensor that code also reads from outside gets two fakes, because the next batch has another tensor.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -331,7 +325,7 @@ class StepInputs:
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
-        """Answer questions about values inside the context."""
+        """Answer Python's questions about values (`questions.py`) inside the context."""
         self.mode.questions = Questions(self._givens())
         try:
             yield self.mode.questions
@@ -350,7 +344,7 @@ class StepInputs:
 
     @contextmanager
     def in_place(self, traced: Sequence[Any]) -> Generator[None]:
-        """Put traced numbers in the places of the live floats."""
+        """Replace the live floats by traced numbers inside the context."""
         before = [(place, place.value) for place in self.live.values()]
 
         def note() -> None:

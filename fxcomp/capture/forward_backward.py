@@ -1,7 +1,7 @@
-"""Trace the loss function and its backward pass into one functional graph, and refuse graphs that would train wrongly.
+"""Trace the loss function and its backward pass into one functional graph, and raise if it would train wrongly.
 
-While tracing, traced tensors replace the model's, tied ones at each place. Buffers that the forward pass replaces are
-written in place by the graph, so their shape and dtype must stay.
+While tracing, traced tensors replace the model's. If the forward pass assigns a tensor to a buffer, the graph copies it
+into the old buffer, so shape and dtype must not change.
 """
 
 # private tables of nn.Module
@@ -41,7 +41,7 @@ Table = dict[str, Any]
 
 @contextmanager
 def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None]:
-    """Replace the model's parameters and buffers by stand-ins, given by the real tensor's id."""
+    """Replace the model's parameters and buffers by `stand_ins`, which are keyed by the real tensor's id."""
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
@@ -69,9 +69,9 @@ _Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
 
 
 def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
-    """Copy tensors that the forward pass put in buffers' places into the original buffers.
+    """Copy tensors that the forward pass assigned to buffers into the original buffers.
 
-    Raises CaptureFailed if a tensor's kind changes, also in place, as by resize_.
+    Raises CaptureFailed if shape, dtype or device of a tensor changes, also in place, as by resize_.
     """
     with torch.no_grad():
         for place, table, original in held:
@@ -204,7 +204,7 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         inputs.asked() as questions,
         explaining(inputs.mode),
         warnings.catch_warnings(),
-        # oneDNN's LSTM saves tensors for backward only while autograd runs; without it, plain operators are traced.
+        # Without oneDNN, an LSTM is traced as plain operators; oneDNN's saves tensors for backward only under autograd.
         # Other operators choose oneDNN at run time.
         compat.onednn(False),
     ):
@@ -223,7 +223,6 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
 
 
 def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients already in `.grad`; eager PyTorch would add them to the loss's."""
     for name, parameter in parameters.items():
         if compat.gradient_of(parameter) is not None:
             raise puts_gradient(name)
@@ -260,7 +259,6 @@ FOR_A_CHECKPOINT = (
 
 
 def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None:
-    """Refuse a loss with trainable tensors outside the model: eager PyTorch would set their `.grad`."""
     for tensor in leaves:
         if not compat.is_fake(tensor) and id(tensor) not in stand_ins.by_id:
             raise CaptureFailed(
@@ -277,8 +275,8 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
 def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
     """Run the backward pass of a loss.
 
-    `autograd.grad` misses gradients from a nested `backward()`, as in reentrant checkpointing and reversible blocks. A
-    `whole` pass includes them.
+    `autograd.grad` misses gradients from a nested `backward()`, as in reentrant checkpointing and reversible blocks.
+    With `whole`, they are included.
     """
     if not whole:
         return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
@@ -296,7 +294,7 @@ def _calls_out(loss: Tensor) -> bool:
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
-    """Return the gradient instead of its copy in `.grad`, if it arrived once."""
+    """Return the only gradient that arrived if `.grad` is a copy of it, else `.grad`."""
     if gradient is None or len(arrived) != 1:
         return gradient
     is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
@@ -350,8 +348,8 @@ _RANDOM_IN_PLACE = {
 def _restore_random_order(body: GraphModule) -> None:
     """Turn functional random fills of fresh tensors back into in-place fills.
 
-    The functional operator makes a contiguous result; an in-place fill follows memory order, which differs if
-    transposed.
+    The functional operator makes a contiguous result; an in-place fill follows memory order, which differs for
+    transposed tensors.
     """
     for node in body.graph.nodes:
         if node.target in _RANDOM_IN_PLACE and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
@@ -359,7 +357,7 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
-    """Refuse a graph that would train wrongly."""
+    """Raise CaptureFailed for unrepeated draws, tensors of an earlier trace, and parameters read past the model."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     check_draws_again(body, outputs[0])

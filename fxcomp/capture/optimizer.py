@@ -1,4 +1,4 @@
-"""Optimizers in a capture: their parameters, their live numbers, and unsupported features."""
+"""Optimizers in a capture: parameters, live numbers (hyper-parameters as graph inputs), unsupported features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph unless zero."""
+"""Hyper-parameters that are inputs of the graph, unless zero; `lr` always is."""
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -67,7 +67,7 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Remove the parameters that an eager step updates from the table of `fresh_states`; all after loading a state."""
+    """Remove from `fresh_states` the parameters that an eager step updates, or all after loading a state."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
@@ -92,13 +92,12 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class name for messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if is_torchs(optimizer) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is one of torch's, in which an update reads one parameter only."""
+    """Return whether the class is torch's: its updates read one parameter only."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -141,7 +140,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 NOT_OF_THE_UPDATE = ("param_groups", "state", "defaults", "step", "_opt_called", "_warned_capturable_if_run_uncaptured")
-"""Attributes checked elsewhere, or written by PyTorch and schedulers in steps."""
+"""Optimizer attributes that are checked elsewhere, or that PyTorch and schedulers write in each step."""
 
 _MANY = 1000
 """Maximum size of a collection compared by content."""
@@ -213,7 +212,7 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def is_kept(state: Mapping[str, Any]) -> bool:
-    """Return whether a state is not empty; SGD without momentum keeps a None."""
+    """Return whether a state has a value other than None, which SGD without momentum keeps."""
     for value in state.values():  # noqa: SIM110  # sooner than any() before every step
         if value is not None:
             return True

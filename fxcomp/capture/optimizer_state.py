@@ -1,4 +1,7 @@
-"""Create an optimizer's state before its first step, with the first step's initial values."""
+"""Create an optimizer's state before its first step, with the first step's initial values.
+
+`habits` are the rules of the state, by group number (`probe.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
     """Create missing state, and record that it is fresh.
 
-    A stand-in takes a first step, once for similar parameters.
+    The values come from a first step of a stand-in, once for similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:

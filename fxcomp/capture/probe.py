@@ -1,7 +1,7 @@
-"""Find side effects and state of an optimizer's step, by stepping small stand-in parameters.
+"""Find side effects and state of an optimizer's step, by stepping a stand-in for the smallest parameter of each group.
 
-The state of a new parameter is recorded: the first value that the first step writes to each entry. These values are
-the initial state if another step, which starts with them, gives the result of the first step bit for bit.
+The probe records the first value that a first step writes to each state entry. These values are the initial state if
+a step that starts with them gives the first step's result bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FirstStep:
 
 
 def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value: Tensor, gradient: Tensor) -> FirstStep:
-    """Step a shadow without state for copies of a value and a gradient, with the implementation in `options`."""
+    """Step a shadow (copied optimizer) without state on copies of a value and a gradient."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     group: dict[str, Any] = {**options, "params": [parameter]}
@@ -47,8 +47,6 @@ def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value:
 
 
 class _StateRecorder(dict[str, Any]):
-    """State that records the first value of each entry."""
-
     def __init__(self, given: Mapping[str, Any] | None = None):
         super().__init__()
         self.begun: dict[str, Any] = {}
@@ -81,7 +79,7 @@ _STEPS = 4
 """Number of steps that identify a counter."""
 
 _RATE = 1e-3
-"""Learning rate of stand-ins where the current one is zero, as in a warm-up."""
+"""Learning rate of stand-ins if the current one is zero, as in a warm-up."""
 
 _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
@@ -114,7 +112,7 @@ class Habits:
 
 
 def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
-    """Return an optimizer's habits in each of its groups.
+    """Return the rules of an optimizer's state, by group number.
 
     Raises Unsupported for side effects that a graph of one update cannot have.
     """
@@ -157,7 +155,6 @@ class _Probe:
         self._draws = Draws(owner.parameter)
 
     def habits(self) -> Habits:
-        """Return the habits. Raises Unsupported."""
         value, elsewhere = self._draws(0.1), self._draws(0.1)
         gradient, another = self._draws(), self._draws()
         attributes = _facts(vars(self._shadow))
@@ -222,7 +219,6 @@ class _Probe:
 
 
 def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[Owned]]) -> None:
-    """Refuse an update that reads other parameters: their gradients may not have arrived."""
     shadow = shadow_of(optimizer)
     owners = [owner for group in members for owner in group]
     values = {owner.name: Draws(owner.parameter)(0.1) for owner in owners}
@@ -253,7 +249,6 @@ def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequenc
 
 
 def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
-    """Refuse an optimizer that updates two parameters with equal values differently."""
     shadow, knowing = shadow_of(optimizer), shadow_of(optimizer, knows_parameters=True)
     for owner in owned:
         draw, options, itself = Draws(owner.parameter), probe_options(owner), owner.parameter
@@ -303,7 +298,6 @@ def probe_options(owner: Owned) -> dict[str, Any]:
 
 
 def stand_in_for(value: Tensor, gradient: Tensor) -> nn.Parameter:
-    """Return a parameter with copies of a value and a gradient."""
     stand_in = nn.Parameter(value.clone())
     stand_in.grad = gradient.clone()
     return stand_in
@@ -316,7 +310,7 @@ def stepped(
     gradient: Tensor,
     state: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Step a shadow for copies. Return the new value and state."""
+    """Step a shadow on copies. Return the new value and state."""
     stand_in = stand_in_for(value, gradient)
     after = step_alone(shadow, stand_in, options, copied(state))
     return stand_in.detach(), after

@@ -5,8 +5,8 @@
     flag.item() is True                     a truth value is read at once
     v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
-Otherwise a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. Numbers that must
-not be read (`fxcomp.capture.questions`) are refused. torch's own code still sees symbols.
+Without this, a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. A number that
+depends on more than batch and buffers cannot be read (`questions.py`). torch's own code still gets symbols.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -46,7 +46,7 @@ class NumberReader:
         """Symbols of floats that may be nan, infinite or -0.0."""
 
     def read(self, how: str, tensor: Tensor) -> Any:
-        """Call `item` or `tolist` of a tensor."""
+        """Return a tensor's `item()` or `tolist()`, by the name `how`."""
         traced = compat.traced(tensor)
         if how == "tolist" and compat.is_fake(traced):
             is_long = traced.numel() > LONG
@@ -88,7 +88,6 @@ class NumberReader:
         return values if values is not None and _is_same(now, values) else None
 
     def _is_special(self, tensor: Tensor, symbols: list[Any]) -> bool:
-        """Return whether a value is nan, infinite or -0.0."""
         tensor = tensor.detach()
         try:
             return bool((~tensor.isfinite() | ((tensor == 0) & tensor.signbit())).any())
@@ -100,7 +99,7 @@ class NumberReader:
 
 @contextmanager
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
-    """Trace the user's Python inside."""
+    """Make symbols behave as numbers for the user's code inside the context."""
     reader = NumberReader(fakes)
     attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
     # A fake's own method reads elements one by one.
@@ -120,7 +119,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _number(symbol: Any) -> Any:
-    """Read a symbol's number. Raises one of DATA_DEPENDENT."""
+    """Read a symbol's number. Raises an error in DATA_DEPENDENT if it is unknown."""
     return _KINDS[type(symbol)](symbol)
 
 
@@ -170,7 +169,6 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
 
 
 def _of_truth(name: str, of_symbol: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make a method of SymBool that reads the truth value."""
     of_number = getattr(bool, name)
 
     def method(self: Any, *others: Any) -> Any:
@@ -202,7 +200,7 @@ def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Cal
 
 
 def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
-    """Refuse a comparison decided by algebra for floats that may be nan, as v != v."""
+    """Raise if SymPy decided a comparison of floats that may be nan, as v != v."""
     floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
     if any(not names or open_.intersection(names) for names in floats):
         line = compat.users_line()

@@ -1,8 +1,8 @@
 """Answer Python's questions about values during tracing, if the answers depend only on the batch and buffers.
 
 If Python branches on a data-dependent number, the nodes that compute it are copied, run on the real batch, and kept as
-a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions before each step. A question is as small
-as possible: `lengths.max().item() <= 16` is only true or false.
+a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions before each step. A question is the whole
+condition, as `lengths.max().item() <= 16`, not the number in it.
 
     %sum    = sum(%batch_0)
     add_(%count, 1)               count is a buffer, and differs from its input value from here on
@@ -54,12 +54,10 @@ def ancestry(end: Node) -> list[Node]:
 
 
 def storages(node: Node) -> Iterator[StorageWeakRef]:
-    """Yield the storages of a node's value."""
     return _storages_of(node.meta.get("val"))
 
 
 def written(node: Node) -> Iterator[StorageWeakRef]:
-    """Yield the storages that a node writes."""
     for argument in written_nodes(node):
         yield from storages(argument)
 
@@ -84,7 +82,7 @@ class Asked:
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
-    """Build the prelude from questions in order."""
+    """Build the prelude. Nodes that can fail start a new stage, after the answers to earlier questions."""
     computed: set[Node] = set(fed)
     parts: list[tuple[list[Node], list[Asked]]] = []
     for question in asked:

@@ -10,8 +10,8 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match eager
-PyTorch. A seed becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. A seed
+becomes a node as well:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
@@ -60,7 +60,7 @@ def keeping_random_states() -> Generator[None]:
 
 
 def refusing_generators() -> AbstractContextManager[None]:
-    """Refuse all methods of default generators; draws are traced."""
+    """Raise for every method call of default generators; draws are traced."""
     return _default_generators(
         lambda _, method, __: _refuse(f"calls .{method}() of a torch.Generator in the optimizer's step")
     )
@@ -76,7 +76,6 @@ Call = Callable[[torch.device, str, Sequence[Any]], Any]
 
 
 def _default_generators(call: Call) -> AbstractContextManager[None]:
-    """Replace torch's default generators by generators that forward method calls to `call`."""
     cpu = {"default_generator": _stand_in(torch.default_generator, call)}
     cuda = {"default_generators": tuple(_stand_in(each, call) for each in torch.cuda.default_generators)}
     return compat.attributes_instead({torch: cpu, torch.random: cpu, torch.cuda: cuda})
@@ -107,7 +106,7 @@ def _refuse(what: str, at: str | None = None) -> NoReturn:
 
 
 def check_generators(body: GraphModule, held: Iterable[Any]) -> None:
-    """Refuse draws from a generator that is not watched: eager PyTorch would make a new one in each step."""
+    """Raise for draws from a generator made during the trace: eager PyTorch would make a new one in each step."""
     known = [generator for generator in held if isinstance(generator, torch.Generator)]
     for each in compat.generators_in(body):
         if compat.device_of_default(each) is None and not any(compat.is_same_generator(each, one) for one in known):
@@ -131,9 +130,9 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 
 
 def drop_idle_states(body: GraphModule) -> None:
-    """Remove states that no draw needs, as in a checkpointed block without dropout.
+    """Remove reads and writes of states that no draw needs, as in a checkpointed block without dropout.
 
-    A known state is not read. A state is not set if it is current or overwritten before a draw.
+    These are reads of a known state, and writes of the current state or of a state overwritten before a draw.
     """
     while _drop_some(body):
         pass
@@ -152,7 +151,7 @@ def _drop_some(body: GraphModule) -> bool:
         if node.target is RNG_STATE:
             device = node.args[0]
             if device not in known:
-                undrawn.pop(device, None)  # the state's seed
+                undrawn.pop(device, None)  # the state depends on this seed
             node.replace_all_uses_with(known.setdefault(device, node))
         elif node.target is SET_RNG_STATE:
             state, device = node.args
@@ -177,7 +176,7 @@ def _drop_some(body: GraphModule) -> bool:
 
 
 def check_draws_again(body: GraphModule, loss: Node) -> None:
-    """Refuse a backward pass whose draws differ from the forward pass's.
+    """Raise if the backward pass draws numbers that do not repeat the forward pass's.
 
     `loss` ends the forward pass. A replay starts from a seed or state of the forward pass, or from a state read during
     a replay (nested blocks).

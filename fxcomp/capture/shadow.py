@@ -1,4 +1,4 @@
-"""Step a copy of the user's optimizer on other tensors."""
+"""Step a copy of the user's optimizer (a shadow) on other tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp import compat
 from fxcomp.capture.optimizer import refused
 
 _NOT_COPIED = ("param_groups", "state", "step")
-"""Attributes that a shadow gets new. Learning rate schedulers set `step` to a method of the user's optimizer."""
+"""Attributes that are not copied. Schedulers set `step` to a method of the user's optimizer."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
@@ -73,7 +73,7 @@ def step_together(
     shadow: torch.optim.Optimizer,
     groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
 ) -> list[dict[str, Any]]:
-    """Step a shadow for groups of parameters. Return the new states, in order."""
+    """Step a shadow for groups of parameters. Return the new states."""
     pairs = [pair for _, members in groups for pair in members]
     shadow.param_groups = [
         {**options, "params": [parameter for parameter, _ in members]} for options, members in groups

@@ -1,4 +1,4 @@
-"""Make a traced stand-in pass for the parameter or buffer that it replaces.
+"""Make a traced tensor (stand-in) behave as the parameter or buffer that it replaces.
 
     p.no_decay          attributes are copied to the stand-in, and the step's writes are copied back
     fisher[p]           a key made before compiling: the stand-in has the real tensor's hash, and equals it
@@ -33,7 +33,6 @@ class StandIns:
         """By id of the real tensor."""
 
     def name(self, traced: Any) -> str | None:
-        """Return a parameter's or buffer's name, or None."""
         return self._names.get(id(traced))
 
     def stand_in_of(self, one: Any, other: Any) -> Tensor | None:
@@ -74,7 +73,7 @@ class StandIns:
                 self._carry_back(*self._traced[name], before, own[name])
 
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
-        """Copy the step's writes back; `untouched` then removes and refuses tensors."""
+        """Copy attributes that the step wrote to the real tensor; `untouched` then removes traced tensors."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
         for key, value in now.items():
             if key not in before or value is not before[key]:
@@ -92,7 +91,7 @@ class EqualToReal(TorchFunctionMode):
         super().__init__()
         self._stand_ins = stand_ins
         self._ones: list[Tensor] = []
-        """Results of such comparisons."""
+        """Results of comparisons of a stand-in and its real tensor."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -106,7 +105,6 @@ class EqualToReal(TorchFunctionMode):
 
 
 def _check_free(name: str, attributes: Mapping[str, Any], stand_in: Tensor) -> None:
-    """Refuse an attribute whose name traced tensors use."""
     for key, value in attributes.items():
         is_tracings = key == MAKER or vars(stand_in).get(key, value) is not value
         if is_tracings or (hasattr(type(stand_in), key) and not hasattr(Tensor, key)):

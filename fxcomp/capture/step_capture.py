@@ -1,4 +1,4 @@
-"""Capture a job's step for planning, and again for other batches and surroundings.
+"""Capture a job's step for planning, and again for other batches and settings.
 
 At the first capture all ranks agree which buffers rank 0 sends at each step. Parameters without a gradient are skipped
 with a warning, as in eager PyTorch.
@@ -28,7 +28,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Maximum bytes of unwritten buffers to send anyway: worth a few latencies (assumed)."""
+"""Maximum total bytes of unwritten buffers that are sent too: they cost a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SharedBuffers:
         return cls(shared, leave_early=early)
 
     def mark(self, graph: GraphModule) -> None:
-        """Label a capture's buffers. Raises StepChanged if it writes one outside the set."""
+        """Label the buffers that are sent. Raises StepChanged if the capture writes another one."""
         inputs = buffers(graph)
         writes = last_writes(graph)
         for name, node in inputs.items():
@@ -80,7 +80,7 @@ class SharedBuffers:
 def check_parameters_are_read(graph: GraphModule) -> None:
     """Raise CaptureFailed if the forward pass writes a batch-dependent value into a parameter.
 
-    Replicas would diverge. Values that depend only on other parameters may be written (MoCo's encoder).
+    Otherwise replicas would diverge. Values that depend only on other parameters are allowed (MoCo's encoder).
     """
     if written := parameters_written_apart(graph):
         raise CaptureFailed(
@@ -110,7 +110,6 @@ def _bytes(node: Node) -> int:
 
 
 def warn_unreached(names: Iterable[str]) -> None:
-    """Warn about parameters that get no gradient."""
     for name in names:
         warnings.warn(
             f"fxcomp: the loss does not depend on {name!r} in a way that backward() follows: it gets no gradient and is"
@@ -120,7 +119,6 @@ def warn_unreached(names: Iterable[str]) -> None:
 
 
 def capture_first(training: Training, batch: Any) -> Captured:
-    """Capture a step for compilation."""
     captured = settled(StepGuard(training), lambda: capture(training, batch), attrgetter("graph"))
     warn_unreached(captured.without_gradient)
     return captured
@@ -169,8 +167,8 @@ class StepCapture:
     def again(self, batch: Any, varying: Varying) -> Captured:
         """Capture for another batch; `varying` gives the symbolic dimensions of its tensors, by leaf.
 
-        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient: all ranks
-        need another plan.
+        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient, because
+        all ranks then need another plan.
         """
         captured = capture(self.training, batch, varying)
         if captured.is_weighted != self.first.is_weighted:

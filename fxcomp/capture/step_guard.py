@@ -57,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Raise StepChanged if flags, hooks or memory of parameters changed, or the optimizers."""
+        """Raise StepChanged if requires_grad, hooks, memory or groups of parameters changed, or optimizer hooks."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -78,7 +78,7 @@ class StructureGuard:
                 )
 
     def frozen(self) -> tuple[int, ...]:
-        """Return the indices of newly frozen parameters; only `find_unused_parameters` allows any."""
+        """Return the indices of newly frozen parameters, which `find_unused_parameters` allows."""
         if not self._finds_unused:
             return ()
         now = map(_REQUIRES_GRAD, self._parameters)
@@ -214,7 +214,7 @@ class Key(NamedTuple):
 
 
 class StepGuard:
-    """Computation of the current key before each step."""
+    """Current key of a step, computed before each step."""
 
     def __init__(self, training: Training):
         self._training = training
@@ -256,9 +256,9 @@ class StepGuard:
 
 
 def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
-    """Trace; trace again if the first call set the model up.
+    """Return `trace()`, or a second trace if the first one changed the model, as a lazy set-up does.
 
-    Raises StepChanged if every call changes the model, or the first computes differently from the second.
+    Raises StepChanged if the second changes the model too, or computes differently.
     """
     start = guard.key()
     with put_back_if_refused(guard.watched()), guard.capturing():
@@ -295,7 +295,7 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 
 class _BakedOptions:
-    """Options of a parameter group; of live numbers only the names."""
+    """Options of a parameter group, with only the names of live numbers."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
@@ -323,7 +323,6 @@ def _baked_options(group: dict[str, Any]) -> tuple[Hashable, ...]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """Return the attributes that a user's class may compute with."""
     if is_torchs(optimizer):
         return ()
     return tuple((key, baked(value)) for key, value in vars(optimizer).items() if key not in NOT_OF_THE_UPDATE)

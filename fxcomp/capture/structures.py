@@ -70,7 +70,7 @@ def _open(leaf: Any) -> Any:
     try:
         # A mappingproxy cannot be copied, but its dict can.
         reduced: Any = (type(leaf), (dict(leaf),)) if type(leaf) is MappingProxyType else leaf.__reduce_ex__(4)
-    except TypeError:  # refused later as a leaf
+    except TypeError:  # an error later, as a leaf
         return leaf
     make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])
     if isinstance(leaf, Mapping) and isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Check the model, loss function and optimizers of a step; scale its loss and weigh its mean.
+"""Check the model, loss function and optimizers of a step; define its loss scale and weighted loss.
 
     loss * scale ─backward─► gradients * scale ─pack, times 1 / scale─► gradients
 
@@ -90,8 +90,8 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    The gradient is that of all ranks' total sum over their total count. A step returns the mean over this rank's own
-    batch. `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
+    Gradients are of the sum over all ranks divided by the count over all ranks. A step returns this rank's mean loss.
+    `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
     sum: Tensor
@@ -148,7 +148,7 @@ class Training:
     max_grad_norm: float | None
     max_grad_value: float | None
     habits: Mapping[int, Habits]
-    """Use of optimizer state, by group number."""
+    """Rules of the optimizers' state, by group number."""
     finds_unused: bool = False
     """True if parameters unused by the loss get zero gradients."""
     loss_scale: LossScale | None = None
@@ -251,7 +251,6 @@ _PARAMETRIZED: Mapping[type, str] = {
 
 
 def _check_is_bare(model: nn.Module) -> None:
-    """Refuse a model that reduces or shards itself."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.Unsupported(f"the model is a {type(model).__name__}, which is no torch.nn.Module")
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
@@ -274,7 +273,6 @@ def _check_is_bare(model: nn.Module) -> None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Refuse weights that a torch hook computes: a captured step would keep the first value."""
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         hooks = cast("Mapping[int, object]", module._forward_pre_hooks)  # pyright: ignore[reportUnknownMemberType]
         for kind, hook in product(_PARAMETRIZED, hooks.values()):

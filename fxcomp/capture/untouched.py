@@ -1,10 +1,10 @@
-"""Undo changes to watched values during tracing, and refuse changes that a compiled step would not make.
+"""Undo changes to watched values during tracing, and raise for changes that a compiled step would not make.
 
-    self.aux = [hidden]      model.aux holds a fake tensor: removed, and refused by name
+    self.aux = [hidden]      model.aux holds a fake tensor: removed, and named in an error
     losses.append(balance)   loss_fn's losses[0] likewise
     self.last = loss.item()  model.last holds a number known only in the step, likewise
     @functools.cache         cleared if tracing has put a tensor into it
-    random.random()          refused; the generator's state is restored
+    random.random()          an error; the generator's state is restored
 
 Stored size symbols are removed without an error. Changes that involve no traced value, such as an increased counter,
 are found by `settled` in step_guard.py.
@@ -56,7 +56,7 @@ def untouched(watched: Watched) -> Generator[None]:
     try:
         yield
     finally:
-        is_young = _collections() == collected  # a garbage collection in user code ages objects
+        is_young = _collections() == collected  # a garbage collection moves new objects to older generations
         new = _caches(gc.get_objects(generation=0) if is_young else gc.get_referrers(_CACHED))
         for cache, missed in zip([*caches, *new], [*misses, *[0] * len(new)], strict=True):
             if cache.cache_info().misses != missed and _holds_fake(cache):
@@ -115,7 +115,6 @@ _CACHED = type(lru_cache(lambda: None))
 
 
 def _caches(among: list[Any]) -> list[Any]:
-    """Select functools caches, without caches of torch and SymPy."""
     found = [each for each in among if type(each) is _CACHED]
     return [each for each in found if not (each.__module__ or "").startswith(("torch", "sympy"))]
 

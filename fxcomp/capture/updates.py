@@ -1,6 +1,6 @@
 """Build the graph pieces after the gradients: clipping, and each parameter's update by the user's own optimizer.
 
-A traced update is compared with the optimizer's class: live numbers must not be constants of the trace.
+A traced update is compared with the optimizer's own, because live numbers must not become constants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RELATIVE = 1e-5
 
 
 def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None:
-    """Refuse an update that branches on numbers."""
+    """Raise Unsupported if a user's class branches on live numbers."""
     for text, is_sign in decisions:
         if not is_sign and not is_torchs(owner.optimizer):
             raise refused(
@@ -48,7 +48,7 @@ def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None
 
 
 def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]) -> None:
-    """Compare a traced update with the class's own for other numbers. Raises Unsupported."""
+    """Raise Unsupported if a traced update differs from the optimizer's own for other live numbers."""
     unused = _without_users(traced, len(numbers) + len(habits.counters))
     if (type(owner.optimizer) in KNOWN and not unused) or owner.parameter.is_meta:
         return
@@ -89,7 +89,7 @@ class _Trial:
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
-        """Return whether the traced update equals the optimizer's for `numbers`, with counters `later` steps on."""
+        """Return whether the traced update equals the optimizer's for `numbers`, and counters `later` steps later."""
         counters = self._habits.counters
         state = copied(self._state)
         state |= {key: state[key] + later * growth for key, growth in counters.items()}
@@ -213,8 +213,8 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    The nodes are written directly, since tracing that function for hundreds of gradients took a fifth of the capture.
-    Norms are fp32, or fp64 for fp64 gradients: in fp16 the squares of a million values of 100 are infinite.
+    The nodes are written directly, because tracing that function for hundreds of gradients took a fifth of the time.
+    Norms are fp32, or fp64 for fp64 gradients: the sum of a million squares of 100 is infinite in fp16.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device
@@ -246,6 +246,6 @@ def clip(
 
 
 def clip_by_value(graph: Graph, gradient: Node, owner: Owned, limit: float, inputs: StepInputs) -> Node:
-    """Clip each element, as torch.nn.utils.clip_grad_value_ does; part of the update."""
+    """Clip each element as torch.nn.utils.clip_grad_value_ does, as part of the update."""
     label, value = NodeInfo(Role.UPDATE, parameter=owner.name), inputs.of_update(owner.parameter)
     return call(graph, torch.ops.aten.clamp.default, (gradient, -limit, limit), label, name="clamp", value=value)

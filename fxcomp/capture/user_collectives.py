@@ -7,7 +7,7 @@
     copy_(%count, %i)
 
 Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
-they become functional; functional ones are kept. Tracing sends nothing, so a rank can capture alone. Each rank later
+they are replaced by functional ones. Tracing sends nothing, so a rank can capture alone. Each rank later
 issues the same collectives in the same order as in eager mode.
 """
 
@@ -153,7 +153,6 @@ class _Keeping(compat.DispatchMode):
 
 
 def _record(collective: _CollectiveCall, named: Mapping[str, Any]) -> None:
-    """Trace a functional collective, and copy its results into the user's tensors."""
     how = ""
     if "reduce_op" in named:
         how = compat.reduction(named["reduce_op"]) or _refuse("a reduction with a factor (premul_sum)")
@@ -175,6 +174,5 @@ def _refuse(what: str) -> Any:
 
 
 def _where(error: BaseException | None = None) -> str:
-    """Return the traced or failing user line, to start a sentence."""
     line = compat.users_line(error)
     return f"at {line}: " if line else ""

@@ -60,10 +60,10 @@ ROUNDS = 4
 """Maximum number of walks: code found late may name attributes skipped before."""
 
 RECENT = 4
-"""Number of latest states compared by identity, as for alternating train() and eval()."""
+"""Number of latest states that are checked before a full walk; train() and eval() alternate between two."""
 
 KNOWN = 32
-"""Number of states that keep their number."""
+"""Maximum number of states that keep their number."""
 
 LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""
@@ -220,9 +220,9 @@ class Watched:
         self._known: dict[int, Hashable] = {}
         self._others = 0
         self._views: list[Collection[Any]] = []
-        """Live views whose length and items are compared."""
+        """Collections and dict views whose length and items are compared."""
         self._sized: list[Collection[Any]] = []
-        """Live tables whose length is compared."""
+        """Tables whose length is compared."""
         self._empty: list[Collection[Any]] = []
         self._slots: dict[tuple[int, str], tuple[Any, str]] = {}
         self._tensors: list[Tensor] = []
@@ -576,7 +576,7 @@ class Watch:
 
     @contextmanager
     def capturing(self) -> Generator[None]:
-        """Ignore float changes that tracing causes."""
+        """Do not count float changes inside the context."""
         self._is_capturing = True
         try:
             yield
@@ -590,7 +590,6 @@ class Watch:
         self._recent.clear()  # recent states list them as live
 
     def _make_live(self, found: Watched) -> bool:
-        """Make frequently changed floats live. Return whether there are any."""
         before = next(reversed(self._recent.values())).facts if self._recent else found.facts
         changed = [name for name in found.floats if name in before and before[name] != found.facts[name]]
         self._changes.update(changed)

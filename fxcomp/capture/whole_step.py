@@ -43,7 +43,7 @@ _AUTOGRAD_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def assemble(body: GraphModule, outputs: Outputs, training: Training, inputs: StepInputs) -> Captured:
-    """Join forward, backward, clipping and updates; each in-place update follows its gradient."""
+    """Join forward, backward, clipping and updates."""
     builder = GraphBuilder(body)
     owners = training.owners
     unused = tuple(n for n in owners if n not in outputs.gradient_names) if training.finds_unused else ()
@@ -129,7 +129,7 @@ def _role(node: Node, others: Role) -> Role:
 
 
 class GraphBuilder:
-    """Builder that appends inputs and traced pieces to one graph."""
+    """Builder that appends inputs and traced graphs to one graph."""
 
     def __init__(self, body: GraphModule):
         self.root = body
@@ -144,7 +144,7 @@ class GraphBuilder:
     def splice(
         self, piece: GraphModule, inputs: Sequence[Node], role: Role, *, parameter: str | None = None
     ) -> list[Node]:
-        """Append a piece's nodes. Return the copies of its results."""
+        """Append the nodes of a traced graph. Return the copies of its results."""
         supplied = iter(inputs)
         copies: dict[Node, Node] = {}
         for node in piece.graph.nodes:
@@ -169,7 +169,7 @@ class GraphBuilder:
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
         """Label a gradient's node, or an alias if the node is an input or has other users.
 
-        `is_shared` marks a node that is several results, as the gradient of two added parameters.
+        `is_shared` is true if the node is the gradient of several parameters, as of two that are added.
         """
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users or is_shared:
@@ -180,7 +180,7 @@ class GraphBuilder:
         return set_info(node, NodeInfo(Role.GRADIENT, parameter=parameter))
 
     def add_count(self, count: Node) -> None:
-        """Add a batch's count to its group's count so far."""
+        """Add a batch's count to the count of earlier micro-batches."""
         with self.graph.inserting_after(self._last_input()):
             so_far = self.input("count", count.meta["val"], Source(InputKind.COUNT))
         with self.graph.inserting_after(count if count.op != "placeholder" else so_far):
@@ -210,7 +210,7 @@ class GraphBuilder:
 def same_with_numbers(
     symbolic: GraphModule, results: Sequence[Any], plain: GraphModule, expected: Sequence[Any]
 ) -> bool:
-    """Compare a graph and its results with those traced with numbers instead of symbols.
+    """Return whether a graph traced with symbols, and its results, equal a trace with numbers.
 
         isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
         cache.get(str(rows.shape[0]))      "s0" is no key
@@ -224,7 +224,7 @@ def same_with_numbers(
     places = {node: place for each in (nodes, others) for place, node in enumerate(each)}
 
     def written(value: Any) -> Any:
-        """Return an argument with numbers for symbols and places for nodes."""
+        """Return an argument with numbers for symbols and indices for nodes."""
         if isinstance(value, Node):
             return ("node", places[value]) if value in places else compat.hint(value.meta["val"])
         return compat.hint(value) if isinstance(value, compat.SYMBOLS) else value
@@ -313,7 +313,6 @@ def _capture(training: Training, batch: Any, varying: Varying, live: Mapping[str
 
 
 def _check_symbols(body: GraphModule, outputs: Outputs, plain: GraphModule, told: Outputs) -> None:
-    """Raise CaptureFailed if symbols change the step."""
     if not same_with_numbers(body, outputs.results_of(body), plain, told.results_of(plain)):
         raise CaptureFailed(
             "the step treats sizes that are symbols in another way than numbers, by their type or as text.\n"

@@ -26,7 +26,7 @@ class Processors:
     """Processors of one rank, shared by compute, the compressor pool and the network's software."""
 
     count: float = math.inf
-    """Processors, or 1 for a GPU; infinite if concurrent work does not slow compute."""
+    """Number of processors, 1 for a GPU; infinite if concurrent work does not slow compute."""
     compute: float = 1.0
 
     @property
@@ -43,7 +43,7 @@ class Cluster(Seating):
     """Hosts of ranks, and the links between them.
 
     `hosts` hosts are joined by `inter`, and the `ranks_per_host` ranks of each by `intra`. `placement[rank]` is the
-    host of a rank, in order by default. With a placement, hosts may have fewer ranks than `ranks_per_host`. `above`
+    host of a rank; by default ranks fill hosts in order. With a placement, hosts may have fewer ranks. `above`
     lists racks and higher tiers, from the hosts up.
     """
 
@@ -92,7 +92,7 @@ class Cluster(Seating):
     # Links
 
     def link_at(self, level: Level) -> Link:
-        """Return the link that names a level: the link between hosts for a collective over several hosts."""
+        """Return the link of a level; the link between hosts if a collective spans several."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
@@ -102,7 +102,7 @@ class Cluster(Seating):
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
         changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
-        # Keep placements, and topologies inside hosts.
+        # Keep cached groups, and topologies inside hosts.
         kept = {key: known for key, known in self._known.items() if not _depends_on_inter(key)}
         changed._known.update(kept)
         return changed
@@ -110,7 +110,7 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`, or its hosts' total bandwidth divided by `oversubscription`, with their latency.
+        A rack's uplink is `link`; default: its hosts' total bandwidth over `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -218,7 +218,7 @@ class Cluster(Seating):
             raise BadOption(f"this is not a cluster: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        """Return text for `parse`, unless racks are uneven or there are several tiers above the hosts."""
+        """Return the format of `parse`, which cannot read uneven racks or several tiers above the hosts."""
         above = "".join(f", {tier.name} {tier.link}" for tier in self.above)
         is_filled = self.placement == tuple(sorted(self.placement))
         placed = "" if is_filled else f", placed {' '.join(map(str, self.placement))}"

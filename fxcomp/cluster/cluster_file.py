@@ -55,8 +55,6 @@ def parse_ratio(text: str) -> float:
 
 
 class _File:
-    """Reads one file's data. Errors name file and key."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 

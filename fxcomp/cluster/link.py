@@ -1,7 +1,7 @@
 """Link latency and bandwidth, parsed from text like `25gbit@8us` or a product name.
 
-Preset bandwidths are nominal, for one direction; programs get less. Latencies of NVLink, PCIe and InfiniBand are a ring
-step's in NCCL (hwLat of its tuning.cc, Ring and Simple); over Ethernet TCP is assumed.
+Preset bandwidths are nominal, for one direction; measured ones are lower. Latencies of NVLink, PCIe and InfiniBand are
+NCCL's for one ring step (hwLat in tuning.cc, Ring and Simple). Ethernet latencies assume TCP.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def shortened(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A latency per step in µs, `alpha_us`, and a bandwidth in GB/s (10⁹ bytes per second), `gb_per_s`.
+    """Network link: latency per step of a collective, `alpha_us` in µs, and bandwidth, `gb_per_s` in 10⁹ bytes/s.
 
     Inside a host every rank has its own link; the ranks of a host share its uplink, and likewise for higher tiers.
     """
@@ -76,9 +76,9 @@ class Link:
     in_gb_per_s: float | None = None
     """Incoming bandwidth, if different."""
     count: int = 1
-    """Parallel links of a unit. A rank uses one at a time."""
+    """Parallel links of a host or rack. A rank uses one at a time."""
     message_us: float = 0.0
-    """Processor time per message, in addition to the latency."""
+    """Processor time per message in µs, in addition to the latency."""
     is_half_duplex: bool = False
     """True if sends and receives alternate."""
     is_shared: bool = False

@@ -1,6 +1,6 @@
 """Placement of ranks, and their groups at each level of the network.
 
-As text: `8x4`, `3+2` if hosts differ, `2x4x8` with racks first.
+As text: `8x4`, `3+2` if hosts differ, `2x4x8` with racks first. A unit is a host, rack, or larger group of hosts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxcomp.errors import BadOption
 
 
 def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int]]) -> str:
-    """Format the shape of ranks on these hosts; `units_above` gives for each tier the unit of every unit below."""
+    """Format the shape of ranks on these hosts; `units_above[tier][i]` is the unit around unit i of the tier below."""
     counts = Counter(hosts_of_ranks)
     texts = {host: str(counts[host]) for host in sorted(counts)}
     for units in units_above:
@@ -42,7 +42,7 @@ def join_units(texts: Iterable[str]) -> str:
 
 
 def parse_shape(text: str) -> tuple[int, list[int]]:
-    """Parse the number of racks, and the ranks per host. Raises BadOption."""
+    """Return the number of racks, and the ranks of each host. Raises BadOption."""
     even = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\d+)", text)
     if even is not None:
         racks, hosts, ranks = parse_digits(even[1] or "1"), parse_digits(even[2]), parse_digits(even[3])
@@ -84,13 +84,13 @@ def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
 
 
 class Axis(Enum):
-    """A direction of the grid of ranks. Without racks, all hosts are in one."""
+    """A direction of the grid of ranks. Without racks, all hosts are in one rack."""
 
     HOST = "the ranks of a host"
     RACK = "the hosts of a rack"
     RACKS = "the racks"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
+    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
 
 
 class Level(Enum):
@@ -120,7 +120,7 @@ _AXES = {
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Units above the hosts, such as racks: the unit of each unit below, and each unit's uplink."""
+    """Units above the hosts, such as racks. `units[i]` contains unit i of the tier below; `link` is a unit's uplink."""
 
     name: str
     link: Link
@@ -148,7 +148,7 @@ class Seating:
 
     @property
     def has_levels(self) -> bool:
-        """True if several hosts have equally many ranks, above 1, which can share inter-host work."""
+        """True if several hosts have equal numbers of ranks, above 1, so that ranks can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property

@@ -27,7 +27,7 @@ class TrafficPattern(Enum):
     ROOT = "root"  # all ranks to the first rank, or the reverse
     ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, which is slow in the search
+    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class GroupTopology:
     """Shape of a group in the tree, and its bandwidth.
 
     `text` is the key of measured collectives: `4x1` is one rank on each of 4 hosts, `1x4` 4 ranks of one host, `3+2` 3
-    of one and 2 of another, `2x4x1` 2 racks of 4 hosts. `*2` means 2 groups that share links, `~2` a ring that leaves a
-    host twice.
+    ranks of one host and 2 of another, `2x4x1` 2 racks of 4 hosts. `*2` means 2 groups that share links, `~2` a ring
+    that leaves a host twice.
     """
 
     text: str
@@ -67,7 +67,7 @@ class GroupTopology:
 TOPOLOGY_TEXT = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
 
 Place = tuple[int, int]
-"""A link: its tier, and the unit with this uplink."""
+"""Key of a link: its tier, and the unit whose uplink it is."""
 
 
 class Crossing(NamedTuple):
@@ -75,11 +75,11 @@ class Crossing(NamedTuple):
 
     loads: tuple[float, ...]
     inside: int  # members below the link
-    turns: int  # times that the ring enters
+    turns: int  # times that the ring enters the unit
 
     @classmethod
     def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
-        """Return the traffic of `inside` of a group's ranks; `units` links lead to its ranks."""
+        """Return the traffic of `inside` of a group's ranks; `units` is the number of units with ranks of the group."""
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each rank sends every other rank its part
         rooted = (outside if has_root else inside) / others
@@ -131,7 +131,7 @@ class Tree:
         """Count the traffic of a group on each of its links.
 
         A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
-        shared medium belongs to the unit around it, and carries its units' sends and incoming traffic.
+        shared medium is one link of the unit around it: the sum of the sends inside and of the traffic into the unit.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):

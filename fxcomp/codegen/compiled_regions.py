@@ -1,11 +1,10 @@
 """Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
-Plans that race cut the same captured graph. A region's key has its operators and arguments, its inputs' types, sizes,
-strides and shared memory, and its constant tensors, but no node names, so equal layers share code. Size symbols mean
-the same in all regions of a capture.
+Plans that are timed against each other cut the same captured graph. A region's key has its operators and arguments, its
+inputs' types, sizes, strides and shared memory, and its constant tensors, but no node names, so equal layers share
+code. Size symbols mean the same in all regions of a capture.
 
-Processes of one machine compile a region of one device in turn: the first one compiles, and the others load its result
-from Inductor's cache.
+On one machine, the first process compiles a region for a device; the others wait and load it from Inductor's cache.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class CompiledRegions:
     """Regions of one captured step compiled by Inductor."""
 
     def __init__(self, *, locks: bool = False) -> None:
-        """`locks`: take a file lock for each region. Inside of Dynamo none is taken, since Dynamo holds its own."""
+        """`locks`: take a file lock for each region; false under Dynamo, which holds its own."""
         self._locks = locks
         self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
-        """Code and constants by key; the key has the constants' addresses."""
+        """Code and constants by key. Constants are kept alive because the key has their addresses."""
 
     def of(self, module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Compiled:
         """Return a region's code, compiling on first use."""
@@ -70,7 +69,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Return a key of Inductor's inputs; None if a part cannot be compared."""
+    """Return a key of Inductor's inputs; None if an argument cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []

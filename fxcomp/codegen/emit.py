@@ -9,7 +9,7 @@ Compute regions become functions. Between them, each node is one line that packs
         all_gather_0 = rt.launch("all_gather_0", "all_gather", payload_0, 2, "world")
 
 Only `rt.before_update`, at the first change of parameters, has no node. A step that waits for an external backward pass
-is a generator: it yields the number of the next bucket and receives the bucket. `graph/lines.py` maps nodes to lines.
+is a generator: it yields the index of the next bucket and receives the bucket. `graph/lines.py` maps nodes to lines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def emit(gm: GraphModule, *, title: str = "One training step") -> str:
 
 
 def listed_elements(gm: GraphModule) -> float:
-    """Return the maximum elements of a parameter updated by list (foreach) operators; infinite on accelerators."""
+    """Return the maximum size of parameters updated by foreach operators, in elements; infinite on accelerators."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source = info(node).source
         if source is not None and source.kind is InputKind.PARAMETER:
@@ -177,7 +177,6 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
 
 
 def _changes_parameters(piece: Region | Node) -> bool:
-    """Return whether a piece changes parameters, or is the commit that decides on it."""
     return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 
@@ -219,7 +218,7 @@ def _region_call(region: Region) -> str:
 def _dead_after(
     gm: GraphModule, pieces: Sequence[Region | Node], undoing: Sequence[Node], saved: Sequence[Node]
 ) -> dict[int, list[str]]:
-    """Map a piece's id to the names of values that no later piece uses."""
+    """Map the id of a region or node to the names of values that nothing after it uses."""
     inputs = set(gm.graph.find_nodes(op="placeholder")) - set(saved)
     kept = {*inputs, *gm.graph.output_node().all_input_nodes, *undoing}
     last_user: dict[Node, Region | Node] = {}

@@ -98,7 +98,7 @@ def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
 
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^ "])+')
-"""No break inside quotes: parameter names may contain spaces."""
+"""Unit of wrapping. Quoted text is one word, because parameter names may contain spaces."""
 
 
 def _filled(joined: str, width: int) -> list[str]:

@@ -23,7 +23,7 @@ from fxcomp.graph.regions import Region, regions
 
 
 def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]:
-    """Return tensors that a region uses in place: neither the step's inputs nor the model's."""
+    """Return the graph's constant tensors that a region uses."""
     attributes = dict.fromkeys(n for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr")
     found = {node: getattr(gm, str(node.target)) for node in attributes}
     return {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
@@ -32,7 +32,7 @@ def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]
 def region_module(gm: GraphModule, region: Region) -> GraphModule:
     """Copy a region into its own graph; outside tensors become its last inputs.
 
-    As attributes, Inductor would treat small ones as numbers and drop writes to them.
+    If they were attributes, Inductor would treat small ones as numbers and drop writes to them.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -51,15 +51,16 @@ def region_module(gm: GraphModule, region: Region) -> GraphModule:
 def compile_with_inductor(
     gm: GraphModule, region: Region, plain: Callable[..., Any], known: CompiledRegions | None = None
 ) -> Callable[..., Any]:
-    """Compile a region, or return its function `plain`.
+    """Compile a region, or return its eager function `plain`.
 
-    `plain` stays for regions without work, with unused checks (Inductor drops them), or with draws that would change.
+    `plain` is returned for regions without work, with unused checks (Inductor drops them), or with draws that Inductor
+    would change.
     Random fills of fresh memory, which Inductor would do in another order, and reads of list inputs run before the
-    region.
+    compiled code.
 
     Compiled code assumes the captured input types, but some operators return another type than their fake
-    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call checks, and keeps `plain` if they
-    differ.
+    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call selects `plain` if the
+    types differ.
     """
     if any(map(compat.draws_by_seed, region.nodes)):
         plain = _refuse_to_draw
@@ -119,7 +120,7 @@ def _is_taken_from_a_list(node: Node, region: Region) -> bool:
 
 
 def _fills_fresh_memory(node: Node) -> bool:
-    """Return whether a draw depends only on graph numbers and the generator."""
+    """Return whether a draw fills a new tensor of fixed size and has no other input."""
     place, value = node.args[0], node.meta["val"]
     is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
@@ -207,7 +208,7 @@ def rebound(module: ModuleType, replacement: Replacement) -> Any:
 def observed(module: ModuleType, *, rule: Replacement, update: Replacement) -> Any:
     """Return the step with wrapped optimizer rules and update regions.
 
-    Updates are plain functions: Inductor compiles only other regions.
+    Updates are never compiled by Inductor.
     """
     other = _copy(module)
     for name, value in module.__dict__.items():

@@ -80,7 +80,7 @@ def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
 
 
 def _leg(node: Node, method: str) -> str:
-    """`compress int8`, `all_gather@inter`, `wait`, `pack`."""
+    """Return an operation, as `compress int8` or `all_gather@inter`."""
     if method in ("propose", "compress", "decompress"):
         return f"{method} {compressor_at(node)}"
     if method == "launch":

@@ -28,10 +28,10 @@ from fxcomp.runtime.transfers import Pattern, pattern_of
 
 
 def carriers_of(gm: GraphModule) -> frozenset[str]:
-    """Return the collectives that carry a small digest for ranks to compare.
+    """Return the names of collectives that also send a small digest, which ranks compare.
 
-    One collective over all ranks is enough, else one per level. The first all_reduce is preferred: it carries bits
-    without a copy, before most updates. Otherwise the smallest gather is used.
+    One collective over all ranks is enough, else one per level. The first all_reduce is preferred, because it needs no
+    copy and precedes most updates; otherwise the smallest gather is used.
     """
     found: dict[str, tuple[int, str]] = {}
     for node in gm.graph.nodes:
@@ -47,7 +47,7 @@ def carriers_of(gm: GraphModule) -> frozenset[str]:
 
 
 def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
-    """Return the bytes copied to carry the digest; None if impossible."""
+    """Return the bytes copied to send the digest too; None if the collective cannot."""
     if kind == "all_reduce":
         # an all_reduce of counts precedes all changes
         return -1 if info(node).role is Role.COUNT else 0
@@ -80,7 +80,7 @@ class Program:
     numbers: Numbers = AS_WRITTEN
     """Numbers that replace those in the emitted source."""
     carriers: frozenset[str] = frozenset()
-    """Collectives with the digest."""
+    """Names of the collectives that send a digest."""
 
     @property
     def source(self) -> str:
@@ -102,7 +102,6 @@ class Program:
 
 
 def load_program(captured: Captured, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-    """Emit and load a final graph."""
     source = emit(graph)
     module = load(source, graph, compat.cache_directory() / "steps")
     if captured.device.type in INDUCTOR_DEVICES and not captured.is_imagined:

@@ -37,7 +37,7 @@ class Statement:
 
 
 def foreach_lines(group: Sequence[Node], names: Mapping[Node, str], lists: Sequence[Node]) -> list[str]:
-    """Write one parameter's update for lists. `lists` are the inputs that differ by parameter."""
+    """Write one parameter's update (`group`) for lists. `lists` are the inputs that differ between parameters."""
     writer = _ListWriter(dict(names), set(lists), names[lists[0]])
     for node in group:
         writer.add(node)
@@ -92,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Write the call of a list form; None if there is none."""
+        """Return a call of the node's foreach operator; None if there is none."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -135,7 +135,6 @@ class _ListWriter:
         return f"aten._foreach_{name}.{form}({', '.join(given)})"
 
     def lines(self) -> list[str]:
-        """Return the statements; values are deleted after their last use."""
         last = {name: k for k, statement in enumerate(self._statements) for name in statement.used}
         made = {statement.made for statement in self._statements if statement.made is not None}
         lines: list[str] = []
@@ -161,7 +160,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors, at the last one's place. Updates with results stay alone."""
+        """Join updates that differ only in their tensors, at the last one's place; not if their result is used."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -172,7 +171,7 @@ class OptimizerSteps:
         return list(found.values())
 
     def call(self, group: Sequence[Node]) -> str:
-        """Write a call for the updates of one or more parameters."""
+        """Write the call that updates one or more parameters."""
         members = _by_parameter(group)
         if len(members) > 1:
             return self._call_for_all(members)
@@ -214,7 +213,6 @@ def _elements(group: Sequence[Node]) -> float:
 
 
 def _likeness(group: Sequence[Node]) -> Hashable:
-    """Return a key of updates that may be joined."""
     inputs = _inputs(group)
     names = _names_in_rule(group, inputs)
     types = tuple((v.dtype, v.device) for n in inputs if isinstance(v := n.meta.get("val"), Tensor))
@@ -254,7 +252,6 @@ def _free(stem: str, taken: Collection[str]) -> str:
 
 
 def _role_name(node: Node) -> str:
-    """Name an input by its role: parameter, gradient, state key or live number."""
     source = info(node).source
     if node.op == "get_attr":
         return "constant"

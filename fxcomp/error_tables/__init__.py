@@ -1,7 +1,8 @@
 """Measured errors of compressors on each gradient, or errors on Gaussian values without a measurement.
 
-- table: rows, columns, the mean over measurements, and the file.
-- measure: one measurement of one family of compressors; codecs: errors of quantisers and selections.
+- table: rows, columns, the average over measurements, and the file.
+- measure: one measurement of one family of compressors.
+- codecs: errors of quantisers and top-k.
 """
 
 from fxcomp.error_tables.measure import measure

@@ -1,6 +1,6 @@
-"""Errors of one rank's values: of codecs, on sampled runs, and of keeping the largest, exactly.
+"""Errors of compressors on one rank's values: of codecs by sampling, of top-k exactly.
 
-Squares are summed in fp32. Rows outside its range are summed in fp64, which is 20 times slower.
+Squares are summed in fp32, or in fp64 for rows outside its range, which is 20 times slower.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def squares(flat: Tensor) -> float:
-    """Return |flat|²; not finite where a value is not."""
+    """Return |flat|²; not finite if a value is not."""
     whole = len(flat) // RUN * RUN
     parts = [row_squares(flat[:whole].view(-1, RUN)), row_squares(flat[whole:].view(1, -1))]
     return float(torch.cat(parts).sum())
 
 
 def row_crests(rows: Tensor, of_rows: Tensor) -> Tensor:
-    """Return the square of each row's largest value over |row|², given as `of_rows`; 0 for a row of zeros."""
+    """Return max(row²) / |row|² of each row; 0 for a row of zeros. `of_rows` are |row|²."""
     largest: Tensor = _linalg.vector_norm(rows, torch.inf, dim=1)
     return torch.where(of_rows > 0, largest.double().square() / of_rows, 0.0)
 
@@ -50,12 +50,12 @@ _SORTED = 1 << 12
 
 
 def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
-    """Return |v|² without the k largest magnitudes, for each k in `kept`, which is ascending.
+    """Return |v|² without the k largest magnitudes, for each k in the ascending `kept`.
 
         1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
 
-    topk's kernel selects. Each selection reads the values that the last one kept, so all together read little more than
-    the gradient once. Errors are sums of the parts left out, not differences of large numbers.
+    Each selection reads only the values that the last one kept. Errors are sums of squares left out, not differences of
+    large numbers.
     """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):
@@ -95,8 +95,8 @@ class Drawn:
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
     The expected value is |v - decoded|² / |v|², for any distribution. The standard error is at most the runs' deviation
-    over √64. Runs are drawn in the order of their largest values' shares, which determine a quantiser's error, so it is
-    smaller. A gradient of at most 64 runs is measured whole.
+    over √64. It is smaller because runs are sorted by the share of their largest value, which determines a quantiser's
+    error, and drawn at equal steps. A gradient of at most 64 runs is measured whole.
     """
 
     values: Tensor
@@ -114,7 +114,7 @@ class Drawn:
 
 
 def draw_runs(value: Tensor, whole: float, start: float) -> Drawn:
-    """Draw runs of a finite vector, at equal steps of their cumulative squares from `start` in [0, 1) on; |v|² > 0."""
+    """Draw runs of a finite nonzero vector at equal steps of cumulative squares, shifted by `start` in [0, 1)."""
     everything = Drawn(value, whole, is_sample=False)
     if len(value) <= RUNS * RUN:
         return everything
@@ -130,7 +130,7 @@ def draw_runs(value: Tensor, whole: float, start: float) -> Drawn:
 
 
 def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn]) -> list[float]:
-    """Return the error of a codec on each gradient's drawn values, one segment each."""
+    """Return |v - decoded|² of each gradient, estimated from a codec's error on its drawn values."""
     if not drawn:
         return []
     segments = tuple(len(each.values) for each in drawn)

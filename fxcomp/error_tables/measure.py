@@ -33,32 +33,32 @@ AllReduce = Callable[[Tensor], object]
 _linalg: Any = torch.linalg
 
 _SKETCH = max(each.rank for each in LOW_RANK) + 8
-"""Columns of a sketch, more than the largest rank."""
+"""Columns of a sketch, more than the largest matrix rank."""
 
 _PROBES = 8
 """Number of random vectors that estimate the sketch's error.
 
-The estimate is accurate to a half if the error has rank 1, to an eighth if it has rank 16.
+Its relative accuracy is 1/2 if the error matrix has rank 1, 1/8 if rank 16.
 """
 
 
 def losses_by_rank(
     shapes: Sequence[tuple[int, int]], matrices: Callable[[], Iterator[Tensor]], key: int, all_reduce: AllReduce
 ) -> list[list[float]]:
-    """Return |A - its best matrix of rank r|² / |A|² of each matrix, for each rank, by a sketch of singular values.
+    """Return |A - its best matrix of rank r|² / |A|² of each matrix, for each rank r of LOW_RANK, by a sketch.
 
         Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A    Ω random, of 24 columns
         lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
 
-    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is the sum over the ranks. Four all_reduces of
+    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is a sum over processes. Four all_reduces of
     products serve all matrices. |A|² is |B|² plus the part outside Q, which 8 more random vectors estimate:
 
         |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
 
-    A sketch underestimates the kept part: by little for falling spectra, by a quarter for white noise. No sketch is
-    made of a matrix with at most as many rows or columns as a sketch has columns.
+    A sketch underestimates the kept part: by little for falling singular values, by a quarter for white noise. A
+    matrix with at most 24 rows or columns is used whole.
 
-    `matrices` yields this rank's parts, in order, at each call; zeros for a matrix without a part here.
+    `matrices` yields this process's terms of the sums, in order, at each call; zeros if it has none.
     """
     is_small = [min(shape) <= _SKETCH for shape in shapes]
 
@@ -174,7 +174,7 @@ def measure(
 
 
 def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Return v, flat."""
+    """Return the gradient plus its residual, flat, in fp32."""
     flat = gradient.detach().float().flatten()
     return flat if residual is None else flat + residual.float().flatten()
 
@@ -182,7 +182,7 @@ def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
 def _sketch(
     found: Tensor, gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor], look: int, all_reduce: AllReduce
 ) -> None:
-    """Fill in the columns of ranks, the same on every rank."""
+    """Fill in the low-rank columns, equal on every process."""
     places = [k for k, each in enumerate(gradients.values()) if not sends_whole(LOW_RANK[0], tuple(each.shape))]
     names, is_measured = list(gradients), [bool(row[0]) for row in found]
     shapes = [(gradients[names[k]].shape[0], gradients[names[k]][0].numel()) for k in places]

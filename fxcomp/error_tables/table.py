@@ -6,12 +6,12 @@
     a plan's error = sum of squares * error / sum of squares
 
     family      a column for                   used for
-    LARGEST     shares of values kept          topk; sidco, which sends about as many
+    LARGEST     shares of values kept          topk; sidco, which sends about as many values
     LOW_RANK    ranks of the best matrix       powersgd
     CODECS      compressors that round         the same compressor
 
-Each measurement covers one family (`measure.py`). `averaged` is the mean of a family's measurements, `joined` makes a
-table of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed.
+Each measurement covers one family (`measure.py`). `averaged` averages a family's measurements, `joined` makes a table
+of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ _COLUMN_OF = {compressor: number for number, compressor in enumerate(COLUMNS)}
 _RANKS_FROM, _CODECS_FROM = len(LARGEST), len(LARGEST) + len(LOW_RANK)
 
 WEIGHT = 0.25
-"""Weight of the newest measurement. It averages about 7 (2 / WEIGHT - 1), which reduces the deviation to 0.38, and
-follows a sudden change to 90 % after 8 (0.75^8 = 0.1). The first measurements have equal weights.
+"""Weight of the newest measurement in an exponential average. The average covers about 7 measurements (2 / WEIGHT - 1),
+which reduces the standard deviation to 0.38, and follows a sudden change to 90 % after 8 (0.75^8 = 0.1). The first
+measurements have equal weights.
 """
 
 VERSION = 2
 
-_MOST = 1e150  # sums of such numbers, and shares of their inverse, are finite; fp32 values have no larger squares
+_MOST = 1e150  # sums and ratios of such numbers are finite; squares of fp32 values are smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class ErrorRow:
     shape: tuple[int, ...]
     squares: float
     errors: tuple[float, ...]
-    """By column, or by a family's columns; empty without samples."""
+    """Error per column of the table or of one family; empty without samples."""
     samples: int
     """Number of measurements averaged."""
 
@@ -81,8 +82,8 @@ class ErrorTable:
     def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
         """Return a compressor's error on each gradient: measured, or assumed for Gaussian values.
 
-        Each further sorted value or singular value matters less. So the error is convex in the number kept, and linear
-        interpolation between columns never understates it.
+        The largest values or singular values are kept, so the error is convex in their number, and linear interpolation
+        between columns never understates it.
         """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
         column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
@@ -96,11 +97,10 @@ class ErrorTable:
         return found
 
     def error_of(self, gradient: str, compressor: Compressor, ranks: int = 1) -> float:
-        """Return a compressor's error on one gradient."""
         return self.errors_of([gradient], compressor, ranks)[0]
 
     def squares_of(self, gradient: str, elements: int) -> float:
-        """Return |g|² of a gradient; `elements` times the mean square without a row."""
+        """Return |g|² of a gradient; without a row, `elements` times the mean square."""
         row = self.rows.get(gradient)
         return row.squares if row is not None else elements * self.mean_square
 
@@ -117,7 +117,7 @@ class ErrorTable:
 
     @property
     def looks(self) -> int:
-        """Largest number of measurements in a row."""
+        """Maximum number of measurements of any row."""
         return max((row.samples for row in self.rows.values()), default=0)
 
     def save(self, path: str | Path) -> None:
@@ -154,14 +154,13 @@ def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
 
 
 def _column_of(compressor: Compressor) -> int | None:
-    """Return the column of a compressor; None if there is none."""
     if isinstance(compressor, Sidco):
         compressor = TopK(compressor.ratio)
     return _COLUMN_OF.get(PowerSGD(compressor.rank) if isinstance(compressor, PowerSGD) else compressor)
 
 
 def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
-    """Interpolate between two columns; constant beyond the last rank."""
+    """Interpolate between two columns; constant beyond the last matrix rank."""
     if isinstance(compressor, PowerSGD):
         kept, at = [0, *(each.rank for each in LOW_RANK)], compressor.rank
         errors = [1.0, *row.errors[_RANKS_FROM:_CODECS_FROM]]
@@ -174,12 +173,12 @@ def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
 
 
 def averaged(before: Rows, look: Rows) -> Rows:
-    """Average a measurement of a family with those before.
+    """Add a family's measurement `look` to the average of `looks - 1` earlier ones.
 
         new = old + a (look - old)        a = max(1 / looks, WEIGHT)
 
-    for each error, and for each gradient's share of the total squares. Shares keep one step with large gradients from
-    dominating dozens of measurements.
+    for each error, and for each gradient's share of the total squares. Without shares, one step with large gradients
+    would dominate dozens of measurements.
     """
     looks = max((row.samples for row in before.values()), default=0)
     total = sum(row.squares for row in look.values()) or 1.0
@@ -202,7 +201,7 @@ def _mean(old: float, new: float, looks: int) -> float:
 def joined(families: Sequence[Rows]) -> ErrorTable:
     """Join the rows of FAMILIES, in their order, into one table.
 
-    A gradient counts as measured if every family was. Its squares are the mean.
+    A gradient needs samples in every family to count as measured. Its squares are the mean over families.
     """
     rows: dict[str, ErrorRow] = {}
     for name, row in families[0].items():

@@ -1,4 +1,4 @@
-"""Compare kernels and operators with the reference: results bit by bit, and refused inputs."""
+"""Compare kernels and operators with the reference: results bit by bit, and errors for invalid inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain_torch() -> Generator[None]:
 
 
 def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence[int], where: str) -> None:
-    """Compare one step of kernel and reference, with and without a residual, from a used state."""
+    """Compare the second step of kernel and reference, with and without a residual."""
     if not has_kernel(bound):
         return
     for feedback in {False, may_feed_back(bound)}:
@@ -57,7 +57,7 @@ def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence
 
 
 def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, feedback: bool) -> list[Tensor]:
-    """Compress `bucket` from a used state; return payload, mean, and kept tensors."""
+    """Compress `bucket` after another one. Return payload, decoded mean, agreed values, residual and state."""
     [replica] = replicas_of(bound, segments, feedback=feedback)
     if replica.state is not None:
         average(bound, [gaussian(sum(segments), 5)], [replica], segments)

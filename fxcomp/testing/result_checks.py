@@ -72,7 +72,7 @@ def errors_telescope(compressor: Compressor) -> None:
     """Check that sent values plus the residual are the sum of the gradients, over 24 steps."""
     if not may_feed_back(compressor):
         return
-    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # the wire's sum rounds too
+    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # payload sums round too
     error = telescoping_error(compressor, (70_000, 513, 5), ranks=ranks)
     assert error < 1e-6 * (10 if compressor.facts.needs_whole_parameters else 1), f"relative error {error:.1e}"
 
@@ -92,7 +92,7 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
 
 
 def feedback_is_stable(compressor: Compressor) -> None:
-    """Check that feedback is stable: ω <= 1 on average."""
+    """Check that the mean relative error ω is at most 1, so that residuals stay bounded."""
     if not may_feed_back(compressor):
         return
     for name, values in (("gaussian", gaussian(65_536)), ("laplace", laplace(65_536)), ("heavy", heavy(65_536))):
@@ -122,7 +122,7 @@ def rounding_goes_either_way(compressor: Compressor) -> None:
 
 
 def segments_do_not_mix(compressor: Compressor) -> None:
-    """Check that a parameter's values do not affect others."""
+    """Check that a parameter's values do not affect other parameters."""
     segments = (700, 66_000, 30)
     quiet = gaussian(sum(segments))
     loud = quiet.clone()
@@ -182,7 +182,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check NaN in the residual, and sums above fp32's largest value."""
+    """Check that a non-finite bucket + residual shows in its own segment only, and leaves its residual unchanged."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700
@@ -202,7 +202,7 @@ def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
 
 
 def finite_values_leave_a_finite_residual(compressor: Compressor) -> None:
-    """Check values up to fp32's largest, and sums above it."""
+    """Check that residuals stay finite for values up to fp32's largest, and sums above it."""
     if not may_feed_back(compressor):
         return
     for segments in ((1,), (600, 0, 41, 2600)):

@@ -71,7 +71,7 @@ def average(
 
 @dataclass(slots=True)
 class Shard:
-    """A part of a bucket, with its encoders' states."""
+    """Part of a bucket, with its encoders' states."""
 
     segments: tuple[int, ...]
     workers: list[Replica]
@@ -104,7 +104,7 @@ def shards_of(
 def average_in_two_shots(
     first: Compressor, second: Compressor, buckets: Sequence[Tensor], shards: Sequence[Shard]
 ) -> Tensor:
-    """Return the mean in two shots. Residuals and states of `shards` are updated.
+    """Return the mean, compressed twice. Residuals and states of `shards` are updated.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
     encodes the mean with `second`. Every rank, the owner too, decodes the result.
@@ -163,7 +163,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _segments_between(segments: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """Return the sizes of parameters between two borders."""
     found: list[int] = []
     start = 0
     for size in segments:

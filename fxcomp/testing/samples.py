@@ -48,8 +48,6 @@ def heavy(elements: int, seed: int = 0) -> Tensor:
 
 
 def _with_one(value: float, share: float = 0.5) -> Callable[[int], Tensor]:
-    """Place `value` at this fraction of a sample's length."""
-
     def bucket(elements: int) -> Tensor:
         values, place = gaussian(elements), int(share * max(0, elements - 1))
         values[place : place + 1] = value
@@ -69,7 +67,7 @@ def _mostly(value: float, share: float) -> Callable[[int], Tensor]:
 
 def _large_where_a_sample_looks(elements: int) -> Tensor:
     values = gaussian(elements)
-    values[::33] *= 1000  # the stride of the sample in csrc/topk.cpp
+    values[::33] *= 1000  # the stride at which csrc/topk.cpp samples
     return values
 
 
