@@ -22,7 +22,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.runners import WORTH_FOLLOWING, WORTH_TRYING, Runner
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN, drawn_errors
 from fxcomp.step.calendar import Calendar
-from fxcomp.step.race import BUDGET, COUNTED, HEAT, LONGEST, OUT, TURN, Race
+from fxcomp.step.race import COUNTED, FAR, HEAT, LONGEST, MOST_AFTER_HEATS, MOST_LATER, OUT, TURN, Race
 
 DEARER = 8.0
 """Compressor time on the machine, relative to the table."""
@@ -51,8 +51,9 @@ RACE = """
 ## The race
 
 In the running job, these plans (*runners*) take turns on all ranks: first {heat} steps each, then {turn} steps for each
-runner that may still win. A runner drops out when its median is longer than the best by more than {out:.0f} standard
-errors of the difference. The race ends when one is left, when the rest have {counted} counted steps, or after {longest}
+runner that may still win, at most {first} and then {later}. A runner drops out when its median is longer than the best
+by more than {out:.0f} standard errors of the difference. One that is predicted to take more than {far:.0f} times as long
+as the best does not run. The race ends when one is left, when the rest have {counted} counted steps, or after {longest}
 steps. The first step of a turn, which allocates, and verified steps do not count. A disturbed machine only lengthens
 steps, so a runner with few counted steps is judged by its shortest one, and a runner that was predicted near the best
 and drops out after its first turn gets another one at the end.
@@ -64,8 +65,8 @@ Suppose that compressors take {dearer:.0f} times as long on this machine as in t
 RACE_END = """
 {sentence}
 
-The cost of a race is the extra time of the losers' steps. Turns that would bring it above {budget:.0f} steps of the
-winner are shortened or skipped. `step.explain()` shows the race of your own job. When steps drift, plans race again.
+The cost of a race is the extra time of the losers' steps. `step.explain()` shows the race of your own job. When steps
+drift, plans race again.
 """
 
 
@@ -101,17 +102,27 @@ def gate(choice: Choice) -> str:
 def race(choice: Choice) -> str:
     """Write a race: each runner's prediction, first turn and result."""
     turns, raced = run_race(choice)
-    words = RACE.format(dearer=DEARER, heat=HEAT, turn=TURN, counted=COUNTED, out=OUT, longest=LONGEST)
+    words = RACE.format(
+        dearer=DEARER,
+        heat=HEAT,
+        turn=TURN,
+        first=MOST_AFTER_HEATS,
+        later=MOST_LATER,
+        counted=COUNTED,
+        out=OUT,
+        far=FAR,
+        longest=LONGEST,
+    )
     rows: list[str] = []
     for runner in raced.runners:
         mine = [turn for turn in turns if turn.runner.plan == runner.plan]
-        first = ", ".join(f"{ms:.1f}" for ms in mine[0].times_ms)
+        first = ", ".join(f"{ms:.1f}" for ms in mine[0].times_ms) if mine else ""
         steps = sum(len(turn.steps) for turn in mine)
         median = "not timed" if runner.measured_ms is None else f"{runner.measured_ms:.1f}"
         rows.append(f"| {runner.name} | {runner.step_us / 1e3:.1f} | {first} | {steps} | {median} |")
     head = ["| runner | predicted, ms | first turn, ms | steps | median, ms |", "|---|--:|--:|--:|--:|"]
     sentence = str(raced)
-    end = RACE_END.format(sentence=fill(f"{sentence[0].upper()}{sentence[1:]}", WIDTH), budget=BUDGET)
+    end = RACE_END.format(sentence=fill(f"{sentence[0].upper()}{sentence[1:]}", WIDTH))
     return words + "\n".join([*head, *rows]) + "\n" + end
 
 

@@ -22,9 +22,10 @@ _OWN = {
     "compute_error": _TIME,
     "pack_gb_per_s": _RATE,
     "contention": _RATE,
+    "overlap_speed": positive(1.0),
 }
 _OF_ROOFLINE = {"gflops": _RATE, "gb_per_s": _RATE, "launch_us": _TIME}
-_OF_TRANSPORT = {"us": _TIME, "us_per_mb": _TIME, "speed": positive(1.0), "more_us": _TIME}
+_OF_TRANSPORT = {"us": _TIME, "us_per_mb": _TIME}
 _OF_POINT = {"elements": number(1), "encode_us": _TIME, "decode_us": _TIME, "propose_us": _TIME}
 _OF_PIECE = {"start": _TIME, "at_zero_us": number(-MOST), "us_per_unit": _TIME}
 

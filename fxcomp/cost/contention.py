@@ -1,13 +1,16 @@
 """Contention between compute and communication, fitted to steps that ran with and without a network.
 
-The transport's processor time is measured while the main thread waits. In a step it competes with compute for caches
-and memory, and takes longer. `contention` is a factor on it, fitted so that compute is slowed in the simulated step as
-in the measured one. The step's length is not fitted: its residual is the prediction's error, mostly due to links, which
-lengthen the step without slowing compute.
+    factor           on the transport's processor time, which compute slows: it competes for caches and memory
+    link_factor      on the time of collectives, which were measured one by one and run in a row in a step
+    overlap_speed    of collectives while compute leaves no processor free: their threads wait for time slices
+
+The first one explains how much compute is slowed, the second one the time of collectives without compute, and all three
+the length of the step.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,18 +22,11 @@ from fxcomp.plan.kinds import WIRES, Stream
 
 @dataclass(frozen=True, slots=True)
 class TransportCost:
-    """Processor time of a collective's software, and the collective's slowdown by compute."""
+    """Processor time of a collective's software."""
 
     us: float
     us_per_mb: float
     """Time per 10⁶ bytes sent, which includes receiving the same number."""
-    speed: float = 1.0
-    """While compute leaves no processor free, t µs become t / speed + more_us."""
-    more_us: float = 0.0
-
-    def overlap_speed(self, alone_us: float) -> float:
-        """Return the relative speed during compute of a collective that takes `alone_us` alone."""
-        return alone_us / (alone_us / self.speed + self.more_us) if alone_us >= NO_TIME_US else 1.0
 
 
 NO_TIME_US = 1e-9
@@ -45,54 +41,88 @@ class SeenStep:
     step_us: float
     slowed_us: float
     """Time by which the network lengthens the main thread's compute."""
+    wire_us: float | None = None
+    """Time of its collectives without compute; None if links are given and not measured."""
 
 
 FACTORS = tuple(2 ** (k / 8) for k in range(-8, 25))
 """Grid: 1/2 to 8 times the transport's processor time."""
 
+SPEEDS = tuple(2 ** (-k / 8) for k in range(9))
+"""Grid: 1 to 1/2 of a collective's speed without compute."""
+
+LINK_FACTORS = tuple(2 ** (k / 32) for k in range(-16, 17))
+"""Grid: 0.7 to 1.4 times the measured time of a collective."""
+
 NOISE = 0.02
 """Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL = 0.5
-"""Prior's width around 1, in logarithms (assumed): without evidence the factor stays near 1."""
+"""Width of priors around 1, in logarithms (assumed): without evidence each number stays near 1."""
 
-
-def under_contention(tasks: Sequence[Task], factor: float) -> list[Task]:
-    return [replace(task, load=task.load * factor) if task.stream in WIRES else task for task in tasks]
+ROUNDS = 2
+"""Number of times that the factor and the other two are fitted in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedContention:
-    factor: float
-    error: float
-    """Largest relative error of a step's length, predicted with the factor of the other steps, or with its own if it is
-    the only step.
+    factor: float = 1.0
+    link_factor: float = 1.0
+    overlap_speed: float = 1.0
+    error: float = 0.0
+    """Relative error of the predicted length of the step."""
+
+    def under(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks of a step with this contention."""
+        return [self._under(task) if task.stream in WIRES else task for task in tasks]
+
+    def _under(self, task: Task) -> Task:
+        return replace(
+            task,
+            duration_us=task.duration_us * self.link_factor,
+            load=task.load * self.factor / self.link_factor,
+            overlap_speed=self.overlap_speed,
+        )
+
+
+def fit_contention(step: SeenStep, processors: Processors) -> FittedContention:
+    """Fit contention to a step. Maximum a posteriori estimate over grids: of `factor`, then of the other two.
+
+    With a spare processor only links are fitted.
     """
+    wires_us = step_time_us(alone_on_wires(step.tasks))
+    speeds = (1.0,) if processors.has_spare else SPEEDS
+    links = (1.0,) if step.wire_us is None else LINK_FACTORS
+
+    def off_compute(found: FittedContention) -> float:
+        slowed_us = simulate(found.under(step.tasks), processors).slowed_us(Stream.COMPUTE)
+        return _misfit(found, [slowed_us - step.slowed_us], step.step_us)
+
+    def off_network(found: FittedContention) -> float:
+        off_us = [step_time_us(found.under(step.tasks), processors) - step.step_us]
+        off_us += [] if step.wire_us is None else [found.link_factor * wires_us - step.wire_us]
+        return _misfit(found, off_us, step.step_us)
+
+    found = FittedContention()
+    for _ in range(ROUNDS):
+        if not processors.has_spare:
+            found = min((replace(found, factor=factor) for factor in FACTORS), key=off_compute)
+        pairs = itertools.product(links, speeds)
+        found = min((replace(found, link_factor=link, overlap_speed=speed) for link, speed in pairs), key=off_network)
+    us = step_time_us(found.under(step.tasks), processors)
+    return replace(found, error=abs(us / step.step_us - 1))
 
 
-def fit_contention(steps: Sequence[SeenStep], processors: Processors) -> FittedContention:
-    """Fit the factor with which simulated steps slow compute as measured steps do.
-
-    Maximum a posteriori estimate over a grid. With a spare processor the factor is 1.
-    """
-    factors = (1.0,) if processors.has_spare else FACTORS
-    slowed = [[_slowed_us(step, factor, processors) for factor in factors] for step in steps]
-
-    def fitted(places: Sequence[int]) -> float:
-        def misfit(number: int) -> float:
-            off = [(slowed[k][number] - steps[k].slowed_us) / steps[k].step_us / NOISE for k in places]
-            return sum(one**2 for one in off) + (math.log(factors[number]) / USUAL) ** 2
-
-        return factors[min(range(len(factors)), key=misfit)]
-
-    everyone = range(len(steps))
-    errors = [_error(steps[k], fitted([j for j in everyone if j != k] or everyone), processors) for k in everyone]
-    return FittedContention(fitted(everyone), max(errors))
+def _misfit(found: FittedContention, off_us: Sequence[float], step_us: float) -> float:
+    priors = (found.factor, found.link_factor, found.overlap_speed)
+    return sum((us / step_us / NOISE) ** 2 for us in off_us) + sum((math.log(each) / USUAL) ** 2 for each in priors)
 
 
-def _slowed_us(step: SeenStep, factor: float, processors: Processors) -> float:
-    return simulate(under_contention(step.tasks, factor), processors).slowed_us(Stream.COMPUTE)
-
-
-def _error(step: SeenStep, factor: float, processors: Processors) -> float:
-    return abs(step_time_us(under_contention(step.tasks, factor), processors) / step.step_us - 1)
+def alone_on_wires(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of the network alone."""
+    names = {task.name for task in tasks if task.stream in WIRES}
+    return [
+        replace(task, after=tuple(name for name in task.after if name in names), load=0.0)
+        for task in tasks
+        if task.name in names
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -133,6 +133,11 @@ class MeasuredCollective:
         """
         alpha_us = self.fit.pieces[0].at_zero_us / max(1.0, like.known_steps)
         return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
+
+    def times(self, factor: float) -> MeasuredCollective:
+        """Return the measurement with times that a step's collectives showed."""
+        fit = replace(self.fit, pieces=tuple(piece.times(factor) for piece in self.fit.pieces))
+        return replace(self, fit=fit, source=f"{self.source}, times {factor:.3g} as in the job's first steps")
 
     def describe(self, kind: CollectiveKind) -> str:
         """Format α per step, bandwidths with half 95 % intervals, and the error."""

@@ -117,8 +117,8 @@ def merge(first: CostTable, second: CostTable) -> Merged:
     """Merge two tables of one machine.
 
     A measured entry wins over an assumed one, then the newer table wins, then `second`. A number that differs from the
-    default wins over the default. Roofline entries are not mixed. Transport, processors and contention were measured
-    together and come from one table: the winning one if it has any of them. Raises BadOption for different machines.
+    default wins over the default. Roofline entries are not mixed. Entries of `_SHARING` come from one table: the
+    winning one if it has any of them. Raises BadOption for different machines.
     """
     default = CostTable()
     known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))
@@ -150,7 +150,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
     return Merged(CostTable(**chosen), tuple(map(str, conflicts)))
 
 
-_SHARING = ("transport", "processors", "contention")
+_SHARING = ("transport", "processors", "contention", "overlap_speed")
 """Entries measured together."""
 
 

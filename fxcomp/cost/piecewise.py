@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -91,6 +91,11 @@ class Piece:
 
     def at(self, size: float) -> float:
         return self.at_zero_us + self.us_per_unit * size
+
+    def times(self, factor: float) -> Piece:
+        """Return the line with all times multiplied."""
+        names = ("at_zero_us", "us_per_unit", "at_zero_error", "us_per_unit_error")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def to_json(self) -> dict[str, Any]:
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}

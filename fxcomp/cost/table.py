@@ -34,7 +34,7 @@ from fxcomp.plan.interpret import Device, without_gpu
 from fxcomp.plan.kinds import CollectiveKind
 from fxcomp.plan.prices import CollectivePrice
 
-VERSION = 5
+VERSION = 6
 
 ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 
@@ -46,7 +46,8 @@ class CostTable:
     `hardware`, `versions`, `date` and `source` describe the measurement. `compute` is keyed by operation and shapes,
     `aten.mm f32[512,384] f32[384,384]`; `roofline` prices other operations. `collectives`, keyed by topology as
     `all_reduce@4x1`, win over the cluster's links. `transport` is collectives' processor time, `contention` a factor on
-    it fitted to the job's steps, `launch_us` the time to start a collective. `compressors` are keyed by text, device
+    it and `overlap_speed` a collective's relative speed during compute, both fitted to the job's steps. `launch_us` is
+    the time to start a collective. `compressors` are keyed by text, device
     and threads, `int8@cpu*2`; `threads` is their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s`
     between host and device, `processors` are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the
     host's time hidden by a device, where `feed_us` is 0. `error` is the prediction's relative error, `compute_error` is
@@ -70,6 +71,7 @@ class CostTable:
     copy_gb_per_s: float | None = None  # None if the device is the host
     processors: Processors = UNSHARED  # assumed: no contention
     contention: float = 1.0
+    overlap_speed: float = 1.0
     feed_us: float = 0.0
     host_us: float = 0.0
     error: float = 0.1  # assumed; a measured error is mostly due to links
@@ -113,11 +115,11 @@ class CostTable:
         taken = taken or self.transport.get(CollectiveKind.ALL_REDUCE)
         if taken is None:
             return CollectivePrice(us)
-        load, speed = 0.0, min(1.0, taken.overlap_speed(us))
+        load = 0.0
         if us >= NO_TIME_US:
             sent = formulas.wire_bytes(kind, group.ranks, size, formulas.large_algorithm(kind, group, library))
             load = self.contention * (taken.us + taken.us_per_mb * sent / 1e6) / us
-        return CollectivePrice(us, load, speed)
+        return CollectivePrice(us, load, self.overlap_speed)
 
     @property
     def library(self) -> Library:
@@ -334,11 +336,12 @@ _TABLE = record(
     pack_gb_per_s=positive(),
     launch_us=number(),
     transport=keyed(
-        record(TransportCost, us=number(), us_per_mb=number(), speed=positive(1.0), more_us=number()),
+        record(TransportCost, us=number(), us_per_mb=number()),
         key=_kind,
     ),
     copy_gb_per_s=null_or(positive()),
     contention=positive(),
+    overlap_speed=positive(1.0),
     processors=null_or(record(Processors, count=positive(), compute=positive()), null=UNSHARED),
     feed_us=number(),
     host_us=number(),

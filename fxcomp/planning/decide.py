@@ -68,8 +68,8 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
     mine = [measurement(by_way[way]) for way in (Way.HELD, Way.OVERLAPPED)]
-    numbers = [feed_us + mine[0].between_us, *(us for on in mine for us in (on.step_us, on.compute_us))]
-    everyone = ranks.gather("what the first steps took", numbers)
+    times_us = (us for on in mine for us in (on.step_us, on.compute_us))
+    everyone = ranks.gather("what the first steps took", [feed_us + mine[0].between_us, *times_us, mine[0].wait_us])
     slowest = max(everyone, key=lambda each: each[2])
     factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
     held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
@@ -78,6 +78,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
     compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
     around_us = max(each[0] for each in everyone)
+    held = replace(held, wait_us=min(each[-1] for each in everyone))  # of the rank that the others wait for
     own = replace(
         costs,
         compute={**costs.compute, **compute},
@@ -92,7 +93,13 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
 
     # The other ranks leave the processors to rank 0 meanwhile.
     fit = FittedContention(**ranks.from_rank_0("fitting contention", fitted))
-    return replace(own, contention=fit.factor, error=min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR))
+    return replace(
+        own,
+        contention=fit.factor,
+        overlap_speed=fit.overlap_speed,
+        collectives={key: found.times(fit.link_factor) for key, found in own.collectives.items()},
+        error=min(max(SMALLEST_ERROR, fit.error), LARGEST_ERROR),
+    )
 
 
 @dataclass(frozen=True, slots=True)

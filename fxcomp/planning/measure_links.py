@@ -1,4 +1,4 @@
-"""Time collectives on running process groups, and their interference with compute."""
+"""Time collectives on running process groups, and the processor time of their software."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,15 +36,6 @@ predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
 LIVE_S = 3.0
 """Time for all collectives of a running job, in s. All ranks wait meanwhile."""
 
-SMALL_OVERLAP_BYTES, LARGEST_OVERLAP_BYTES = 1 << 18, 1 << 22
-"""Sizes of collectives timed while compute runs, in bytes."""
-
-OVERLAP_S, OVERLAP_REPEATS, MOST_IN_BURST = 0.08, 5, 8
-"""Limit in s on the time of the larger size without compute, number of timings per size, maximum burst length."""
-
-SLOWEST_OVERLAP = 0.05
-"""Lower bound on a collective's speed during compute, relative to idle; a fair scheduler gives more (assumed)."""
-
 
 def live_links(
     costs: CostTable,
@@ -55,10 +45,9 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-    """Time collectives on the running process groups, in at most about 4 s, and return fields of a cost table.
+    """Time collectives on the running process groups, in about `LIVE_S`, and return fields of a cost table.
 
-    If the network's software runs on compute's processors, also measure its processor time, and its slowdown during
-    compute. Every rank takes part.
+    If the network's software runs on compute's processors, also measure its processor time. Every rank takes part.
     """
     timed = TimedCollectives(transport, device, beside)
     largest = LARGEST_FROM_DEVICE if compat.is_accelerator(device) else LARGEST_BYTES
@@ -66,11 +55,7 @@ def live_links(
     links = {"collectives": found, "launch_us": timed.launch_us(costs.launch_us)}
     if math.isinf(processors.count):
         return links
-    taken = timed.processor_times()
-    if not processors.has_spare:
-        slowdown = _OverlapSlowdown(timed, device)
-        taken = {kind: replace(each, **slowdown.of(kind)) for kind, each in taken.items()}
-    return {**links, "transport": taken}
+    return {**links, "transport": timed.processor_times()}
 
 
 def meet(transport: Transport, device: torch.device) -> None:
@@ -178,56 +163,3 @@ class TimedCollectives:
 def _started(work: Any) -> Work:
     assert work is not None, "this rank is not in the group"
     return work
-
-
-class _OverlapSlowdown:
-    """Measures the slowdown of collectives during compute."""
-
-    def __init__(self, timed: TimedCollectives, device: torch.device) -> None:
-        self._timed, self._device = timed, device
-        self._square = torch.ones(192, 192, device=device)
-        self._product = torch.zeros_like(self._square)
-
-    def of(self, kind: CollectiveKind) -> dict[str, float]:
-        sizes = self._sizes(kind)
-        if len(sizes) == 1:  # a slow link, where a one-time delay is negligible
-            idle_us, overlapping_us = self._burst_us(kind, sizes[0])
-            return {"speed": idle_us / overlapping_us}
-        small, large = (self._burst_us(kind, size) for size in sizes)
-        slope = (large[1] - small[1]) / (large[0] - small[0]) if large[0] > small[0] else 1.0
-        slope = min(1.0 / SLOWEST_OVERLAP, max(1.0, slope))
-        return {"speed": 1.0 / slope, "more_us": max(0.0, (small[1] + large[1] - slope * (small[0] + large[0])) / 2)}
-
-    def _sizes(self, kind: CollectiveKind) -> tuple[int, ...]:
-        """Return a small size, and the largest below `OVERLAP_S` if different. The same on all ranks."""
-        size = SMALL_OVERLAP_BYTES
-        while size < LARGEST_OVERLAP_BYTES and 4 * self._timed(kind, Level.WORLD, size) < OVERLAP_S:
-            size *= 4
-        return tuple(dict.fromkeys((SMALL_OVERLAP_BYTES, size)))
-
-    def _burst_us(self, kind: CollectiveKind, size: int) -> tuple[float, float]:
-        """Return the time per collective in a burst: idle, and overlapping compute.
-
-        One burst is waited for at once, another after compute of about the same length. Collectives that are unfinished
-        after the compute continue at full speed, so the two times determine the speed during compute. A burst averages
-        out the delay of the first launch.
-        """
-        count = min(MOST_IN_BURST, max(1, math.ceil(OVERLAP_S / 2 / self._timed(kind, Level.WORLD, size))))
-        idle_s = statistics.median([self._burst_s(kind, size, count, 0.0) for _ in range(OVERLAP_REPEATS)])
-        worked_s = 0.9 * idle_s
-        total_s = statistics.median([self._burst_s(kind, size, count, worked_s) for _ in range(OVERLAP_REPEATS)])
-        speed = min(1.0, max(SLOWEST_OVERLAP, 1.0 - (total_s - idle_s) / worked_s))
-        return 1e6 * idle_s / count, 1e6 * idle_s / count / speed
-
-    def _burst_s(self, kind: CollectiveKind, size: int, count: int, worked_s: float) -> float:
-        """Time a burst on the slowest rank, waited for after `worked_s` of compute."""
-        launches = [self._timed.prepared(kind, Level.WORLD, size, slot) for slot in range(count)]
-        self._timed.meet()
-        start = time.perf_counter()
-        works = [launch() for launch in launches]
-        while time.perf_counter() - start < worked_s:
-            torch.mm(self._square, self._square, out=self._product)
-        compat.synchronize(self._device)
-        for work in works:
-            work.wait()
-        return self._timed.slowest(time.perf_counter() - start)

@@ -178,6 +178,8 @@ class StepMeasurement:
     """Median time to launch a collective; None without collectives."""
     pack_gb_per_s: float | None
     """Rate of filling buckets; None without buckets."""
+    wait_us: float = 0.0
+    """Time waiting for collectives; of a held step, the time of its collectives without compute."""
     between_us: float = 0.0
     """Host time outside of regions, packs and collectives; on an asynchronous device, for the whole step."""
 
@@ -216,6 +218,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
         pack_us=pack_us,
         launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
         pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
+        wait_us=_sum_of_medians(us for call, us in found.items() if call[0] == "wait"),
         between_us=statistics.median(s.handed_us for s in steps) if works_later else max(0.0, step_us - told_us),
     )
 
@@ -268,11 +271,12 @@ def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
 def contention_of(
     costs: CostTable, graph: GraphModule, held: StepMeasurement, overlapped: StepMeasurement
 ) -> FittedContention:
-    """Fit contention to dense steps, with the error of its prediction.
+    """Fit contention and links to dense steps, with the error of the prediction.
 
     `graph` is annotated with region times without contention. The host's time (`costs.host_us`) is simulated too, so
-    that host-bound steps are not attributed to the network.
+    that host-bound steps are not attributed to the network. Links that were given are not fitted.
     """
     tasks = (*handing_out(costs.host_us), *graph_tasks(graph))
     slowed_us = max(0.0, overlapped.compute_us - held.compute_us)
-    return fit_contention([SeenStep(tasks, overlapped.step_us, slowed_us)], costs.processors)
+    wire_us = held.wait_us if costs.collectives else None
+    return fit_contention(SeenStep(tasks, overlapped.step_us, slowed_us, wire_us), costs.processors)

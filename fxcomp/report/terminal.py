@@ -76,8 +76,7 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
     told = [
         (
             "transport",
-            f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; beside compute"
-            f" {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us",
+            f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB",
         )
         for kind, taken in costs.transport.items()
     ]
@@ -85,7 +84,9 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
         shared = costs.processors
         told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
     if costs.contention != 1.0:
-        told.append(("contention", f"{costs.contention:.3g} times that of the processor beside this job's compute"))
+        told.append(("contention", f"{costs.contention:.3g} times that of the processor during this job's compute"))
+    if costs.overlap_speed != 1.0:
+        told.append(("overlap", f"a collective takes {1 / costs.overlap_speed:.3g} times as long during compute"))
     return told
 
 

@@ -1,12 +1,13 @@
-"""Contention from measured steps: found where they tell it, and links' errors are not taken for it."""
+"""Contention and links from a measured step: what each number explains, and no more."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from fxcomp.cluster.cluster import Processors
-from fxcomp.cost.contention import SeenStep, fit_contention, under_contention
-from fxcomp.cost.timeline import Task, simulate
+from fxcomp.cost.contention import FittedContention, SeenStep, alone_on_wires, fit_contention
+from fxcomp.cost.timeline import Task, simulate, step_time_us
 from fxcomp.plan.kinds import Stream
 
 ONE = Processors(1.0, 1.0)
@@ -16,66 +17,77 @@ def step(wire_us: float, buckets: int = 6, load: float = 0.2) -> tuple[Task, ...
     tasks: list[Task] = []
     for k in range(buckets):
         tasks.append(Task(f"region {k}", Stream.COMPUTE, 20_000.0))
-        tasks.append(Task(f"send {k}", Stream.INTER, wire_us, (f"region {k}",), load=load, overlap_speed=0.8))
+        tasks.append(Task(f"send {k}", Stream.INTER, wire_us, (f"region {k}",), load=load))
     return (*tasks, *(Task(f"update {k}", Stream.COMPUTE, 1000.0, (f"send {k}",)) for k in range(buckets)))
 
 
-def seen(tasks: tuple[Task, ...], factor: float = 1.0, slower: float = 1.0) -> SeenStep:
-    """A step as it would run with this contention, over links that take so many times as long for the same work."""
-    links = [
-        replace(task, duration_us=task.duration_us * slower, load=task.load / slower)
-        if task.stream is Stream.INTER
-        else task
-        for task in tasks
-    ]
-    ran = simulate(under_contention(links, factor), ONE)
-    return SeenStep(tasks, ran.step_time_us, ran.slowed_us(Stream.COMPUTE))
+def seen(tasks: tuple[Task, ...], *, processors: Processors = ONE, **true: float) -> SeenStep:
+    """Return the step as it runs with true contention."""
+    ran = FittedContention(**true).under(tasks)
+    timeline = simulate(ran, processors)
+    wire_us = step_time_us(alone_on_wires(ran))
+    return SeenStep(tasks, timeline.step_time_us, timeline.slowed_us(Stream.COMPUTE), wire_us)
 
 
 @pytest.mark.parametrize("true", [0.7, 1.0, 2.0, 3.0])
 def test_contention_that_slows_compute_is_found(true: float):
-    found = fit_contention([seen(step(19_000.0), true), seen(step(9_000.0), true)], ONE)
+    found = fit_contention(seen(step(19_000.0), factor=true), ONE)
     assert found.factor == pytest.approx(true, rel=0.15)
     assert found.error < 0.03
 
 
-def test_a_link_slower_than_its_table_is_an_error_and_no_contention():
-    found = fit_contention([seen(step(400_000.0), slower=1.15), seen(step(100_000.0), slower=1.15)], ONE)
+@pytest.mark.parametrize("true", [0.8, 1.0, 1.15, 1.3])
+def test_links_are_fitted_to_collectives_without_compute(true: float):
+    found = fit_contention(seen(step(60_000.0), link_factor=true), ONE)
+    assert found.link_factor == pytest.approx(true, rel=0.03)
     assert found.factor == pytest.approx(1.0, rel=0.1)
-    assert found.error == pytest.approx(1 - 1 / 1.15, abs=0.02)
+    assert found.error < 0.01
 
 
-def test_what_a_step_hardly_depends_on_stays_as_it_was():
-    """Nearly all of this step is spent on the wire: what slows compute is within its noise."""
-    found = fit_contention([seen(step(400_000.0, load=0.01), 4.0)], ONE)
+@pytest.mark.parametrize("true", [1.0, 0.8, 0.6])
+def test_collectives_that_are_slow_during_compute_lengthen_the_step(true: float):
+    found = fit_contention(seen(step(24_000.0), overlap_speed=true), ONE)
+    assert found.overlap_speed == pytest.approx(true, rel=0.1)
+    assert found.link_factor == pytest.approx(1.0, rel=0.05)
+    assert found.error < 0.02
+
+
+def test_all_three_are_found_together():
+    true = {"factor": 2.0, "link_factor": 1.1, "overlap_speed": 0.8}
+    found = fit_contention(seen(step(19_000.0), **true), ONE)
+    assert found.link_factor == pytest.approx(1.1, rel=0.05)
+    assert found.error < 0.02
+    again = seen(step(19_000.0), factor=found.factor, link_factor=found.link_factor, overlap_speed=found.overlap_speed)
+    assert again.slowed_us == pytest.approx(seen(step(19_000.0), **true).slowed_us, rel=0.1)
+
+
+def test_a_number_that_the_step_hardly_depends_on_stays_near_one():
+    """Nearly all of this step is spent on the wire: the slowdown of compute is within its noise."""
+    found = fit_contention(seen(step(400_000.0, load=0.01), factor=4.0), ONE)
     assert found.factor == pytest.approx(1.0, rel=0.5)
     assert found.error < 0.02
 
 
-def test_each_step_is_predicted_without_what_it_told_itself():
-    """The second step contradicts the first: together they tell something between, and the error says so."""
-    alike, other = seen(step(19_000.0)), seen(step(19_000.0, load=0.4), 3.0)
-    errors = [fit_contention([one], ONE).error for one in (alike, other)]
-    assert fit_contention([alike, other], ONE).error > 2 * max(errors)
+def test_given_links_are_not_fitted_and_their_error_is_reported():
+    slower = replace(seen(step(400_000.0), link_factor=1.15), wire_us=None)
+    found = fit_contention(slower, ONE)
+    assert found.link_factor == 1.0
+    assert found.error == pytest.approx(1 - 1 / 1.15, abs=0.03)
 
 
-def test_a_step_alone_is_predicted_with_its_own_factor():
-    lengthened = replace(seen(step(19_000.0), 2.0), step_us=1.2 * seen(step(19_000.0), 2.0).step_us)
-    found = fit_contention([lengthened], ONE)
-    assert found.factor == pytest.approx(2.0, rel=0.3)
-    assert found.error == pytest.approx(1 - 1 / 1.2, abs=0.03)
+def test_with_processors_to_spare_only_links_are_fitted():
+    two = Processors(2.0, 1.0)
+    found = fit_contention(seen(step(60_000.0), processors=two, link_factor=1.2), two)
+    assert (found.factor, found.overlap_speed) == (1.0, 1.0)
+    assert found.link_factor == pytest.approx(1.2, rel=0.03)
 
 
-def test_processors_to_spare_have_no_contention():
-    longer = replace(seen(step(19_000.0)), step_us=1e6, slowed_us=1e5)
-    assert fit_contention([longer], Processors(2.0, 1.0)).factor == 1.0
-
-
-def test_contention_changes_what_is_sent_and_nothing_else():
+def test_contention_changes_the_network_and_nothing_else():
     tasks = [
         Task("work", Stream.COMPUTE, 1.0, load=0.5, overlap_speed=0.5),
-        Task("send", Stream.INTER, 1.0, load=0.5, overlap_speed=0.5),
+        Task("send", Stream.INTER, 1.0, load=0.5),
     ]
-    work, send = under_contention(tasks, 2.0)
+    work, send = FittedContention(2.0, 1.25, 0.5).under(tasks)
     assert work == tasks[0]
-    assert (send.load, send.overlap_speed) == (1.0, 0.5)
+    assert (send.duration_us, send.overlap_speed) == (1.25, 0.5)
+    assert math.isclose(send.load, 0.5 * 2.0 / 1.25), "a slower link does not cost more processor time"

@@ -28,7 +28,7 @@ TABLE = CostTable(
     source="test",
     compute={"aten.mm f32[2,2] f32[2,2]": Measured(3.5, 0.1, "test")},
     roofline=Roofline(100.0, 20.0),
-    transport={CollectiveKind.ALL_GATHER: TransportCost(10.0, 900.0, 0.8, 4000.0)},
+    transport={CollectiveKind.ALL_GATHER: TransportCost(10.0, 900.0)},
     processors=Processors(1.5, 1.0),
     collectives={
         (CollectiveKind.ALL_REDUCE, reach): MeasuredCollective.line(
@@ -183,12 +183,12 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch
 def test_data_that_is_no_table_is_refused():
     with pytest.raises(BadOption, match="this is not a cost table: roofline is missing"):
         CostTable.from_json({k: v for k, v in TABLE.to_json().items() if k != "roofline"})
-    for version in (4, "5"):
+    for version in (5, "6"):
         with pytest.raises(
-            BadOption, match=rf"its version is {version!r}; this fxcomp reads version 5, which .* writes"
+            BadOption, match=rf"its version is {version!r}; this fxcomp reads version 6, which .* writes"
         ):
             CostTable.from_json({**TABLE.to_json(), "version": version})
-    with pytest.raises(BadOption, match=r"its version is None; this fxcomp reads version 5"):
+    with pytest.raises(BadOption, match=r"its version is None; this fxcomp reads version 6"):
         CostTable.from_json({"hardware": "a machine"})
     for part, key in (("collectives", "all_reduce"), ("compressors", "int8")):
         one = next(iter(TABLE.to_json()[part].values()))

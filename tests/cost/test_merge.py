@@ -54,9 +54,10 @@ def test_contradictions_come_largest_first_and_say_where():
 
 SHARED = replace(
     OLD,
-    transport={KIND: TransportCost(10.0, 900.0, 0.8, 40.0)},
+    transport={KIND: TransportCost(10.0, 900.0)},
     processors=Processors(2.0, 1.0),
     contention=1.5,
+    overlap_speed=0.8,
     roofline=Roofline(50.0, 10.0, others={"bf16": 100.0, "f64": 1.0}),
     copy_gb_per_s=12.0,
     estimate="a data sheet",
@@ -64,9 +65,10 @@ SHARED = replace(
 OTHER = replace(
     SHARED,
     date="2026-11-20",
-    transport={KIND: TransportCost(20.0, 1800.0, 0.4, 80.0), CollectiveKind.ALL_GATHER: TransportCost(1.0, 1.0)},
+    transport={KIND: TransportCost(20.0, 1800.0), CollectiveKind.ALL_GATHER: TransportCost(1.0, 1.0)},
     processors=Processors(4.0, 2.0),
     contention=3.0,
+    overlap_speed=0.4,
     roofline=Roofline(50.0, 10.0, others={"bf16": 200.0}),
     copy_gb_per_s=24.0,
     estimate="",
@@ -75,7 +77,7 @@ OTHER = replace(
 
 def test_what_was_measured_together_about_processors_comes_from_one_table():
     def sharing(table: CostTable) -> tuple[object, ...]:
-        return table.transport, table.processors, table.contention
+        return table.transport, table.processors, table.contention, table.overlap_speed
 
     for merged in (merge(SHARED, OTHER), merge(OTHER, SHARED)):
         assert sharing(merged.table) == sharing(OTHER), "the newer one's"
@@ -85,10 +87,10 @@ def test_what_was_measured_together_about_processors_comes_from_one_table():
         assert "copy_gb_per_s" in told
         assert "roofline bf16" in told
         assert not any(word in told for word in ("transport", "contention", "processors"))
-    lone = replace(OTHER, transport={}, processors=Processors(), contention=1.0)
+    lone = replace(OTHER, transport={}, processors=Processors(), contention=1.0, overlap_speed=1.0)
     assert sharing(merge(SHARED, lone).table) == sharing(SHARED)
     partly = replace(lone, processors=Processors(8.0, 1.0))
-    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), 1.0)
+    assert sharing(merge(SHARED, partly).table) == ({}, Processors(8.0, 1.0), 1.0, 1.0)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -19,7 +19,7 @@ from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
 PROCESSORS = (UNSHARED, Processors(1.0, 1.0), Processors(2.0, 1.0), Processors(3.0, 1.0))
-TRANSPORT = ({}, {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0, 0.8, 20.0)})
+TRANSPORT = ({}, {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0)})
 MOST = 3000  # partial plans: where there are more, the best one is not asked for
 
 
@@ -45,6 +45,7 @@ def drawn(seed: int) -> tuple[Workload, CostTable, Cluster, Mode, float]:
         error=0.0,
         processors=chance.choice(PROCESSORS),
         transport=chance.choice(TRANSPORT),
+        overlap_speed=0.8,
         copy_gb_per_s=chance.choice([None, None, 12.0]),
     )
     where = cluster(*chance.choice([(2, 1), (4, 1), (2, 2), (3, 4), (8, 8)]), f"{10 ** chance.uniform(-1, 2):.3g}gbit")

@@ -33,7 +33,7 @@ SHARED = replace(
     processors=Processors(1.0, 1.0),
     transport={
         CollectiveKind.ALL_REDUCE: TransportCost(us=5.0, us_per_mb=800.0),
-        CollectiveKind.ALL_GATHER: TransportCost(us=5.0, us_per_mb=800.0, speed=0.9),
+        CollectiveKind.ALL_GATHER: TransportCost(us=5.0, us_per_mb=800.0),
     },
 )
 

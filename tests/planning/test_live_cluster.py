@@ -167,7 +167,7 @@ def priced_by_its_own_step() -> tuple[int, CostTable]:
 
     def fitted(*_: object) -> FittedContention:
         asked.append(1)
-        return FittedContention(1.5 + rank, 0.1 + 0.1 * rank)
+        return FittedContention(1.5 + rank, error=0.1 + 0.1 * rank)
 
     def measured(steps: Sequence[TimedStep]) -> StepMeasurement:
         return replace(measure(steps), launch_us=700.0 + 200 * rank, between_us=0.0)

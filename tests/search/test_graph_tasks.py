@@ -255,7 +255,8 @@ ON_ONE_PROCESSOR = replace(
     COSTS,
     copy_gb_per_s=None,
     processors=Processors(1.0, 1.0),
-    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=20.0, us_per_mb=900.0, speed=0.8, more_us=400.0)},
+    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=20.0, us_per_mb=900.0)},
+    overlap_speed=0.6,
 )
 
 

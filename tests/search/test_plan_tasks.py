@@ -236,7 +236,8 @@ def test_a_step_is_at_least_its_compute_and_at_most_all_its_work(seed: int):
 SHARED = replace(
     COSTS,
     processors=Processors(1.0, 1.0),
-    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=5.0, us_per_mb=700.0, speed=0.7, more_us=300.0)},
+    transport={CollectiveKind.ALL_REDUCE: TransportCost(us=5.0, us_per_mb=700.0)},
+    overlap_speed=0.6,
 )
 
 
