@@ -15,7 +15,7 @@ TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
 
 
 def examples() -> list[Compressor]:
-    """Return each built-in compressor with typical parameters, and with each other switch and choice."""
+    """Return each built-in compressor with typical parameters, and again with each other bool or choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)
@@ -48,7 +48,7 @@ def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
 
 
 def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
-    """Yield switches and choices with their other values."""
+    """Yield bool and choice parameters with their other values."""
     for parameter in compressor.facts.parameters:
         value = getattr(compressor, parameter.name)
         others = (not value,) if isinstance(value, bool) else parameter.choices

@@ -1,6 +1,6 @@
 """Inputs of a compressor, and the checks before kernels get raw pointers.
 
-The checks run on every step, so sizes are cached.
+Sizes are cached, because the checks run on every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EncoderInput(NamedTuple):
     bucket: Tensor
     residual: Tensor | None
     segments: tuple[int, ...]
-    """Sizes of the parameters."""
+    """Number of values of each parameter."""
     state: Tensor | None = None
     agreed: Tensor | None = None
     """Reduction of the ranks' proposals."""
@@ -94,7 +94,7 @@ def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
 
 
 def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
-    """Raise BadTensor if only some tensors are on meta: torch then passes real tensors to an op's fake."""
+    """Raise BadTensor if only some tensors are on meta, because torch then passes real ones to an op's fake."""
     for other in others:
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"
@@ -126,7 +126,7 @@ def _state_elements(compressor: Declared, segments: tuple[int, ...]) -> int:
 
 
 class _Call(NamedTuple):
-    """A call as text for errors, and its device."""
+    """Description of a call for error messages, and its device."""
 
     compressor: Declared
     verb: str
