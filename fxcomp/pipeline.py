@@ -2,8 +2,8 @@
 
     graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
-`Compiler.passes` lists all passes. Each inner tuple is a turn: between two steps, a running job runs one turn of `emit`
-or `retune`.
+`Compiler.passes` lists all passes. Between two steps, a running job executes one inner tuple (a turn) of `emit` or
+`retune`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Compiler:
         return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
-        """Return the passes to another plan with the same lines."""
+        """Return the passes to another plan with the same emitted lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             self._pricing(costs),
@@ -144,7 +144,7 @@ class Compiler:
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
             return workload
-        look_us = costs.pack_us(workload.dense_bytes) / 2  # as annotate_costs prices it
+        look_us = costs.pack_us(workload.dense_bytes) / 2  # as in annotate_costs
         finish_us = workload.finish_us + look_us
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
@@ -180,7 +180,7 @@ class Compiler:
         return run(graph, ((partial(label_gradients),), (*updates, priced)))
 
     def retune(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Return a program for another plan with the same lines, without capture and emission."""
+        """Return a program for another plan with the same emitted lines, without capture and emission."""
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -233,7 +233,7 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
 
 
 AHEAD = "backward of the other micro-batches"
-"""Task of earlier micro-batches."""
+"""Name of the task of earlier micro-batches."""
 
 FEED = "feed"
-"""Task of work outside of nodes. It is spread over the step, but simulated first."""
+"""Name of the task of work outside of nodes, which is spread over the step, but simulated first."""

@@ -185,7 +185,7 @@ class SymmetricCompressor(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Number of codes on each side of zero, equal because the lowest code would otherwise saturate."""
+        """Codes on each side of zero: an asymmetric range would clip the shorter side."""
         return 2 ** (self.bits - 1) - 1
 
     @property

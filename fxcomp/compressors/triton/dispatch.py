@@ -19,7 +19,7 @@ Pieces = tuple[tuple[int, ...], ...]
 
 _OURS = "fxcomp.compressors."
 _SHARED = {"int4": "int8"}
-"""Compressors that use another one's kernels."""
+"""Compressors that use kernels of another."""
 
 
 @cache
@@ -37,7 +37,7 @@ def has_kernels(kind: type[Declared]) -> bool:
 
 
 def encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> bool:
-    """Fill `payload`, replace residual and state. Return False without a kernel."""
+    """Fill `payload`, overwrite residual and state. Return False without a kernel."""
     return _is_aligned(payload) and _run("encode", compressor, given, payload)
 
 

@@ -1,6 +1,6 @@
 """Triton's language and shared functions. Stand-ins replace Triton where it is not installed.
 
-Sums add the upper half to the lower until one term is left. Random bits have the reference in `randomness.py`.
+Sums add the upper half of the terms to the lower until one is left. `randomness.py` is the random bits' reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ else:
 def launch(
     kernel: Any, programs: int, *arguments: Tensor | float | None, rows: int = 1, warps: int = 4, **constants: object
 ) -> None:
-    """Run a kernel on programs * rows, without fusing multiplication and addition."""
+    """Run a kernel on a grid of programs * rows, without fusing multiplication and addition."""
     if programs > 0:
         start(kernel, (programs, rows), arguments, warps, constants)
 
