@@ -22,7 +22,7 @@ def gc_paused() -> Generator[None]:
         yield
     finally:
         if collected:
-            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # unfreeze would release objects that the caller froze
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # or unfreeze would release the caller's
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, which is collected rarely
             gc.enable()

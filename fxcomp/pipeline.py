@@ -149,7 +149,6 @@ class Compiler:
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
     def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Compile a plan's program."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -189,7 +188,6 @@ class Compiler:
         return run_in_turns(program.graph, self.retuning(plan, costs), program_of)
 
     def graphs_after_each_pass(self, graph: GraphModule, plan: Plan, costs: CostTable) -> Mapping[str, GraphModule]:
-        """Return the graph after each pass, by name."""
         return _after_each(graph, self.passes(plan, costs))
 
     def predicted(self, gm: GraphModule, costs: CostTable, of: tuple[GraphModule, Plan] | None = None) -> Timeline:
@@ -210,13 +208,11 @@ class Compiler:
 
 
 def pass_names() -> list[str]:
-    """Return the names of the passes, in order."""
     alone = Cluster(1, 1, intra=Link(0.0, 1.0), inter=Link(0.0, 1.0))
     return [each.func.__name__ for turn in Compiler(alone).passes(Plan(()), CostTable()) for each in turn]
 
 
 def _one_by_one(workload: Workload, moved: Collection[str]) -> Plan:
-    """Return a plan with one dense bucket per gradient."""
     point = {True: ExchangePoint.MOMENTUM, False: ExchangePoint.GRADIENT}
     return Plan(
         tuple(

@@ -99,7 +99,6 @@ def compiling(what: str) -> Generator[None]:
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Log and show a phase with its seconds."""
     made, begun = _under_way.get(), time.perf_counter()
     if made is not None:
         made.enter(name)

@@ -79,7 +79,7 @@ class Ranks:
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
-        """Meet the ranks of a process group (default: all), which all call it equally often with the same `what`.
+        """Meet the ranks of a process group (default: all), which all call it the same number of times with the same `what`.
 
         Raises BadCall and BadOption.
         """
@@ -143,7 +143,6 @@ class Ranks:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Global rank numbers."""
         return (0,) if self.members is None else self.members.numbers
 
     # Failure
@@ -362,7 +361,6 @@ def _talk(root: Conversation, number: int) -> Conversation:
 
 
 def _places(names: Sequence[str]) -> list[int]:
-    """Number the hosts in order of first appearance."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 

@@ -57,7 +57,6 @@ class Beside:
         return self.ranks.gather(topic, value)
 
     def from_first(self, topic: str, work: Callable[[], Any]) -> Any:
-        """Return the first group's result (plain data) in all groups."""
         return self.ranks.from_rank_0(topic, work)
 
     def largest(self, value: Tensor) -> None:
@@ -124,7 +123,7 @@ class Site:
         self.transport.all_reduce(value, "world", "main").wait()
 
     def gather_numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, in rank order. Every rank calls it with equally many.
+        """Return every rank's numbers, in rank order. Every rank passes equally many.
 
         `what` names the numbers in errors.
         """

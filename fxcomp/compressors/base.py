@@ -2,8 +2,8 @@
 
 The reference is the specification: C++ and Triton kernels return the same bits.
 
-A bucket is a flat fp32 tensor of parameters' gradients, and `segments` are their sizes. No computation mixes two segments. A payload's
-size depends on `segments` alone, so one collective sends it without a header.
+A bucket is a flat fp32 tensor of parameters' gradients, and `segments` are their sizes. No computation mixes two
+segments. A payload's size depends on `segments` alone, so one collective sends it without a header.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Compressor(Declared):
         return dispatch.propose(self, given, out)
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """Return the kernel's arguments after the tensors."""
         return segments, len(segments), *self.parameters
 
     def _run_kernel(self, what: str, segments: tuple[int, ...], *tensors: Tensor | float | None) -> int | None:

@@ -53,7 +53,6 @@ def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 
 def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
-    """Undo `to_blocks`."""
     pieces = split(rows, [-(-size // block) for size in segments])
     return torch.cat(
         [rows.new_empty(0), *(piece.flatten()[:size] for piece, size in zip(pieces, segments, strict=True))]
@@ -223,7 +222,6 @@ def most_scale(largest_value: float) -> float:
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Return the mean magnitude of each row, as a column."""
     return sum_in_lanes(rows.abs()) / sizes
 
 
@@ -290,7 +288,6 @@ def pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
 
 
 def unpack(code_bytes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
-    """Undo `pack`."""
     shifts = _shifts(code_bytes, bits)
     pieces = split(code_bytes, _bytes_of_codes(segments, bits))
     codes = [((piece.view(-1, 1) >> shifts) & (2**bits - 1)).flatten() for piece in pieces]

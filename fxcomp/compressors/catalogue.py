@@ -150,7 +150,6 @@ def _kind(name: str) -> type[Compressor]:
 
 
 def _announced(name: str) -> EntryPoint:
-    """Return the entry point of an unregistered name."""
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
     if not ours and name in IN_EXAMPLES:

@@ -94,7 +94,6 @@ class CMax(Compressor):
 
     @property
     def bits(self) -> int:
-        """Bits of a code: index and sign."""
         return self.chunk.bit_length()
 
     def payload_elements(self, segments: Sequence[int]) -> int:

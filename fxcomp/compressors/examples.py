@@ -48,7 +48,6 @@ def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
 
 
 def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
-    """Yield bool and choice parameters with their other values."""
     for parameter in compressor.facts.parameters:
         value = getattr(compressor, parameter.name)
         others = (not value,) if isinstance(value, bool) else parameter.choices
@@ -61,6 +60,5 @@ def _with(compressor: Compressor, other: dict[str, Any]) -> Compressor:
 
 
 def _middle(parameter: Parameter) -> float:
-    """Return the middle of the range, geometric if positive."""
     low, high = parameter.low, parameter.high
     return (low * high) ** 0.5 if low > 0 else (low + high) / 2

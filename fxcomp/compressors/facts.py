@@ -89,7 +89,7 @@ class Facts:
     passes: int = 1
     """Reads of the whole gradient from main memory while encoding."""
     parameters: tuple[Parameter, ...] = ()
-    """Fields in the text form, the only ones that a plan records."""
+    """Fields in the text form. A plan records only these."""
     filled_in: tuple[str, ...] = ()
     """Fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
@@ -140,7 +140,6 @@ class FieldInfo(NamedTuple):
 
 @cache
 def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
-    """Return the fields of a class, in order."""
     declared: tuple[Field[Any], ...] = fields(kind)
     return {field.name: FieldInfo(field.name, _type_name(field.type), field.default) for field in declared}
 
@@ -276,11 +275,9 @@ class Declared(ABC):
         return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
 
     def state_bytes(self, segments: Sequence[int]) -> int:
-        """Return the bytes kept between steps besides the residual."""
         return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
 
     def all_state_elements(self, segments: Sequence[int]) -> int:
-        """Return the elements of the whole bucket's state."""
         return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
 
     def __str__(self) -> str:

@@ -37,7 +37,6 @@ def can_run_on(tensor: Tensor) -> bool:
 
 @cache
 def fingerprint() -> str:
-    """Return a hash of the library."""
     path = kernel_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 
@@ -71,7 +70,6 @@ def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
 
 
 def has(name: str) -> bool:
-    """Return True if the library has this kernel."""
     library = _library()
     return library is not None and hasattr(library, name)
 
@@ -118,7 +116,6 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Return a library, or None and the reason."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

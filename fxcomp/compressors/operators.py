@@ -37,7 +37,6 @@ def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tu
 
 
 def as_pieces(segments: Segments) -> tuple[tuple[int, ...], ...]:
-    """Return the segments of each piece."""
     nested = tuple(each for each in segments if isinstance(each, tuple))
     return nested or (tuple(size for size in segments if isinstance(size, int)),)
 
@@ -47,7 +46,6 @@ def payload_elements(compressor: Compressor, pieces: Sequence[tuple[int, ...]]) 
 
 
 def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Fill `payload`, and overwrite residual and state."""
     if len(pieces) == 1 or compressor.facts.is_joined:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)

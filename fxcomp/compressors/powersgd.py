@@ -137,14 +137,12 @@ def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def near_square(size: int) -> tuple[int, int]:
-    """Return rows and columns of the matrix nearest to a square."""
     rows = next((rows for rows in range(isqrt(size), 0, -1) if size % rows == 0), 1)
     return rows, size // rows
 
 
 @lru_cache(maxsize=4096)
 def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
-    """Raise BadTensor if a segment's size is not a multiple of its columns."""
     for index, (size, columns) in enumerate(zip(segments, compressor.columns, strict=True)):
         if columns < 0 or (columns > 0 and (size == 0 or size % columns)):
             raise BadTensor(
@@ -261,7 +259,6 @@ class PowerSGD(Compressor):
         return [self.rank * columns or size for size, columns in zip(segments, self.all_columns(segments), strict=True)]
 
     def _bases(self, segments: Sequence[int], agreed: Tensor) -> list[Tensor | None]:
-        """Return P_hat of each segment, None for a dense one."""
         columns = self.all_columns(segments)
         sizes = [self.rank * (size // width) if width else 0 for size, width in zip(segments, columns, strict=True)]
         return [

@@ -30,7 +30,6 @@ def fresh_state(key: int) -> Tensor:
 
 
 def next_state(state: Tensor) -> Tensor:
-    """Return the state one step later."""
     return state + one_step(state)
 
 

@@ -129,7 +129,6 @@ def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
 
 
 def most_stages(ratio: float) -> int:
-    """Return the maximum number of stages."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
 
 
@@ -229,7 +228,8 @@ class Sidco(Compressor):
     ) -> tuple[int, float | None]:
         """Return a segment's threshold, as the bits of a float, and the quality of the fit.
 
-        The quality is the number of sampled values above the fitted threshold, divided by its target; None if nothing was fitted.
+        The quality is the number of sampled values above the fitted threshold, divided by its target; None without a
+        fit.
         """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)

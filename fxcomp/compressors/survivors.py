@@ -34,7 +34,6 @@ INFINITY_BITS = 0x7F800000
 
 @lru_cache(maxsize=4096)
 def capacities(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the slots of each segment."""
     return tuple(min(n, (13 * k + 9) // 10) for n, k in zip(segments, counts(segments, ratio), strict=True))
 
 
@@ -43,7 +42,6 @@ def payload_bytes(segments: Sequence[int], ratio: float) -> int:
 
 
 def section_bytes(n: int, slots: int) -> int:
-    """Return a segment's payload size in bytes."""
     return 4 + 4 * slots + -(-places.bytes_of(n, slots) // 4) * 4 if slots > 0 else 0
 
 
@@ -73,7 +71,6 @@ def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tu
 
 
 def decompress(received: DecoderInput, ratio: float) -> Tensor:
-    """Return the mean over ranks."""
     segments = received.segments
     return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in received.of_ranks])
 

@@ -52,7 +52,6 @@ def _bytes_of(n: int, k: int) -> int:
 
 
 def fill_up(section: Tensor) -> Tensor:
-    """Pad with zeros to a multiple of four bytes."""
     return pad(section, (0, -len(section) % 4))
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for CUDA: `<name>.py` accelerates the compressor `<name>`, as `csrc/<name>.cpp` does on the CPU.
 
-A module defines `encode`, `decode` or `propose` if it has kernels for them, and can be imported without Triton. cmax and
-the compressors that modes and budgets choose have kernels; others run their references on the device.
+A module defines `encode`, `decode` or `propose` if it has kernels for them, and can be imported without Triton. Other
+compressors run their references on the device.
 
     blocks       int8, int4, int2, sign         a codec of three functions: a block's scale, a code, its value
     bf16         bf16                           a codec of two functions: a code, its value
@@ -16,6 +16,5 @@ For a new quantiser copy `sign.py`, for a sparsifier `topk.py`.
 - On a GPU a reference may differ in the last bits, because torch replaces division by a scalar with multiplication by
   its inverse. So either all ranks of a job use kernels, or none.
 
-Tests run the kernels in Triton's interpreter and compile them for compute capability 9.0. Speed:
-docs/benchmarks/gpu.md.
+Tests run the kernels in Triton's interpreter and compile them for compute capability 9.0.
 """

@@ -25,7 +25,6 @@ def cast_kernels(
 ) -> tuple[
     Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
 ]:
-    """Return `encode` and `decode` for a codec."""
 
     def encode(compressor: CastCompressor, given: EncoderInput, payload: Tensor) -> None:
         elements = len(given.bucket)

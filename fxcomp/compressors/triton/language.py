@@ -104,7 +104,6 @@ def product_of_rows(factors, HEIGHT: constexpr, WIDTH: constexpr):
 
 @jit
 def sum_of(lanes, WIDTH: constexpr):
-    """Sum a vector."""
     return tl.sum(sum_of_rows(tl.reshape(lanes, [WIDTH, 1]), WIDTH, 1), axis=0)
 
 
@@ -126,7 +125,6 @@ def stream_of(state, segment, STEPS_BACK: constexpr = 0):
 
 @jit
 def bits_at(low, high, counter):
-    """Return the uint32 random bits at a counter."""
     x = counter.to(tl.uint32) + low
     return mix((x ^ (x >> 16)) * 0x7FEB352D + high)
 

@@ -140,7 +140,7 @@ def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _part_of(matrices, parts, COLUMNS: constexpr):
-    """Return this program's item, and its matrix's table row, rows and columns."""
+    """Return this program's work item, and its matrix's table row, rows and columns."""
     part = parts + tl.program_id(0).to(tl.int64) * COLUMNS
     matrix = matrices + tl.load(part) * MATRIX_COLUMNS
     return part, matrix, tl.load(matrix + ROW_COUNT), tl.load(matrix + COLUMN_COUNT)

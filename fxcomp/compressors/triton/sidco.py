@@ -7,8 +7,8 @@
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
-A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8. Ranks need
-not agree on thresholds.
+A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8.
+Ranks need not agree on thresholds.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def _calls(state, segment):
 
 @jit
 def _taken(n, stride, calls):
-    """Return the size of this step's sample."""
     runs = (n // RUN_LENGTH - calls % stride + stride - 1) // stride
     return tl.where(stride > 1, RUN_LENGTH * runs, n)
 
@@ -127,7 +126,6 @@ def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
 
 @jit
 def _resampled_from(n, stride, calls):
-    """Return the start of this step's thin sample."""
     return tl.minimum(mix(calls.to(tl.uint32)).to(tl.int64) % stride, n - 1)
 
 

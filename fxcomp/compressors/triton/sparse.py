@@ -42,13 +42,11 @@ class Layout:
 
 @cache
 def layout_of_largest(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Return the layout of topk.py's payload."""
     return _layout(segments, ratio, counts(segments, ratio), device, has_counts=False)
 
 
 @cache
 def layout_of_survivors(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Return the layout of survivors.py's payload."""
     return _layout(segments, ratio, capacities(segments, ratio), device, has_counts=True)
 
 
@@ -80,12 +78,10 @@ BIT_COLUMNS = constant(3)
 
 
 def decode_survivors(compressor: Sidco, received: DecoderInput, out: Tensor) -> None:
-    """Decode the payload of survivors.py."""
     decode_sparse(received, out, layout_of_survivors(received.segments, compressor.ratio, out.device))
 
 
 def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
-    """Fill `out` with the mean of all ranks' values, each at its place."""
     ranks, all_slots, payload_bytes = received.ranks, sum(layout.slots), len(received.payloads) // received.ranks
     table, first_rows = _bit_strings(received.segments, layout.slots, out.device)
     counts = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)

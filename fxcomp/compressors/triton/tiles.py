@@ -3,8 +3,8 @@
     segments (5, 3), block 4, two blocks a tile:    a b c d e | x y z   -->   tile 0:  a b c d    tile 1:  x y z 0
                                                                                        e 0 0 0             0 0 0 0
 
-A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table of 64 bytes per tile
-locates each program's tile.
+A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table locates each
+program's tile.
 
 Vector loads of four values must be compiled for tiles whose start and size are multiples of four. If a bucket also has
 other tiles, the kernel has code for both, and each program checks its own tile (`lies_well`).
@@ -53,12 +53,10 @@ class Tiles:
 
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
-    """Cut a bucket into tiles within segments."""
     return tiles_of(block, list(rows_of(segments, block, values_per_byte)), device)
 
 
 def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
-    """Copy a table of tiles to a device."""
     width = 1 << (block - 1).bit_length()
     rows = max(TILE // width, 1)
     alignments = {gcd(VECTOR, block, start, values) for start, values, *_ in table}
@@ -68,7 +66,6 @@ def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> 
 
 
 def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
-    """Yield the table's row of each tile."""
     rows = max(TILE // (1 << (block - 1).bit_length()), 1)
     start = first_block = first_byte = 0
     for segment, size in enumerate(segments):
@@ -102,14 +99,12 @@ def tile_of(table, ALIGNMENT: constexpr):
 
 @jit
 def own_of(table):
-    """Return the two columns with the kernel's own data."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 6), tl.load(entry + 7)
 
 
 @jit
 def segment_of(table):
-    """Return the segment, and the first value's index in it."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 4), tl.load(entry + 5)
 

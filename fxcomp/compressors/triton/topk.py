@@ -76,7 +76,6 @@ def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _sample(table, bucket, residual, histograms):
-    """Count the upper bits of a part of a sample."""
     entry = table + tl.program_id(0) * 3
     number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     is_there = number < tl.load(entry + 2)
