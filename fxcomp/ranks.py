@@ -69,7 +69,7 @@ class Ranks:
         """Set while ranks may be at different places. No collective starts until they have reconnected."""
         self._root = root
         self._talk = root
-        """Current conversation, or the last one."""
+        """Current or last exchange through the store."""
         self._talks = 0
         self._meetings = 0
         self._cluster: Cluster | None = None
@@ -79,7 +79,7 @@ class Ranks:
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
-        """Meet the ranks of a process group (default: all), which all call it the same number of times with the same `what`.
+        """Connect the ranks of a process group (default: all). All ranks make equally many calls with the same `what`.
 
         Raises BadCall and BadOption.
         """
@@ -115,7 +115,7 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Replace this rank's next call of `join` for `what`: report an error to the ranks that wait there.
+        """Replace this rank's next call of `join` for `what`: report an error to the ranks that wait there, now or later.
 
         Raises nothing.
         """

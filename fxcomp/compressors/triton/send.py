@@ -2,11 +2,11 @@
 
     cuts       a magnitude for each segment, as bits: smaller values are not sent
     gather     one pass over the bucket: the residual, as if nothing were sent, and for each tile a list of the values
-               that reach the cut, with their places (indices in the segment)
+               that reach the cut, with their indices in the tile
     decide     if too many reach the cut, the smallest magnitude to send: digits of 11, 10 and 10 bits, each from a
                histogram of the listed magnitudes with the known leading digits
     count      the number of values that each tile sends, which locates the tile in the payload
-    scatter    write values and places into the payload, and clear their residual
+    scatter    write values and places (indices in the segment) into the payload, and clear their residual
 
 Only `gather` reads every value; then a warp reads each tile's list. The launches do not depend on the data. A decision
 is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, by ascending place.
