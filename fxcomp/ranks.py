@@ -115,7 +115,7 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Replace this rank's next call of `join` for `what`: report an error to the ranks that wait there, now or later.
+        """Replace this rank's next call of `join` for `what`: report an error to ranks that wait there, now or later.
 
         Raises nothing.
         """
