@@ -71,7 +71,7 @@ def _run(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _short_warnings() -> Generator[None]:
-    """Print warnings in one line, without their place in the code."""
+    """Print warnings in one line, without file and line number."""
 
     def show(message: Warning | str, *_: object) -> None:
         print(f"fxcomp: {str(message).removeprefix('fxcomp: ')}", file=sys.stderr)

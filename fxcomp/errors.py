@@ -32,7 +32,7 @@ class BadState(FxcompError):
 
 
 class BadCall(FxcompError):
-    """Call at the wrong time: before ranks have met, inside a group of micro-batches, or after `close`."""
+    """Call at the wrong time: before ranks have connected, inside a group of micro-batches, or after `close`."""
 
 
 # Unsupported by fxcomp: remove it, or use another frontend
@@ -50,7 +50,7 @@ class CaptureFailed(FxcompError):
 
 
 class StepChanged(FxcompError):
-    """The step changed in a way that the compiled step cannot follow."""
+    """The training step changed in a way that the compiled step does not support."""
 
 
 # Ranks: make them equal, or restart them
@@ -79,7 +79,7 @@ class RanksApart(FxcompError):
 
 
 class CannotReplan(FxcompError):
-    """Nothing to plan from, or a plan that fxcomp may not change."""
+    """Planning again is impossible now, or the plan is fixed."""
 
 
 class VerificationFailed(FxcompError):

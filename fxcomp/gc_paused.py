@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 MANY = 100_000
-"""Number of new objects to freeze. Fewer are collected in milliseconds; counting frozen objects may take 100 ms."""
+"""Fewest new objects to freeze: collecting fewer takes milliseconds, counting frozen objects up to 100 ms."""
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def gc_paused() -> Generator[None]:
         yield
     finally:
         if collected:
-            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # unfreeze would free the caller's
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # or unfreeze would release the caller's
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, which is collected rarely
             gc.enable()

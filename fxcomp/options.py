@@ -47,8 +47,8 @@ class Checks:
     `verify`: steps compared with eager PyTorch in loss, gradients and update: `sampled` (2, 5, 10, 20, 50 and so on,
     every 500th, and one after a new kind of batch), every N-th, or `never`.
 
-    `race`: `auto` (the best plans take turns in the first hundred steps, and the fastest stays) or `off` (the predicted
-    plan).
+    `race`: `auto` (the best plans run alternately in the first hundred steps, and the fastest is kept) or `off` (the
+    predicted plan).
 
     `replan`: reaction to changed step times: `offer` (a note, another race, and `step.replan()` to measure links and
     plan again), `auto` (all ranks plan again at the same step) or `off`.
@@ -71,7 +71,7 @@ class Checks:
 CHECKED = Checks()
 
 UNCHECKED = Checks(verify="never", race="off", replan="off")
-"""For frontends that do not see whole steps."""
+"""For frontends without access to whole steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class StepOptions:
         )
 
     def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raise BadOption for incompatible optimizers."""
+        """Raise BadOption for optimizers incompatible with error feedback."""
         for optimizer in optimizers:
             check_rates(self.compress.feedback, optimizer)
 
@@ -184,7 +184,7 @@ class StepOptions:
 
     @property
     def why_not_replan(self) -> str:
-        """Reason why links cannot be measured for a new plan; empty if they can."""
+        """Reason why links cannot be measured for a new plan; empty if possible."""
         if self.cluster is not None and not self.why_plan_stays:
             return (
                 "the cluster was given, and the links of a given cluster are not measured.\n"
@@ -194,7 +194,7 @@ class StepOptions:
 
     @property
     def why_plan_stays(self) -> str:
-        """Reason why the plan cannot change; empty if it can."""
+        """Reason why the plan cannot change; empty if possible."""
         if self.compress.plan is not None:
             return (
                 "the plan was given, and fxcomp changes only what it chose.\n"
@@ -214,12 +214,12 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """True if step times are compared with the chosen plan's. A given plan never changes."""
+        """True if step times are monitored: not for a given plan, nor if every step is verified."""
         return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property
     def races(self) -> bool:
-        """True if plans race: not if the plan is given or every step is verified."""
+        """True if plans race: not for a given plan, nor if every step is verified."""
         checks = self.checks
         return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
 

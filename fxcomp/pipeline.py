@@ -2,8 +2,8 @@
 
     graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
-`Compiler.passes` lists all passes. Each inner tuple is a turn: between two steps, a running job runs one turn of `emit`
-or `retune`.
+`Compiler.passes` lists all passes. Between two steps, a running job executes one inner tuple (a turn) of `emit` or
+`retune`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Compiler:
         return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
-        """Return the passes to another plan with the same lines."""
+        """Return the passes to another plan with the same emitted lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             self._pricing(costs),
@@ -144,12 +144,11 @@ class Compiler:
         workload = workload.after_compute((self.micro_batches - 1) * workload.backward_us)
         if not self.skip_nonfinite:
             return workload
-        look_us = costs.pack_us(workload.dense_bytes) / 2  # as annotate_costs prices it
+        look_us = costs.pack_us(workload.dense_bytes) / 2  # as in annotate_costs
         finish_us = workload.finish_us + look_us
         return replace(workload, commits=True, saves_residuals=has_scale(gm), finish_us=finish_us)
 
     def emit(self, captured: Captured, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Compile a plan's program."""
         replay = partial(self.graphs_after_each_pass, captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -180,7 +179,7 @@ class Compiler:
         return run(graph, ((partial(label_gradients),), (*updates, priced)))
 
     def retune(self, program: Program, plan: Plan, costs: CostTable) -> Turns[Program]:
-        """Return a program for another plan with the same lines, without capture and emission."""
+        """Return a program for another plan with the same emitted lines, without capture and emission."""
         replay = partial(self.graphs_after_each_pass, program.captured.graph, plan, costs)
 
         def program_of(gm: GraphModule) -> Program:
@@ -189,7 +188,6 @@ class Compiler:
         return run_in_turns(program.graph, self.retuning(plan, costs), program_of)
 
     def graphs_after_each_pass(self, graph: GraphModule, plan: Plan, costs: CostTable) -> Mapping[str, GraphModule]:
-        """Return the graph after each pass, by name."""
         return _after_each(graph, self.passes(plan, costs))
 
     def predicted(self, gm: GraphModule, costs: CostTable, of: tuple[GraphModule, Plan] | None = None) -> Timeline:
@@ -210,13 +208,11 @@ class Compiler:
 
 
 def pass_names() -> list[str]:
-    """Return the names of the passes, in order."""
     alone = Cluster(1, 1, intra=Link(0.0, 1.0), inter=Link(0.0, 1.0))
     return [each.func.__name__ for turn in Compiler(alone).passes(Plan(()), CostTable()) for each in turn]
 
 
 def _one_by_one(workload: Workload, moved: Collection[str]) -> Plan:
-    """Return a plan with one dense bucket per gradient."""
     point = {True: ExchangePoint.MOMENTUM, False: ExchangePoint.GRADIENT}
     return Plan(
         tuple(
@@ -233,7 +229,7 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
 
 
 AHEAD = "backward of the other micro-batches"
-"""Task of earlier micro-batches."""
+"""Name of the task of earlier micro-batches."""
 
 FEED = "feed"
-"""Task of work outside of nodes. It is spread over the step, but simulated first."""
+"""Name of the task of work outside of nodes, which is spread over the step, but simulated first."""

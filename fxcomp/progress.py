@@ -2,8 +2,8 @@
 
     logging.getLogger("fxcomp").setLevel(logging.INFO)       # phases with seconds, choices, changes
 
-Rank 0 shows the phase of a compilation of more than two seconds if standard error is a terminal, else a summary line.
-FXCOMP_PROGRESS=0 shows nothing.
+If a compilation takes more than two seconds, rank 0 shows its phase on a terminal; other standard errors get a summary
+line. FXCOMP_PROGRESS=0 shows nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _is_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    """Write to standard error. A daemon has none, which must not fail on this rank only."""
+    """Write to standard error, ignoring failures: a daemon has none, and an error would stop this rank only."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ _under_way: ContextVar[_Compilation | None] = ContextVar("under_way", default=No
 
 @contextmanager
 def compiling(what: str) -> Generator[None]:
-    """Show the phases of a compilation. A nested one is part of the outer."""
+    """Show the phases of a compilation. A nested compilation belongs to the outer one."""
     if _under_way.get() is not None:
         yield
         return
@@ -99,7 +99,6 @@ def compiling(what: str) -> Generator[None]:
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Log and show a phase with its seconds."""
     made, begun = _under_way.get(), time.perf_counter()
     if made is not None:
         made.enter(name)

@@ -1,4 +1,4 @@
-"""A rank among the others: agreement during compilation, process groups, and equal initial values."""
+"""Coordination of ranks: agreement during compilation, process groups, and equal initial values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _next(what: str) -> str:
 
 
 class Ranks:
-    """Ranks of one compilation or of its step. On a single rank, methods do nothing."""
+    """Ranks of one compilation or of its step. A single rank does not communicate."""
 
     def __init__(self, members: Members | None, root: Conversation | None, fits_links: bool):
         self.members = members
@@ -66,10 +66,10 @@ class Ranks:
         self.rank, self.world_size = (members.place, len(members)) if members else (0, 1)
         self.fits_links = fits_links
         self.stopped: Stop | None = None
-        """Set while ranks may be at different places; no collective starts until they have met again."""
+        """Set while ranks may be at different places. No collective starts until they have reconnected."""
         self._root = root
         self._talk = root
-        """Current conversation, or the last one."""
+        """Current or last exchange through the store."""
         self._talks = 0
         self._meetings = 0
         self._cluster: Cluster | None = None
@@ -79,7 +79,7 @@ class Ranks:
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
-        """Meet the ranks of a process group (default: all), which all call it equally often with the same `what`.
+        """Connect the ranks of a process group (default: all). All ranks make equally many calls with the same `what`.
 
         Raises BadCall and BadOption.
         """
@@ -96,7 +96,7 @@ class Ranks:
         what = members.key + what
         root = _conversation(what, members)
         _be_at(root, f"beginning {what}")
-        while _talk(root, 1).was_missed:  # this rank failed earlier, and the others went on
+        while _talk(root, 1).was_missed:  # this rank failed earlier, and the others continued
             root = _conversation(what, members)
         return cls(members, root, cluster is None)
 
@@ -115,9 +115,9 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Report an error to the ranks that wait for this one, now or later, in the next meeting for `what`.
+        """Replace this rank's next call of `join` for `what`: report an error to ranks that wait there, now or later.
 
-        Counts as this rank's part of the meeting. Raises nothing.
+        Raises nothing.
         """
         with suppress(FxcompError):
             root = cls.join(None, what, group)._root
@@ -131,7 +131,7 @@ class Ranks:
 
     @staticmethod
     def meetings() -> int:
-        """Return the number of meetings joined or stayed away from."""
+        """Return the number of calls of `join` and `stay_away`."""
         return sum(_met.values())
 
     @property
@@ -143,7 +143,6 @@ class Ranks:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Global rank numbers."""
         return (0,) if self.members is None else self.members.numbers
 
     # Failure
@@ -176,7 +175,7 @@ class Ranks:
                 raise
             (talk or _talk(self._root, self._talks)).give_up(what, error)
             if has_met_again:
-                self.stopped = None  # it has stopped here, not at the earlier place
+                self.stopped = None  # stop here, not at the earlier place
             self.stop(what, error)
             if isinstance(error, PeerFailed) and self.stopped is not None:
                 raise PeerFailed(self.stopped.cause) from None
@@ -203,7 +202,7 @@ class Ranks:
         return [Stop(**stop) for stop in self._stops.hear("stopping", range(self.world_size))]
 
     def knows(self, error: BaseException) -> bool:
-        """Return whether all ranks raise this error here."""
+        """Return True if all ranks raise this error here."""
         return self._talk is not None and self._talk.knows(error)
 
     def at_step(self, step: int | None) -> None:
@@ -218,7 +217,7 @@ class Ranks:
         self._groups.give_back()
 
     def _meet(self, what: str, after_a_stop: bool) -> bool:
-        """Reconnect the ranks if any has stopped and they may meet again. Return whether they did."""
+        """Return False if no rank has stopped. Otherwise reconnect and return True, or raise RanksApart."""
         everyone = self.gather(what, (self.stopped is not None, self._meetings, self._groups.lanes))
         stopped = [rank for rank, (has_stopped, _, _) in enumerate(everyone) if has_stopped]
         if not stopped:
@@ -235,7 +234,7 @@ class Ranks:
     # Agreement
 
     def attempt(self, topic: str, work: Callable[[], T]) -> T:
-        """Run work that may fail, and report failure to the others."""
+        """Run work, and report a failure to all ranks."""
         if self._talk is None:
             return work()
         done: list[T] = []
@@ -258,7 +257,7 @@ class Ranks:
     def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
         """Exchange plain data with some ranks, which all call it. Returns values by global rank.
 
-        `place` is the same on these ranks, and unique between two meetings.
+        `place` is the same on these ranks, and unique until ranks reconnect.
         """
         assert self._root is not None, "a rank that is alone tells no other rank"
         numbers = tuple(self.numbers[rank] for rank in members)
@@ -299,7 +298,7 @@ class Ranks:
         return self._groups
 
     def extend(self, transport: Transport, plan: Plan) -> Transport:
-        """Add the pool's groups, if a plan needs them."""
+        """Add the CPU pool's process groups, if a plan needs them."""
         offloads = any(Device.CPU in bucket.strategy.devices for bucket in plan.buckets)
         if offloads and transport is self._groups and "pool" not in self._groups.lanes:
             self._make_groups("pool")
@@ -344,7 +343,7 @@ ALONE = Ranks(None, None, False)
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """Return a view with each element of an expanded tensor once."""
+    """Return a view of an expanded tensor without repeated elements."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
@@ -362,7 +361,6 @@ def _talk(root: Conversation, number: int) -> Conversation:
 
 
 def _places(names: Sequence[str]) -> list[int]:
-    """Number the hosts in order of first appearance."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 

@@ -1,4 +1,4 @@
-"""A step's site: ranks, cluster, network and device.
+"""Ranks, cluster, network and device of a step.
 
 Ranks in other groups average other tensors over the same links at the same time:
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One rank of every process group that shares links with this rank's."""
+    """One rank of each process group that shares links with this rank's group."""
 
     ranks: Ranks
     group: Any = None
@@ -48,7 +48,7 @@ class Beside:
         return self.ranks.together(what)
 
     def do_the_same(self, topic: str, facts: dict[str, Any]) -> bool:
-        """Return whether all groups pass the same facts. The result is the same on all of them."""
+        """Return True, on all groups, if all pass the same facts."""
         everyone = self.ranks.gather(topic, facts)
         return all(theirs == everyone[0] for theirs in everyone)
 
@@ -57,7 +57,6 @@ class Beside:
         return self.ranks.gather(topic, value)
 
     def from_first(self, topic: str, work: Callable[[], Any]) -> Any:
-        """Return the first group's result (plain data) in all groups."""
         return self.ranks.from_rank_0(topic, work)
 
     def largest(self, value: Tensor) -> None:
@@ -71,7 +70,7 @@ NOBODY = Beside(ALONE)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Ranks, cluster, network and device of one rank."""
+    """Ranks, cluster, network and device, as used by one rank."""
 
     ranks: Ranks
     cluster: Cluster
@@ -102,7 +101,7 @@ class Site:
     def processors(self) -> Processors:
         """Return the processors per rank. Ranks that may use the same processor share it evenly.
 
-        A quota is assumed to cover all ranks of a machine: they usually run in one container.
+        A quota is assumed to cover all ranks of a machine, because they usually run in one container.
         """
         here, usable = compat.machine_name(), compat.usable_processors()
         machines = self.everyone("which machine each rank is on", here)
@@ -124,7 +123,7 @@ class Site:
         self.transport.all_reduce(value, "world", "main").wait()
 
     def gather_numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, in rank order. Every rank calls it with equally many.
+        """Return every rank's numbers, in rank order. Every rank passes equally many.
 
         `what` names the numbers in errors.
         """

@@ -12,12 +12,12 @@ from typing import TextIO
 
 
 def takes_status_lines(stream: TextIO) -> bool:
-    """Return whether a line of the stream can be overwritten."""
+    """Return True if a line of the stream can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def written_over(text: str) -> str:
-    """Return text that overwrites the line, cut because a wrapped line cannot be overwritten."""
+    """Return text that overwrites the line, cut because wrapped lines cannot be overwritten."""
     room = shutil.get_terminal_size().columns - 1
     return f"\r{' ' * room}\r{text[:room]}"
 

@@ -1,9 +1,9 @@
 """Base class of compressors: declared facts, a reference in plain torch, and in-place `encode` and `decode`.
 
-References are the specification; C++ and Triton kernels have the same results.
+The reference is the specification: C++ and Triton kernels return the same bits.
 
-A bucket is a flat fp32 tensor, and `segments` are its parameters' sizes. No computation mixes two segments. A payload's
-size depends on `segments` alone, so one collective sends it without a header.
+A bucket is a flat fp32 tensor of parameters' gradients, and `segments` are their sizes. No computation mixes two
+segments. A payload's size depends on `segments` alone, so one collective sends it without a header.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Compressed(NamedTuple):
 
 
 class Compressor(Declared):
-    """A lossy map with parameters."""
+    """A lossy codec of gradients."""
 
     __slots__ = ()
 
@@ -52,14 +52,13 @@ class Compressor(Declared):
     decompress_op: ClassVar[OpOverload]
     propose_op: ClassVar[OpOverload | None]
 
-    # The specification, in plain torch. It changes none of its arguments.
+    # Reference, in plain torch, without side effects
 
     @abstractmethod
     def compress_reference(self, given: EncoderInput) -> Compressed:
         """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        A segment that is not finite decodes to a value that is not finite, so that every rank sees it. Its residual
-        keeps the old value.
+        A non-finite v decodes to a non-finite value, which every rank detects, and its residual stays unchanged.
         """
 
     @abstractmethod
@@ -67,18 +66,18 @@ class Compressor(Declared):
         """Return the mean of the decoded payloads, flat fp32: the sum in rank order, multiplied by fp32(1/ranks)."""
 
     def propose_reference(self, given: EncoderInput) -> Tensor:
-        """Compute the proposal that the ranks reduce first."""
+        """Compute this rank's proposal, which the ranks reduce before they compress."""
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """Return a segment's first state. `key` is the same on all ranks and differs between parameters."""
+        """Return a segment's initial state. `key` is the same on all ranks and differs between parameters."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Convert a segment's state from the parameters of `before`; `fresh` is a first state."""
+        """Convert a segment's state from `before`, which has other parameters; `fresh` is an initial state."""
         return state if state.shape == fresh.shape else fresh
 
-    # Kernels, which a plug-in may override. They return True if they did the work.
+    # Kernels, which a plug-in may override. They return False if the reference must run instead.
 
     def encode_on_cpu(self, given: EncoderInput, payload: Tensor) -> bool:
         tensors = (given.bucket, given.residual, payload, given.state, given.agreed)
@@ -104,14 +103,13 @@ class Compressor(Declared):
         return dispatch.propose(self, given, out)
 
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
-        """Return the kernel's arguments after the tensors."""
         return segments, len(segments), *self.parameters
 
     def _run_kernel(self, what: str, segments: tuple[int, ...], *tensors: Tensor | float | None) -> int | None:
         name = find_kernel(type(self), what)
         return None if name is None else kernels.run(name, *tensors, *self.kernel_arguments(what, segments))
 
-    # The in-place pair
+    # In-place encode and decode
 
     def encode(
         self,
@@ -122,7 +120,7 @@ class Compressor(Declared):
         state: Tensor | None = None,
         agreed: Tensor | None = None,
     ) -> None:
-        """Fill `payload`, and replace `residual` and `state`."""
+        """Fill `payload`, and overwrite `residual` and `state`."""
         given = EncoderInput(bucket, residual, tuple(segments), state, agreed)
         check_encode(self, given, payload)
         if kernels.can_run_on(bucket) and self.encode_on_cpu(given, payload):
@@ -145,7 +143,7 @@ class Compressor(Declared):
         agreed: Tensor | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Fill `out` with the mean, flat fp32. `state` is the state after encoding."""
+        """Fill `out` with the mean over ranks, flat fp32. `state` is the state after encoding."""
         received = DecoderInput(payloads, ranks, tuple(segments), agreed, state)
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
@@ -156,7 +154,7 @@ class Compressor(Declared):
     def propose(
         self, bucket: Tensor, residual: Tensor | None, segments: Sequence[int], state: Tensor | None, out: Tensor
     ) -> None:
-        """Fill `out` with the proposal."""
+        """Fill `out` with this rank's proposal."""
         given = EncoderInput(bucket, residual, tuple(segments), state)
         check_propose(self, given, out)
         if kernels.can_run_on(bucket) and self.propose_on_cpu(given, out):
@@ -167,7 +165,7 @@ class Compressor(Declared):
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """Return the name of a kernel in csrc/, None without one."""
+    """Return the name of a kernel in csrc/, or None if there is none."""
     name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 

@@ -1,20 +1,20 @@
-"""Blocks with a scale and codes of a few bits: the shared code of int8, int4, int2 and sign.
+"""Shared code of int8, int4, int2 and sign, which send a scale per block and a code of a few bits per value.
 
     scale   = f(values of a block)
     code    = f(value, scale of its block), b bits
     decoded = f(code, scale of its block)
 
-Payload, as bytes: the fp32 scales of all blocks, then the codes, 8 / b in a byte with the first in the lowest bits,
-then zeros up to a multiple of four, so that gathered payloads stay aligned. Each segment starts a new block and a new
-byte of codes. Its last block may be short.
+Payload, as bytes: the fp32 scales of all blocks; the codes, 8 / b per byte, the first in the lowest bits; and zeros up
+to a multiple of four, which keep gathered payloads aligned. Each segment starts a new block and a new byte of codes.
+Its last block may be short.
 
-A block whose scale would not be finite has scale NaN and codes 0: it decodes to NaN, and its residual keeps its value.
-Other scales are at most `most_scale`, so decoded values are finite.
+A block whose scale is not finite gets scale NaN and codes 0: it decodes to NaN, and its residual stays unchanged. Other
+scales are at most `most_scale`, so decoded values are finite.
 
-A random compressor draws u in [0, 1) from a value's place in its segment. Each rank has its own stream, or errors would
-add up.
+Stochastic rounding draws u in [0, 1) by a value's index in its segment. Each rank has its own random stream, because
+errors from equal draws would add up.
 
-References use rows:
+References use one row per block:
 
     segments (5, 3), block 4:   a b c d e | x y z   -->   a b c d
                                                           e 0 0 0
@@ -53,7 +53,6 @@ def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
 
 
 def from_blocks(rows: Tensor, segments: Sequence[int], block: int) -> Tensor:
-    """Undo `to_blocks`."""
     pieces = split(rows, [-(-size // block) for size in segments])
     return torch.cat(
         [rows.new_empty(0), *(piece.flatten()[:size] for piece, size in zip(pieces, segments, strict=True))]
@@ -78,7 +77,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 class BlockCompressor(Compressor):
-    """Base of compressors with blocks. Rows are blocks."""
+    """Base of block quantisers. A row is a block."""
 
     __slots__ = ()
 
@@ -95,16 +94,16 @@ class BlockCompressor(Compressor):
 
     @property
     def largest_value(self) -> float:
-        """The value of the largest code, in units of the scale."""
+        """Decoded value of the largest code, in units of the scale."""
         return 1.0
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return the scale of each row, not finite where the row is not. `scales` and `sizes` are columns."""
+        """Return a column of scales, not finite if the row is not. `sizes`: values per row, a column."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        """Return the code of each value, uint8. `uniform` is 0 if nothing is random."""
+        """Return the code of each value, uint8. `uniform` is 0 without stochastic rounding."""
 
     @abstractmethod
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ class BlockCompressor(Compressor):
 
 
 class SymmetricCompressor(BlockCompressor):
-    """Symmetric quantiser, whose largest code is a block's largest magnitude: int8 and int4."""
+    """Symmetric quantiser, whose largest code decodes to a block's largest magnitude: int8 and int4."""
 
     __slots__ = ()
 
@@ -185,7 +184,7 @@ class SymmetricCompressor(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Codes on each side of zero; an asymmetric range would saturate."""
+        """Codes on each side of zero: an asymmetric range would clip the shorter side."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -223,12 +222,11 @@ def most_scale(largest_value: float) -> float:
 
 
 def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Return mean|v| of each row as a column."""
     return sum_in_lanes(rows.abs()) / sizes
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Sum each row, as a column: 64 lanes, then halves."""
+    """Return the sum of each row, as a column: add 64 lanes, then repeatedly the upper half to the lower."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -243,7 +241,7 @@ _MOST_PLACES = 1 << 16
 
 
 def place_of_largest(rows: Tensor) -> Tensor:
-    """Return the place of each row's largest magnitude, as a column; the lower of equal ones.
+    """Return the index of each row's largest magnitude, as a column; of equal magnitudes, the lowest index.
 
     Bit patterns are compared, so NaN is the largest. A row has at most 2^16 values.
     """
@@ -255,7 +253,7 @@ def place_of_largest(rows: Tensor) -> Tensor:
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
     """Round v / scale to an integer within -levels..levels, in two's complement.
 
-    Round to nearest, ties to even, or down after adding u, which is unbiased.
+    Round to nearest, ties to even, or add u and round down, which is unbiased.
     """
     quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
     whole = (quotient + uniform).floor().clamp_max(levels) if at_random else quotient.round()
@@ -272,7 +270,7 @@ def feedback_at_random(block: int, levels: float) -> Feedback:
     """Return OPTIONAL if stochastic rounding to steps of max|v| / levels may use feedback, else FORBIDDEN.
 
     The relative squared error is at most (block - 1) / (4 levels^2): a quarter of a squared step for all but the
-    largest value. From 1 on, a residual could grow.
+    largest value. If this bound is 1 or more, a residual could grow.
     """
     return Feedback.OPTIONAL if block - 1 < 4 * levels**2 else Feedback.FORBIDDEN
 
@@ -290,7 +288,6 @@ def pack(codes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
 
 
 def unpack(code_bytes: Tensor, segments: Sequence[int], bits: int) -> Tensor:
-    """Undo `pack`."""
     shifts = _shifts(code_bytes, bits)
     pieces = split(code_bytes, _bytes_of_codes(segments, bits))
     codes = [((piece.view(-1, 1) >> shifts) & (2**bits - 1)).flatten() for piece in pieces]

@@ -1,8 +1,8 @@
 """Send each value in a shorter floating-point format that an all_reduce can sum: bf16 and fp16.
 
-    payload = the format's nearest to v, ties to even        decoded = fp32(payload)
+    payload = v rounded to nearest, ties to even        decoded = fp32(payload)
 
-Payload: one element of the format a value. Where v rounds to infinity the residual keeps its value.
+Payload: one element per value. If v rounds to infinity, its residual stays unchanged.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class BF16(CastCompressor):
 class FP16(CastCompressor):
     """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
 
-    The bucket is divided by the number of ranks first, or a sum of 60000 from each of four ranks would exceed fp16's
-    limit, 65504. Larger values become inf and keep their residual. Values below 6e-5 lose precision, below 3e-8 they
-    become zero: scale the loss.
+    The bucket is first divided by the number of ranks, because a sum over ranks could exceed fp16's limit, 65504.
+    Larger values become inf, and their residual stays unchanged. Values below 6e-5 lose precision and values below
+    3e-8 become zero, so scale the loss.
 
     The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """

@@ -6,7 +6,7 @@ same:
     fxcomp::<name>_compress(bucket, residual?, segments, *parameters, *, state?, agreed?, pieces?)
         -> (payload, residual, state)
     fxcomp::<name>_decompress(payloads, ranks, segments, *parameters, *, agreed?, state?, pieces?) -> mean
-    fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     where ranks agree first
+    fxcomp::<name>_propose(bucket, residual?, segments, *parameters, *, state?) -> proposal     if facts.agreement
 
 A class that is registered again, as when a notebook cell runs twice, gets new op names. Existing graphs and steps keep
 the old ops.
@@ -39,10 +39,10 @@ ENTRY_POINTS = "fxcomp.compressors"
 IN_EXAMPLES = dict.fromkeys(
     ("chunkmax", "dgc", "fp8_e4m3", "fp8_e5m2", "randomk", "shared_int8", "threshold"), "examples/more_compressors"
 )
-"""Folder of the example package, by the compressor's name."""
+"""Folder of the example package, by compressor name."""
 
 _BY_OP: dict[OpOverload, type[Compressor]] = {}
-"""Includes the ops of replaced classes."""
+"""Class by op, replaced classes included."""
 
 Kind = TypeVar("Kind", bound=type[Compressor])
 
@@ -128,7 +128,7 @@ def _name_of(value: str, place: int, named: str, declared: Mapping[str, FieldInf
 
 
 def _kind(name: str) -> type[Compressor]:
-    """Return the class of this name, loading an announced package if necessary."""
+    """Return the class of this name, loading its entry point if it is not registered."""
     warn_of_shadowed()
     if name not in CATALOGUE:
         announced = _announced(name)
@@ -150,7 +150,6 @@ def _kind(name: str) -> type[Compressor]:
 
 
 def _announced(name: str) -> EntryPoint:
-    """Return the entry point of an unregistered name."""
     points = entry_points(group=ENTRY_POINTS)
     ours = [point for point in points if point.name == name]
     if not ours and name in IN_EXAMPLES:
@@ -171,7 +170,7 @@ def _announced(name: str) -> EntryPoint:
 
 @cache
 def warn_of_shadowed() -> None:
-    """Warn once of entry points whose name is taken."""
+    """Warn once of entry points named as a registered compressor."""
     for point in entry_points(group=ENTRY_POINTS):
         taken = CATALOGUE.get(point.name)
         if taken is not None and point.value.partition(":")[0] != taken.__module__:

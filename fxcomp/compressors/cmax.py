@@ -1,24 +1,26 @@
-"""Send place and sign of the largest of every N values, and one fp32 scale a parameter.
+"""Send the index and sign of the largest of every N values, and one fp32 scale per parameter.
 
     chunk   = N values, a power of two; the last of a segment may be shorter
     m       = ceil(n / N)
     scale   = mean of the chunks' largest |v|, without chunks of zeros
-    decoded = scale or -scale, by its sign, at the place of largest |v| in each chunk, 0 elsewhere
+    decoded = sign(v) * scale at the index of the largest |v| in each chunk, 0 elsewhere
 
-Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the place in the lowest bits, the
-sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits: five bits are a plane of four and one
-of one. Planes are packed as in `block_codes.py`, and padded together to a multiple of four bytes.
+Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 bits: the index in the lowest bits, the
+sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits: five bits become a plane of four and
+a plane of one. Planes are packed as in `block_codes.py`. Zeros pad a segment's bytes to a multiple of four.
 
-**A chunk of zeros** must decode to zeros: an embedding row that no batch has used must not move. Every code has a
-meaning, and another bit a chunk would cost a fifth. So in a segment with chunks of zeros, which a negative scale marks,
-one code means zero: `_drawn` derives it from the scale's bits. A chunk that needs this code for itself stays in the
-residual, which changes the next scale and its zero code. A fixed code would suppress a sign of one place forever.
+A chunk of zeros must decode to zeros, because an embedding row without a gradient must not change. All codes are in
+use, and another bit per chunk would add a fifth to the payload. So a segment with chunks of zeros has a negative scale,
+and the code that `_drawn` hashes from the scale means zero. A chunk that needs this code for its own value is not sent:
+it stays in the residual, which changes the next scale and zero code. A fixed zero code would never send one of the
+pairs of index and sign.
 
-The scale minimises the squared error for given places and signs: 0.60 for Gaussian values at N = 8, 0.73 at N = 16.
+The scale minimises the squared error of the sent values: relative to |v|^2, 0.60 for Gaussian values at N = 8, 0.73 at
+N = 16.
 
-Of equal magnitudes the lower place is sent. A segment whose largest values have no finite sum has scale NaN and codes
-0: it decodes to NaN, and its residual keeps its values. The sum has a fixed order: runs of 1024 chunks in 64 lanes,
-then the runs in 64 lanes.
+Of equal magnitudes the lowest index is sent. If the sum of a segment's largest magnitudes is not finite, its scale is
+NaN and its codes are 0: it decodes to NaN, and its residual stays unchanged. The order of the sum is fixed: runs of
+1024 chunks in 64 lanes, then the runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadOption
 
 RUN = 1024
-"""Chunks summed together; the same number as in csrc/cmax.cpp."""
+"""Chunks per partial sum; the same number as in csrc/cmax.cpp."""
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Sum runs of values, then the runs, each in lanes."""
+    """Sum each run of values, then the runs, in 64 lanes each."""
     runs = sum_in_lanes(pad(values, (0, -len(values) % RUN)).view(-1, RUN))
     return sum_in_lanes(runs.view(1, -1)).flatten()
 
@@ -65,7 +67,7 @@ def _drawn(scale: Tensor, bits: int) -> Tensor:
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """Place and sign of each chunk's largest value: 1/60 to 1/100 of the bytes; only with error feedback."""
+    """Index and sign of each chunk's largest value: 1/60 to 1/100 of the bytes; only with error feedback."""
 
     chunk: int = 16
 
@@ -92,7 +94,6 @@ class CMax(Compressor):
 
     @property
     def bits(self) -> int:
-        """Bits of a code: a place and a sign."""
         return self.chunk.bit_length()
 
     def payload_elements(self, segments: Sequence[int]) -> int:
@@ -138,7 +139,7 @@ class CMax(Compressor):
         return torch.where(scale.isfinite(), rows, torch.nan)
 
     def _nothing(self, scale: Tensor) -> Tensor:
-        """Return the code that means zero, or an unused number."""
+        """Return the zero code, or an unused number if no chunk is zero."""
         return torch.where(scale.signbit(), _drawn(scale, self.bits), 2 * self.chunk)
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
 
 
 def examples() -> list[Compressor]:
-    """Return each built-in compressor with typical parameters, and with each other switch and choice."""
+    """Return each built-in compressor with typical parameters, and again with each other bool or choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)
@@ -48,7 +48,6 @@ def bits_per_value(compressor: Compressor, shape: Sequence[int]) -> float:
 
 
 def _other_choices(compressor: Compressor) -> Iterator[tuple[str, Any]]:
-    """Yield switches and choices with their other values."""
     for parameter in compressor.facts.parameters:
         value = getattr(compressor, parameter.name)
         others = (not value,) if isinstance(value, bool) else parameter.choices
@@ -61,6 +60,5 @@ def _with(compressor: Compressor, other: dict[str, Any]) -> Compressor:
 
 
 def _middle(parameter: Parameter) -> float:
-    """Return the middle of the range, geometric if positive."""
     low, high = parameter.low, parameter.high
     return (low * high) ** 0.5 if low > 0 else (low + high) / 2

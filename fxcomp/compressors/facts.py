@@ -1,4 +1,4 @@
-"""Declarations of a compressor and its parameters: sizes, state, bias, feedback and text form. No tensor is touched.
+"""Declarations of a compressor and its parameters: sizes, state, bias, feedback and text form.
 
 The fields of the dataclass are the parameters:
 
@@ -40,7 +40,7 @@ class Bias(Enum):
 
     UNBIASED = "unbiased"
     ROUNDING = "rounding"
-    """Less than a rounding step, in no preferred direction."""
+    """Less than a rounding step, without a preferred direction."""
     BIASED = "biased"
 
 
@@ -75,12 +75,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Declarations of a compressor. Formulas are text: n is a segment's size, ⌈ ⌉ rounds up."""
+    """Declarations of a compressor. Formulas are text: n is a segment's number of values, ⌈ ⌉ rounds up."""
 
     name: str
     summary: str
     payload: str
-    """Bytes for n values."""
+    """Payload bytes of n values."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
     """An all_reduce can sum payloads; otherwise they are gathered."""
@@ -89,7 +89,7 @@ class Facts:
     passes: int = 1
     """Reads of the whole gradient from main memory while encoding."""
     parameters: tuple[Parameter, ...] = ()
-    """Fields in the text form. A plan records nothing else."""
+    """Fields in the text form. A plan records only these."""
     filled_in: tuple[str, ...] = ()
     """Fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
@@ -100,13 +100,11 @@ class Facts:
     state_from_payload: bool = False
     """The summed payload is the next state (PowerSGD's warm start)."""
     agreement: ProposalReduction | None = None
-    """Ranks reduce proposals first, and compress with the result."""
+    """Reduction of proposals before compression; None without proposals."""
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts the values sharing something, such as a scale. Shards are cut at its multiples; anywhere if
-    empty.
-    """
+    """Parameter that counts values with a common scale or code. Shards are cut at its multiples; anywhere if empty."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
@@ -130,7 +128,7 @@ class FieldInfo(NamedTuple):
     name: str
     type: str
     default: Any
-    """MISSING if there is none."""
+    """MISSING without a default."""
 
     @property
     def has_default(self) -> bool:
@@ -142,7 +140,6 @@ class FieldInfo(NamedTuple):
 
 @cache
 def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
-    """Return the fields of a class, in order."""
     declared: tuple[Field[Any], ...] = fields(kind)
     return {field.name: FieldInfo(field.name, _type_name(field.type), field.default) for field in declared}
 
@@ -152,7 +149,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def checked(field: FieldInfo, value: Any) -> Any:
-    """Return the value, an int as a float if the field is one. Raises ValueError for another type."""
+    """Return the value, with an int converted for a float field. Raises ValueError for another type."""
     match field.type, value:
         case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
@@ -177,7 +174,7 @@ def read(field: FieldInfo, text: str) -> Any:
     return convert(text)
 
 
-# Python's own parsers accept 1_000 and other scripts' digits.
+# Patterns, because int() and float() also accept 1_000 and non-ASCII digits.
 _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (r"[+-]?[0-9]+", int),
     "float": (r"[+-]?(?:[0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf|nan)", float),
@@ -209,7 +206,7 @@ class Declared(ABC):
         return 0
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
-        """Return the compressor for these parameters, averaged over `ranks` ranks."""
+        """Return the compressor for parameters of these shapes, averaged over `ranks` ranks."""
         return self
 
     def of_segment(self, index: int) -> Self:
@@ -232,7 +229,7 @@ class Declared(ABC):
 
     @property
     def grain(self) -> int:
-        """Number of values that share something, such as a scale; no shard cuts between them."""
+        """Number of values with a common scale or code; shards are cut at its multiples."""
         return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
     # Derived
@@ -278,11 +275,9 @@ class Declared(ABC):
         return self.proposal_elements(segments) * self.facts.proposal_dtype.itemsize
 
     def state_bytes(self, segments: Sequence[int]) -> int:
-        """Return the bytes kept between steps besides the residual."""
         return self.all_state_elements(segments) * self.facts.state_dtype.itemsize
 
     def all_state_elements(self, segments: Sequence[int]) -> int:
-        """Return the elements of the whole bucket's state."""
         return sum(self.of_segment(index).state_elements(size) for index, size in enumerate(segments))
 
     def __str__(self) -> str:

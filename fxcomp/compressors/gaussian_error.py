@@ -1,13 +1,14 @@
-"""The error of a compressor on Gaussian values: the same number on every machine, also for plug-ins.
+"""Relative squared error of a compressor on Gaussian values, with the same bits on every machine.
 
-    ω = |v - decoded|² / |v|²        of the references' first compression of one rank's values, without error feedback
+    ω = |v - decoded|² / |v|²        of the reference's first compression of one rank's values, without error feedback
 
-Every rank must judge a plan alike. So the values come from counters, the references sum in a fixed order, and squares
-are added exactly. Each value is a sum of 64 random bytes, with an excess kurtosis of -0.019.
+All ranks must compute the same errors to choose the same plan. So values come from counter-based random numbers,
+references sum in a fixed order, and squares are summed exactly. Each value is a sum of 64 random bytes, with an excess
+kurtosis of -0.019.
 
-Gradients have low rank (Vogels et al. 2019), Gaussian values do not. So a compressor that needs whole parameters
-compresses a matrix with singular values 1 / k, after `WARM_UP` other steps. ω is one rank's error; a mean over ranks
-may have less.
+Gradient matrices have low rank (Vogels et al. 2019), Gaussian matrices do not. So a compressor with
+`needs_whole_parameters` compresses a matrix with singular values 1 / k instead, after `WARM_UP` steps. The error of a
+mean over ranks may be smaller than ω.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from fxcomp.compressors.base import Compressed, Compressor
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 
 SHAPE = (128, 256)
-WARM_UP = 6  # steps: powersgd(1) is within 1 % of the best rank by then
-_WORDS = 16  # words of four bytes, for one value
+WARM_UP = 6  # steps, after which powersgd(1) is within 1 % of the least error of rank 1
+_WORDS = 16  # random 32-bit words per value
 
 
 @lru_cache(maxsize=1024)

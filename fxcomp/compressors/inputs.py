@@ -1,6 +1,6 @@
 """Inputs of a compressor, and the checks before kernels get raw pointers.
 
-The checks run on every step, so sizes are cached.
+Sizes are cached, because the checks run on every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EncoderInput(NamedTuple):
     bucket: Tensor
     residual: Tensor | None
     segments: tuple[int, ...]
-    """Sizes of the parameters."""
+    """Number of values of each parameter."""
     state: Tensor | None = None
     agreed: Tensor | None = None
     """Reduction of the ranks' proposals."""
@@ -34,7 +34,6 @@ class EncoderInput(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
-        """v, by segment."""
         return torch.split_with_sizes(self.value, self.segments)
 
 
@@ -54,7 +53,6 @@ class DecoderInput(NamedTuple):
 
 
 def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> None:
-    """Raise BadTensor for invalid arguments of `encode`."""
     call = _Call(compressor, "encode", given.segments, given.bucket.device)
     _check_bucket(call, given)
     call.check(payload, compressor.payload_dtype, _payload_elements(compressor, given.segments), "payload")
@@ -63,7 +61,6 @@ def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> 
 
 
 def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> None:
-    """Raise BadTensor for invalid arguments of `propose`."""
     call = _Call(compressor, "propose", given.segments, given.bucket.device)
     _check_bucket(call, given)
     if given.state is not None or compressor.facts.state_from_payload:  # proposals need it
@@ -72,7 +69,6 @@ def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> Non
 
 
 def check_decode(compressor: Declared, received: DecoderInput, out: Tensor) -> None:
-    """Raise BadTensor for invalid arguments of `decode`."""
     ranks, segments = received.ranks, received.segments
     call = _Call(compressor, "decode", segments, out.device)
     check_segments(compressor, segments)
@@ -94,7 +90,7 @@ def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
 
 
 def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
-    """Raise BadTensor if only some tensors are on meta: torch then passes real tensors to an op's fake."""
+    """Raise BadTensor if only some tensors are on meta, because torch then passes real ones to an op's fake."""
     for other in others:
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"
@@ -102,7 +98,6 @@ def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor
 
 
 def bad_payload(ranks: int, segments: Sequence[int]) -> BadTensor:
-    """Return the error for an invalid payload."""
     return BadTensor(
         "a payload names places outside its segment.\n"
         f"  decoded  {_count(ranks, 'payload')}, for {_in_short(segments)}\n"
@@ -126,7 +121,7 @@ def _state_elements(compressor: Declared, segments: tuple[int, ...]) -> int:
 
 
 class _Call(NamedTuple):
-    """A call as text for errors, and its device."""
+    """Description of a call for error messages, and its device."""
 
     compressor: Declared
     verb: str

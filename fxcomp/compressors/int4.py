@@ -1,4 +1,4 @@
-"""Send four bits a value, and one fp32 scale a block.
+"""Send four bits per value, and one fp32 scale per block.
 
     scale   = max|v| / 7 over the block
     code    = v / scale, rounded to nearest, ties to even, within -7..7
@@ -6,11 +6,11 @@
     decoded = code * scale
 
 Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block with a
-value that is not finite decodes to NaN, and its residual keeps its values.
+value that is not finite decodes to NaN, and its residual stays unchanged.
 
 The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
 blocks of 512); twice that if stochastic. Stochastic rounding is unbiased and works without error feedback. In blocks of
-more than 196 its worst-case error exceeds the value, so feedback is forbidden.
+more than 196 values its relative squared error may exceed 1, so feedback is forbidden.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp.compressors.block_codes import SymmetricCompressor
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
-DEFAULT_BLOCK = 128  # scales add 1/32 byte a value
+DEFAULT_BLOCK = 128  # scales add 1/32 byte per value
 
 
 @register

@@ -1,4 +1,4 @@
-"""Send one signed byte a value, and one fp32 scale a block.
+"""Send one signed byte per value, and one fp32 scale per block.
 
     scale   = max|v| / 127 over the block
     code    = v / scale, rounded to nearest, ties to even, within -127..127
@@ -6,12 +6,12 @@
     decoded = code * scale
 
 Payload and blocks as in `block_codes.py`, in two's complement. A block with a value that is not finite decodes to NaN,
-and its residual keeps its values.
+and its residual stays unchanged.
 
 The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
-Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional; it
-costs 8 of the 12 bytes a value that encoding moves. Rounding to nearest loses values below half a step, at most
-(B - 1) / (4 127^2) of a block's squared norm: 0.8 % for B = 512. Larger blocks need feedback.
+Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional.
+Encoding moves 12 bytes per value with feedback and 4 without. Rounding to nearest loses values below half a step, at
+most (B - 1) / (4 127^2) of the squared norm of a block of B values: 0.8 % for B = 512. Larger blocks need feedback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxcomp.compressors.block_codes import SymmetricCompressor, feedback_at_rand
 from fxcomp.compressors.catalogue import register
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter
 
-DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the L1 cache between two reads; scales add 1/128 byte a value
+DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the L1 cache between two reads; scales add 1/128 byte per value
 
 
 @register

@@ -1,4 +1,4 @@
-"""Find and call the C++ kernels of csrc/; without them the references run.
+"""Find and call the C++ kernels of csrc/. Without them, the references run.
 
 Kernels take raw pointers, and ctypes releases the GIL during a call.
 """
@@ -21,7 +21,7 @@ ABI_VERSION = 16  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
-    """Return the library's path, None if it was not built."""
+    """Return the library's path, or None if it was not built."""
     spec = find_spec("fxcomp._kernels")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
@@ -37,13 +37,12 @@ def can_run_on(tensor: Tensor) -> bool:
 
 @cache
 def fingerprint() -> str:
-    """Return a hash of the library."""
     path = kernel_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path is not None else ""
 
 
 def describe() -> str:
-    """Return a report line: the kernels that run, or why none do."""
+    """Return a report line: the kernels in use, or the reason for their absence."""
     path, failure = kernel_path(), build_failure()
     if available():
         of_old = f", but not of the last build: {failure}" if failure else ""
@@ -58,7 +57,7 @@ def describe() -> str:
 
 
 def build_failure() -> str:
-    """Return the reason of a failed build, from a notice of setup.py; empty without one."""
+    """Return the reason of a failed build, as setup.py recorded it; empty without a failure."""
     notice = _PACKAGE / "_kernels_not_built.txt"
     return notice.read_text().strip() if notice.exists() else ""
 
@@ -71,13 +70,12 @@ def run(name: str, *arguments: Tensor | tuple[int, ...] | float | None) -> int:
 
 
 def has(name: str) -> bool:
-    """Return True if the library has this kernel."""
     library = _library()
     return library is not None and hasattr(library, name)
 
 
 class _Calls:
-    """Cached kernels: a lookup takes longer than a call."""
+    """Cache of kernels, because a lookup takes longer than a call."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -93,7 +91,7 @@ class _Calls:
         if kernel is None:
             kernel = self._library[name]
             kernel.argtypes = list(map(_type_of, arguments))
-            self._kernels[name] = kernel  # last: another thread may use it from here on
+            self._kernels[name] = kernel  # last, because other threads may then call it
         return kernel(*map(_to_c, arguments))
 
 
@@ -102,7 +100,7 @@ _calls = cache(_Calls)
 
 @cache
 def function(name: str, result: Any) -> Any:
-    """Return a kernel without tensor arguments, to call with ctypes' types."""
+    """Return a kernel that takes ctypes values and no tensors."""
     library = _library()
     assert library is not None, f"{name} was asked for, but no kernels are built"
     found = library[name]
@@ -118,7 +116,6 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Return a library, or None and the reason."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

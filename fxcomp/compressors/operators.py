@@ -1,10 +1,11 @@
 """Operators of a compressor, which run its `encode`, `decode` and `propose` on fresh tensors.
 
-A value may be compressed in pieces, one for each destination rank, with their payloads concatenated:
+A bucket may be compressed in pieces, one for each destination rank. `pieces` is the number of segments in each piece,
+and the payloads of pieces are concatenated:
 
     pieces (2, 1), segments (4, 8, 3)      the payload of segments (4, 8), then the payload of (3,)
 
-Decoding takes, for each piece in order, the payloads of all ranks.
+Decoding reads, for each piece in order, the payloads of all ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput, check_not_mixe
 from fxcomp.compressors.triton import dispatch
 
 Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Segment sizes of a value, or of each piece."""
+"""Segment sizes of a bucket, or of each piece."""
 
 
 def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """Group segments by the number in each piece; None is one piece."""
+    """Group segments into pieces of these numbers of segments; None is one piece."""
     if pieces is None:
         return (tuple(segments),)
     ends = [sum(pieces[: k + 1]) for k in range(len(pieces))]
@@ -36,7 +37,6 @@ def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tu
 
 
 def as_pieces(segments: Segments) -> tuple[tuple[int, ...], ...]:
-    """Return the segments of each piece."""
     nested = tuple(each for each in segments if isinstance(each, tuple))
     return nested or (tuple(size for size in segments if isinstance(size, int)),)
 
@@ -46,7 +46,6 @@ def payload_elements(compressor: Compressor, pieces: Sequence[tuple[int, ...]]) 
 
 
 def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Fill `payload`, and replace residual and state."""
     if len(pieces) == 1 or compressor.facts.is_joined:
         bucket, residual, segments, state, agreed = given
         compressor.encode(bucket, residual, payload, segments, state, agreed)
@@ -93,13 +92,13 @@ class _PieceReader:
         return None if self._whole is None else self._whole[start : self._at]
 
 
-# Library.define and impl cost 5 us a call; the custom_op decorator costs 45.  # measured, torch 2.13, 2026-11
+# Library.define and impl take 5 us per op; the custom_op decorator takes 45.  # measured, torch 2.13, 2026-11
 _library: Any = Library("fxcomp", "FRAGMENT")
 
 _times: Counter[str] = Counter()
 
 ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "ranks", "pieces")
-"""Argument names that no field of a compressor can have."""
+"""Argument names that compressors' fields cannot have."""
 
 
 def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
@@ -182,7 +181,7 @@ def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverlo
 
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    # A new name, no overload: torch 2.13 aborts when it destroys a library with overloads of one op.
+    # A new name, because torch 2.13 aborts when it destroys a library with overloads of one op.
     full = f"{name}_again_{_times[name]}" if _times[name] else name
     _times[name] += 1
     _library.define(full + schema)

@@ -1,18 +1,18 @@
-"""Encode k of n places compactly. csrc/places.h is the kernels' copy.
+"""Encode k places below n compactly. A place is a value's index in its segment. csrc/places.h is the kernels' copy.
 
     n = 1000, places 3, 7, 300, 999            low bytes     3, 7, 44, 231
                                                high bits     1 1 0 1 0 0 1     (blocks 0, 0, 1, 3)
 
 Places are ascending, in the shorter of these forms, which depends on k and n alone:
 
-    a bitmap                     n bits: bit p is 1 if p is in the set
-    the low 8 or 16 bits each    and a bit string: for each place a 1, and a 0 wherever the next block of 2^8 (or 2^16)
-                                 places begins: 9k + n/2^8 bits (or 17k + n/2^16)
+    a bitmap               n bits: bit p is 1 for a place p
+    low bits and a string  the low 8 (or 16) bits of each place; then a bit string with a 1 for each place and a 0 at
+                           the start of each further block of 2^8 (or 2^16) places: 9k + n/2^8 bits (or 17k + n/2^16)
 
-The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 lies at bit block(i) + i: size and lookup do not
-depend on the places. At 1 % it takes 9.4 bits a place; the entropy is 8.1.
+The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 is bit block(i) + i, so its size does not depend
+on the places. For k = n / 100 it takes 9.4 bits per place; the entropy is 8.1.
 
-Unused slots are zero. Bits fill bytes from the lowest on. A section has the low parts, then the bit string.
+A section has the low bits, then the bit string, and zeros for unused slots. The lowest bit of a byte comes first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def form_of(n: int, slots: int) -> int:
 
 
 def bytes_of(n: int, slots: int) -> int:
-    """Return the bytes for `slots` of n places."""
+    """Return a section's size in bytes."""
     form = form_of(n, slots)
     return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 
@@ -50,12 +50,12 @@ def write(places: Tensor, n: int, slots: int) -> Tensor:
 
 
 def read(section: Tensor, n: int, slots: int) -> Tensor:
-    """Undo `write`: int64 places, ascending, then 0 for unused slots."""
+    """Undo `write`: return int64 places, ascending, then 0 for unused slots."""
     form = form_of(n, slots)
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1
     bits = bits.flatten()
-    # Scatter each 1 to its number, each 0 to the end: unlike nonzero, this does not wait for a GPU.
+    # Scatter the i-th 1 to index i and each 0 to the end: unlike nonzero, this does not wait for a GPU.
     number = torch.where(bits > 0, bits.cumsum(0) - 1, slots)
     order = torch.arange(slots + 1, device=section.device)
     unused = torch.zeros_like(order) if form == BITMAP else order

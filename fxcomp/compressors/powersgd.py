@@ -7,28 +7,29 @@
     decoded  = P_hat (sum of Q)ᵀ
     residual = M - P_hat Qᵀ                      with the rank's own Q
 
-For a given P_hat, a sum of payloads decodes to the sum. The first Q is random. Each step starts from the last Q, which
-turns towards the gradient's largest singular vectors. The residual is relative to the rank's own part: relative to the
-mean, differences between ranks would accumulate.
+For a given P_hat, the sum of payloads decodes to the sum of matrices. The first Q is random. Each step starts from the
+last Q, which converges to the gradient's largest singular vectors. The residual uses the rank's own Q, because with the
+mean Q, differences between ranks would accumulate.
 
-A vector, and a matrix with rows * columns <= 2 rank (rows + columns), goes dense: its payload is v, its residual 0.
+Vectors, and matrices with rows * columns <= 2 rank (rows + columns), are sent dense: payload v, residual 0. In these
+formulas `rank` is the compressor's parameter, the number of columns of a factor.
 
-Layout, by segment: the proposal holds `rank` columns of P, each `rows` long, for matrices only. Payload and state hold
-`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` fills in `columns`, 0 for
-dense. Unbound, a segment is the matrix of its size nearest to a square.
+Layout, by segment: the proposal has `rank` columns of P, each `rows` long, for matrices only. Payload and state have
+`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` sets `columns`, 0 for dense.
+Without it, a segment is treated as the most nearly square matrix of its size.
 
-P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So every rank and machine
-has the same bits, with or without kernels.
+P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So all ranks and machines
+compute the same bits, with or without kernels.
 
     M Q       64 sums, of the columns j, j + 64, ...; then the upper half is added to the lower, six times
-    MᵀP       rows by chunks of 32, in order within a chunk, then the chunks in order
-    P Qᵀ      in the order of the rank
-    lengths   in fp64, over a power of two of terms, the upper half added to the lower
+    MᵀP       chunks of 32 rows, in order within a chunk, then the chunks in order
+    P Qᵀ      the `rank` products in order
+    lengths   in fp64, padded to a power of two of terms, the upper half added to the lower until one is left
 
-`orthonormal` is Gram-Schmidt in fp64, twice for each vector. A vector that keeps less than 2^-20 of its length is
-replaced by a random one, the same on all ranks, or factors would stay zero after a gradient of zeros.
+`orthonormal` is Gram-Schmidt in fp64, twice for each vector. A vector left with less than 2^-20 of its length is
+replaced by a random one, the same on all ranks, because factors would otherwise stay zero after a gradient of zeros.
 
-If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual keeps its values.
+If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual stays unchanged.
 The next step starts from a random Q.
 
 The error approaches the error of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
@@ -55,8 +56,8 @@ from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter, ProposalR
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadTensor
 
-_SPAN = 64  # columns of M Q with separate sums
-_CHUNK = 32  # rows of MᵀP summed before the total
+_SPAN = 64  # separate sums per element of M Q
+_CHUNK = 32  # rows per partial sum of MᵀP
 _NOTHING_LEFT = 2.0**-20  # part of a vector's length that may be rounding error
 
 
@@ -126,7 +127,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
-    """Return centred sums of four random bytes: nearly Gaussian, without a logarithm to round."""
+    """Return centred sums of four random bytes: nearly Gaussian, and exact because no logarithm is needed."""
     state = torch.full((randomness.STATE_ELEMENTS,), key, dtype=torch.int64, device=device)
     state[1].fill_(step)
     stream = randomness.stream_of(state, 0)
@@ -136,14 +137,12 @@ def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def near_square(size: int) -> tuple[int, int]:
-    """Return rows and columns of the matrix nearest to a square."""
     rows = next((rows for rows in range(isqrt(size), 0, -1) if size % rows == 0), 1)
     return rows, size // rows
 
 
 @lru_cache(maxsize=4096)
 def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
-    """Raise BadTensor if a segment's size is not a multiple of its columns."""
     for index, (size, columns) in enumerate(zip(segments, compressor.columns, strict=True)):
         if columns < 0 or (columns > 0 and (size == 0 or size % columns)):
             raise BadTensor(
@@ -156,11 +155,11 @@ def _check_columns(compressor: PowerSGD, segments: tuple[int, ...]) -> None:
 @register
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Compressor):
-    """Two factors of each matrix: rank * (rows + columns) values instead of rows * columns, by two all_reduces."""
+    """Two factors of each matrix: rank * (rows + columns) values instead of rows * columns, in two all_reduces."""
 
     rank: int
     columns: tuple[int, ...] = ()
-    """Columns of each segment's matrix, 0 for dense; filled in by `bound_to`."""
+    """Columns of each segment's matrix, 0 for dense; set by `bound_to`."""
 
     facts: ClassVar[Facts] = Facts(
         name="powersgd",
@@ -209,7 +208,7 @@ class PowerSGD(Compressor):
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Keep the leading factors; a higher rank adds random ones."""
+        """Keep the leading factors; add random factors for a higher rank."""
         assert isinstance(before, PowerSGD), "a state goes on under the same compressor"
         [columns] = self.all_columns((size,))
         if not columns or before.all_columns((size,)) != (columns,):
@@ -260,7 +259,6 @@ class PowerSGD(Compressor):
         return [self.rank * columns or size for size, columns in zip(segments, self.all_columns(segments), strict=True)]
 
     def _bases(self, segments: Sequence[int], agreed: Tensor) -> list[Tensor | None]:
-        """Return P_hat of each segment, None for a dense one."""
         columns = self.all_columns(segments)
         sizes = [self.rank * (size // width) if width else 0 for size, width in zip(segments, columns, strict=True)]
         return [

@@ -1,11 +1,11 @@
-"""Random bits from counters: the same on every machine, in any order, for any number of threads.
+"""Counter-based random bits: the same on every machine, in any order, for any number of threads.
 
     counter i of stream (key, step)  -->  32 bits
 
-A three-multiply hash of the counter, keyed between the rounds (the 32-bit finalizers of Murmur3 and "lowbias32" use
-two). `uniform` uses the upper 24 bits.
+The hash multiplies the counter three times (the 32-bit finalizers of Murmur3 and "lowbias32": twice) and mixes in the
+key between rounds. `uniform` uses the upper 24 bits.
 
-The state is two int64 a segment: the stream's key, and the step, which each encoding raises.
+The state is two int64 per segment: the stream's key, and the step, which each encoding increments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def fresh_state(key: int) -> Tensor:
 
 
 def next_state(state: Tensor) -> Tensor:
-    """Return the state one step later."""
     return state + one_step(state)
 
 
@@ -61,7 +60,7 @@ def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Map 32 bits one to one, close numbers far apart."""
+    """Hash 32 bits bijectively."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _LOW
     return x ^ (x >> 15)
@@ -73,7 +72,7 @@ def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
 
 
 def uniform_of(state: Tensor, segments: Sequence[int]) -> Tensor:
-    """Return a number for each value of a bucket."""
+    """Return a random number in [0, 1) for each value of a bucket."""
     streams = (stream_of(state, segment) for segment in range(len(segments)))
     drawn = [uniform(stream, 0, size) for stream, size in zip(streams, segments, strict=True)]
     return torch.cat([torch.empty(0, device=state.device), *drawn])

@@ -1,11 +1,11 @@
-"""Send the values above a threshold, from a distribution fitted to sampled magnitudes, in one full pass.
+"""Send the values above a threshold: the quantile of a distribution fitted to sampled magnitudes.
 
     sample    = runs of 16 values of v, every stride-th run, shifted each step
     fit       = a distribution of the sample's magnitudes; its (1 - k / n) quantile, in stages (tail_fits.py)
     threshold = fit, or the sample's own quantile where the sample contradicts the fit
     decoded   = v where |v| >= threshold, 0 elsewhere
 
-Payload: fxcomp/compressors/survivors.py. `fit` names the distribution: `exponential`, `gamma` and then
+The payload is defined in survivors.py. `fit` is the distribution: `exponential`, `gamma` and then
 generalised Pareto, or `pareto`, generalised Pareto from the start.
 
 Check of the fit: of m sampled values, t = m k / n should reach the threshold. If their number differs from t by more
@@ -43,7 +43,7 @@ from fxcomp.compressors.topk import counts
 # The same numbers as in csrc/sidco.cpp.
 RUN = 16
 WINDOW = 5
-_CALLS = 1 << 20  # wraps here, so that fp32 holds the counter
+_CALLS = 1 << 20  # the call counter wraps here, because fp32 represents only smaller integers exactly
 FITS = tuple(fit.name.lower() for fit in TailFit)
 _FAR = 1e30  # larger than any measured deviation
 
@@ -106,7 +106,7 @@ STATE_ELEMENTS = len(fields(Controller))
 
 @lru_cache(maxsize=4096)
 def strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the odd stride between sampled runs, 1 for a complete sample."""
+    """Return each segment's odd stride between sampled runs, 1 for a complete sample."""
     return tuple(_stride(n, ratio) for n in segments)
 
 
@@ -118,18 +118,17 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the stride of a sample of 1 % and at least 64 / ratio values; odd, to vary the columns of a matrix."""
+    """Return each segment's stride for a sample of 1 %, at least 64 / ratio values; odd, to vary a matrix's columns."""
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
 def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
-    """Return the magnitude that a share k / n of the thin sample reaches, as bits."""
+    """Return the magnitude that a fraction k / n of the thin sample reaches, as bits."""
     sample = piece[min(random % stride, len(piece) - 1) :: stride]
     return survivors.kth_largest(sample, max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece))))
 
 
 def most_stages(ratio: float) -> int:
-    """Return the maximum number of stages."""
     return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
 
 
@@ -143,7 +142,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the count is off by more than 5 % and by more than chance."""
+    """Return True if the count differs from `reaching` by more than 5 % and by more than its standard deviation."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
@@ -229,7 +228,8 @@ class Sidco(Compressor):
     ) -> tuple[int, float | None]:
         """Return a segment's threshold, as the bits of a float, and the quality of the fit.
 
-        The quality is the number of sampled values above the fitted threshold, divided by its target; None without fit.
+        The quality is the number of sampled values above the fitted threshold, divided by its target; None without a
+        fit.
         """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)

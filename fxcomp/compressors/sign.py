@@ -1,4 +1,4 @@
-"""Send one bit a value, and one fp32 scale a block.
+"""Send one bit per value, and one fp32 scale per block.
 
     scale   = mean|v| over the block
     bit     = v >= 0
@@ -6,10 +6,11 @@
 
 Payload and blocks as in `block_codes.py`; a block is a multiple of eight values.
 
-The scale minimises the squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for Laplace. So
-error feedback is required. EF-SignSGD (Karimireddy 2019) has one scale; one for each block needs only one pass.
+The scale minimises the relative squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for
+Laplace. So error feedback is required. EF-SignSGD (Karimireddy 2019) has one scale per tensor; scales per block need
+only one pass.
 
-A block with an infinite sum decodes to NaN, and its residual keeps its values. The sum has a fixed order.
+A block with an infinite sum decodes to NaN, and its residual stays unchanged. The sum has a fixed order.
 """
 
 from __future__ import annotations

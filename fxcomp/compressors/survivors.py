@@ -6,9 +6,9 @@
     k         = max(1, ceil(ratio * n)), 0 for an empty segment
     capacity  = min(n, ceil(1.3 * k))
 
-Payload, as bytes: for each segment that is not empty the count as int32, then `capacity` fp32 values by ascending
-place, then the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and P(n, c)
-from topk.py this is 4 + 4c + P(n, c) bytes a segment.
+Payload, as bytes: for each nonempty segment the count as int32, `capacity` fp32 values by ascending place (index in
+the segment), and the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and
+P(n, c) from topk.py, a segment has 4 + 4c + P(n, c) bytes.
 
 If more values survive than `capacity`, the largest are sent. Ties, values that are not finite and the residual are
 handled as in topk.py. Zeros are never sent.
@@ -34,7 +34,6 @@ INFINITY_BITS = 0x7F800000
 
 @lru_cache(maxsize=4096)
 def capacities(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return the slots of each segment."""
     return tuple(min(n, (13 * k + 9) // 10) for n, k in zip(segments, counts(segments, ratio), strict=True))
 
 
@@ -43,12 +42,11 @@ def payload_bytes(segments: Sequence[int], ratio: float) -> int:
 
 
 def section_bytes(n: int, slots: int) -> int:
-    """Return the bytes of one segment."""
     return 4 + 4 * slots + -(-places.bytes_of(n, slots) // 4) * 4 if slots > 0 else 0
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
-    """Return |value| as an int32 of the same order; NaN is the largest."""
+    """Return |value| as an int32 with the same order; NaN is the largest."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
@@ -73,7 +71,6 @@ def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tu
 
 
 def decompress(received: DecoderInput, ratio: float) -> Tensor:
-    """Return the mean over ranks."""
     segments = received.segments
     return mean_over_ranks([_decompress_one(payload, segments, ratio) for payload in received.of_ranks])
 
@@ -86,7 +83,7 @@ def kth_largest(values: Tensor, k: int) -> int:
 
 
 def _survivors(piece: Tensor, threshold: int, slots: int) -> tuple[Tensor, int]:
-    """Return the places to send, ascending, and the count that reaches the threshold."""
+    """Return the places to send, ascending, and the number of values that reach the threshold."""
     magnitude = magnitude_bits(piece)
     kept = (magnitude >= threshold).nonzero().flatten()
     if len(kept) <= slots:
@@ -111,6 +108,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Adding to zero makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
+        # Addition makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
         piece.index_add_(0, kept, values)
     return out

@@ -1,8 +1,8 @@
-"""Fit a distribution to magnitudes, and compute the magnitude that a small share of them exceeds.
+"""Fit a distribution to magnitudes, and compute the magnitude that a small fraction of them exceeds.
 
-A fit to all magnitudes describes the largest poorly, so it is repeated in stages: the first keeps a quarter, each later
-one fits the values above the last threshold. Targets use the actual counts of earlier stages, so errors do not add up.
-With mean m, variance s^2 of the exceedances and the share p to keep:
+A fit to all magnitudes describes the largest poorly, so fits are repeated in stages: the first keeps a quarter of the
+values, each later stage fits the values above the last threshold. Targets use the actual counts of earlier stages, so
+errors do not add up. With mean m and variance s^2 of the excess over the last threshold, and the fraction p to keep:
 
     exponential         m ln(1/p)
     generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
@@ -37,7 +37,7 @@ class TailFit(Enum):
 
 
 class Moments(NamedTuple):
-    """Moments of the exceedances of a level."""
+    """Count of the values above a level, and moments of their excess over it."""
 
     above: int
     mean: float
@@ -68,7 +68,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) ->
 
 
 def quantile(moments: Moments, share: float, fit: TailFit) -> float:
-    """Return the value that a share exceeds."""
+    """Return the excess over the level that a fraction `share` of the values exceeds."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
@@ -82,7 +82,7 @@ def quantile(moments: Moments, share: float, fit: TailFit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """Return the magnitude that a share exceeds."""
+    """Return the magnitude that a fraction `share` exceeds."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)

@@ -1,17 +1,16 @@
-"""Send the k values of largest magnitude of each segment, with their places.
+"""Send the k values of largest magnitude of each segment, with their places (indices in the segment).
 
     k       = max(1, ceil(ratio * n)), 0 for an empty segment
     decoded = v at the k places of largest |v|, 0 elsewhere
 
 Payload, as bytes: for each segment its k fp32 values by ascending place, then their places as in places.py, padded to a
-multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) bits.
+multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) / 8 bytes.
 
-Of equal magnitudes the lower place is sent first. Magnitudes are compared as unsigned bit patterns, so values that are
-not finite are the largest. The residual is 0 where a value was sent, v elsewhere, and keeps its value where v is not
-finite.
+Of equal magnitudes the lower place is sent first. Magnitudes are compared as bit patterns, so values that are not
+finite are the largest. The residual is 0 for a sent value, v for others, and unchanged if v is not finite.
 
-The error is at most 1 - ratio of the squared norm: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Training
-without error feedback can diverge for every step size.
+The relative squared error is at most 1 - ratio: at 1 %, 0.92 for Gaussian values and 0.84 for Laplace. Training without
+error feedback can diverge for every learning rate.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.compressors.places import bytes_of, read, write
 from fxcomp.errors import BadOption
 
-MOST_VALUES = 2**31 - 1  # of one segment
+MOST_VALUES = 2**31 - 1  # per segment
 
 
 def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> Tensor:
@@ -43,7 +42,7 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
     sizes = [_bytes_of(n, k) for n, k in zip(segments, ks, strict=True)]
     for piece, section, k in zip(split(out, segments), split(payload, sizes), ks, strict=True):
         values, places = section[: 4 * k].clone().view(torch.float32), section[4 * k :]
-        # Adding to zero makes a sent -0 a 0, as the mean over ranks does.
+        # Addition makes a sent -0 a 0, as the mean over ranks does.
         piece.index_add_(0, read(places[: bytes_of(len(piece), k)], len(piece), k), values)
     return out
 
@@ -53,12 +52,11 @@ def _bytes_of(n: int, k: int) -> int:
 
 
 def fill_up(section: Tensor) -> Tensor:
-    """Pad with zeros to a multiple of four bytes."""
     return pad(section, (0, -len(section) % 4))
 
 
 def _largest(piece: Tensor, k: int) -> Tensor:
-    """Return places, ascending."""
+    """Return the places of the k largest, ascending."""
     magnitude = (piece.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
     place = torch.arange(len(piece), device=piece.device)
     rank = (magnitude << 32) - place  # all distinct

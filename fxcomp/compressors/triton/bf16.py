@@ -1,7 +1,7 @@
-"""bf16: the codec of `fxcomp/compressors/casts.py`, two functions for each 16-bit format.
+"""bf16: the codec of `fxcomp/compressors/casts.py`, two functions.
 
-    code(value)    the format's nearest, ties to even, in an integer's lowest 16 bits
-    value(code)    fp32 again
+    code(value)    bf16 rounded to nearest, ties to even, in an integer's lowest 16 bits
+    value(code)    its value in fp32
 
 Both use integers, because Triton's interpreter rounds ties of a cast down.
 """
@@ -25,7 +25,6 @@ def cast_kernels(
 ) -> tuple[
     Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
 ]:
-    """Return `encode` and `decode` for a codec."""
 
     def encode(compressor: CastCompressor, given: EncoderInput, payload: Tensor) -> None:
         elements = len(given.bucket)
@@ -43,7 +42,7 @@ def cast_kernels(
 @jit
 def _encode(bucket, residual, payload, elements, CODE: constexpr, VALUE: constexpr, TILE: constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
-    if first + TILE <= elements:  # the compiler knows the size here, and vectorises
+    if first + TILE <= elements:  # the size is a constant here, so the compiler vectorises
         _encode_tile(bucket, residual, payload, first, TILE, CODE, VALUE, TILE)
     else:
         _encode_tile(bucket, residual, payload, first, elements - first, CODE, VALUE, TILE)

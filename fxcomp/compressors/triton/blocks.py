@@ -2,12 +2,12 @@
 
 A codec is three functions:
 
-    scale(value, bucket, residual, state, size, MOST, SHAPE)    each block's scale, not finite where it cannot be sent
+    scale(value, bucket, residual, state, size, MOST, SHAPE)    each block's scale, not finite if a value is not
     code(value, scale, drawn, MOST)                             each value's code and decoded value
     value(code, scale, BITS, MOST)                              the decoded value of a code's bits
 
-MOST is the value of the largest code, in units of the scale. `drawn` is None if nothing is random. An ordered sum reads
-a tile's values again, from the cache.
+MOST is the value of the largest code, in units of the scale. `drawn` has random numbers in [0, 1), or is None without
+stochastic rounding. A codec that sums in a fixed order reads values again, from the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LANES = constant(64)  # the same number as in block_codes.py
 
 
 def block_kernels(scale: Any, code: Any, value: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `encode` and `decode` for a codec. Both also take all pieces of a bucket in one launch."""
+    """Return `encode` and `decode` for a codec. Both accept a bucket's pieces for all ranks in one launch."""
 
     def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor, pieces: Pieces | None = None) -> None:
         tiles, constants = _divide(compressor, pieces or (given.segments,), 1, given.bucket.device)
@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    First block indexes the payload as fp32, first byte as bytes. A tile's last columns are the bytes of padding after
-    it, and the bytes of a rank's payload.
+    In the table of tiles, the first block is an fp32 index into the payload, the first byte a byte index. The last
+    columns are the bytes of padding after the tile, and the bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []
@@ -194,7 +194,7 @@ def _decode_tile(
 
 @jit
 def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
-    """Return each code byte's place in a tile, and a mask."""
+    """Return each code byte's index in a tile, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -234,7 +234,7 @@ def _load_codes(codes, size, BITS: constexpr, SHAPE: constexpr):
 
 @jit
 def largest_magnitude(value):
-    """Return the largest |v| of each row, not finite where a value is not."""
+    """Return the largest |v| of each row, not finite if a value is not."""
     return tl.max(magnitude_of(value), axis=1).to(tl.float32, bitcast=True)
 
 
@@ -268,6 +268,6 @@ def clamped(value, most):
 
 @jit
 def whole_below(value):
-    """Round down, below 2^22. The compiler's own floor treats a denormal as zero."""
+    """Round values below 2^22 down, because Triton's floor treats denormals as zero."""
     nearest = (value + ROUND) - ROUND
     return tl.where(nearest > value, nearest - 1.0, nearest)

@@ -1,10 +1,10 @@
-"""Place and sign of the largest of each chunk, with the bits of `fxcomp/compressors/cmax.py`.
+"""Index and sign of the largest value of each chunk, with the bits of `fxcomp/compressors/cmax.py`.
 
-    find      one pass over the bucket, a program a run of 1024 chunks: 16-bit codes, and the run's part of the scale
-    settle    a program a segment: the scale, which determines the zero code
-    send      one more pass: pack codes into the payload, and subtract their values from the residual
+    find      one pass over the bucket, a program per run of 1024 chunks: 16-bit codes, and a partial sum of the scale
+    settle    a program per segment: the scale, which determines the zero code
+    send      a second pass: pack codes into the payload, and subtract their values from the residual
 
-Decoding is one pass, in which each value looks up its chunk's code.
+Decoding is one pass, in which each value reads its chunk's code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def encode(compressor: CMax, given: EncoderInput, payload: Tensor) -> None:
     sums = torch.empty(len(runs), device=device)
     counts = torch.empty(len(runs), dtype=torch.int32, device=device)
     values, bits = (given.bucket, given.residual), compressor.bits
-    warps = min(max(chunk // 8, 1), 16)  # a thread holds 16 values of 64 chunks
+    warps = min(max(chunk // 8, 1), 16)  # 16 values per thread, for 64 chunks at once
     found = (codes, sums, counts)
     launch(_find, len(runs), runs.table, *values, sections, *found, warps=warps, BITS=bits, SHAPE=runs.shape)
     launch(_settle, len(segments), sections, sums, counts, payload, BITS=bits)
@@ -105,7 +105,7 @@ def _find_in_run(
         place = (first + lane[:, None]) * CHUNK + column
         value, _old = compensated(bucket, residual, place, place < size)
         magnitude = magnitude_of(value)
-        largest, at = tl.max(magnitude, axis=1, return_indices=True)  # the lower place of equal ones
+        largest, at = tl.max(magnitude, axis=1, return_indices=True)  # of equal magnitudes, the lowest index
         is_negative = (value.to(tl.int32, bitcast=True) < 0) & (column == at[:, None])
         code = at | (tl.max(is_negative.to(tl.int32), axis=1) << (BITS - 1))
         code = tl.where(largest == 0, ZERO, code)
@@ -145,7 +145,7 @@ def _settle(sections, sums, counts, payload, BITS: constexpr):
 
 @jit
 def _nothing(scale, BITS: constexpr):
-    """Return the code that means zero under a scale, or NO_CODE."""
+    """Return the code that means zero for a scale, or NO_CODE."""
     drawn = (magnitude_of(scale).to(tl.uint32) * FACTOR) >> (32 - BITS)
     return tl.where(scale.to(tl.int32, bitcast=True) < 0, drawn.to(tl.int32), NO_CODE)
 
@@ -278,7 +278,7 @@ def _decode_tile(
 
 @jit
 def _load_plane(plane, chunk, is_row, BITS: constexpr, WIDTH: constexpr):
-    """Read a plane's bits, shifted to their place in a code."""
+    """Read a plane's bits, shifted to their position in a code."""
     if BITS & WIDTH:
         BELOW: constexpr = BITS & ~(2 * WIDTH - 1)
         at = chunk * WIDTH

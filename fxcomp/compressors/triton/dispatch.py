@@ -19,12 +19,11 @@ Pieces = tuple[tuple[int, ...], ...]
 
 _OURS = "fxcomp.compressors."
 _SHARED = {"int4": "int8"}
-"""Compressors that use another one's kernels."""
+"""Compressors that use kernels of another."""
 
 
 @cache
 def available() -> bool:
-    """Return True if Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -37,34 +36,28 @@ def has_kernels(kind: type[Declared]) -> bool:
 
 
 def encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> bool:
-    """Fill `payload`, replace residual and state. Return False without a kernel."""
     return _is_aligned(payload) and _run("encode", compressor, given, payload)
 
 
 def decode(compressor: Declared, received: DecoderInput, out: Tensor) -> bool:
-    """Fill `out` with the mean. Return False without a kernel."""
     return _is_aligned(received.payloads) and _run("decode", compressor, received, out)
 
 
 def encode_pieces(compressor: Declared, given: EncoderInput, payload: Tensor, pieces: Pieces) -> bool:
-    """Fill the payloads of all pieces at once. Return False if no kernel can."""
     return _takes_pieces(compressor) and _is_aligned(payload) and _run("encode", compressor, given, payload, pieces)
 
 
 def decode_pieces(compressor: Declared, received: DecoderInput, out: Tensor, pieces: Pieces) -> bool:
-    """Fill `out` with the means of all pieces at once. Return False if no kernel can."""
     is_aligned = _is_aligned(received.payloads)
     return _takes_pieces(compressor) and is_aligned and _run("decode", compressor, received, out, pieces)
 
 
 def propose(compressor: Declared, given: EncoderInput, out: Tensor) -> bool:
-    """Fill `out` with the proposal. Return False without a kernel."""
     return _run("propose", compressor, given, out)
 
 
 @cache
 def _function(kind: type[Declared], name: str) -> Callable[..., None] | None:
-    """Return a function of the compressor's module; None for a plug-in."""
     module = f"{__package__}.{_SHARED.get(kind.facts.name, kind.facts.name)}"
     if not kind.__module__.startswith(_OURS) or find_spec(module) is None:
         return None

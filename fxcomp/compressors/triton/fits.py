@@ -15,7 +15,7 @@ EXPONENTIAL, GAMMA = constant(0), constant(1)
 
 @jit
 def _moments_above(sample, size, level):
-    """Return count, mean and variance of the exceedances of a level."""
+    """Return count of the values above a level, mean and variance of their excess."""
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     found = tl.zeros([LANES], tl.int32)
@@ -144,7 +144,7 @@ def _mantissas(sample, size, at):
 
 @jit
 def _mean_log(sample, size, products, count, WIDTH: constexpr):
-    """Sum exponents exactly, and logs of products of 512 mantissas in order."""
+    """Return the mean log: exact sums of exponents, plus logs of products of 512 mantissas in order."""
     columns = size * 0 + 1
     while columns * GROUP < size:
         columns *= 2
@@ -179,7 +179,7 @@ def _gamma_quantile(mean, mean_log, share):
 
 @jit
 def fitted_level(sample, size, stages, reaching, products, FIT: constexpr, WIDTH: constexpr):
-    """Return the magnitude that `reaching` values of the sample reach by the fits, and False if all are 0."""
+    """Return the fitted magnitude that `reaching` sampled values should reach, and False if all are 0."""
     count, mean, variance = _moments_above(sample, size, reaching * 0.0)
     is_fitted = count > 0
     level = reaching * 0.0

@@ -1,6 +1,6 @@
 """Triton's language and shared functions. Stand-ins replace Triton where it is not installed.
 
-Sums add the upper half to the lower until one term is left. Random bits have the reference in `randomness.py`.
+Sums add the upper half of the terms to the lower until one is left. `randomness.py` is the random bits' reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ else:
 def launch(
     kernel: Any, programs: int, *arguments: Tensor | float | None, rows: int = 1, warps: int = 4, **constants: object
 ) -> None:
-    """Run a kernel on programs * rows, without fusing multiplication and addition."""
+    """Run a kernel on a grid of programs * rows, without fusing multiplication and addition."""
     if programs > 0:
         start(kernel, (programs, rows), arguments, warps, constants)
 
@@ -104,7 +104,6 @@ def product_of_rows(factors, HEIGHT: constexpr, WIDTH: constexpr):
 
 @jit
 def sum_of(lanes, WIDTH: constexpr):
-    """Sum a vector."""
     return tl.sum(sum_of_rows(tl.reshape(lanes, [WIDTH, 1]), WIDTH, 1), axis=0)
 
 
@@ -126,7 +125,6 @@ def stream_of(state, segment, STEPS_BACK: constexpr = 0):
 
 @jit
 def bits_at(low, high, counter):
-    """Return the uint32 random bits at a counter."""
     x = counter.to(tl.uint32) + low
     return mix((x ^ (x >> 16)) * 0x7FEB352D + high)
 

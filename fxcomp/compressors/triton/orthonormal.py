@@ -1,4 +1,4 @@
-"""Orthonormalise powersgd's factors, in fp64: a program a matrix, vector by vector."""
+"""Orthonormalise powersgd's factors in fp64, vector by vector, one program per matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 FOLD_WIDTH = constant(1024)  # values read at once for a sum  # assumed
 _AT_ONCE = 8192  # values read at once in any order  # assumed
 _WARPS = 8  # the fastest of 4, 8, 16 and 32 (H100, measured, 2026-11)
-_TERMS = 32  # terms a thread adds before it writes a sum; then 8 at a time  # assumed
+_TERMS = 32  # terms per thread and partial sum; then 8 at a time  # assumed
 _FIRST, _THEN = constant(_TERMS), constant(8)
 NOTHING_LEFT = constant(2.0**-20)
 
@@ -36,7 +36,7 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Sum products, the upper half to the lower: in registers, then through memory."""
+    """Compute a dot product, adding the upper half to the lower: in registers, then in memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -109,7 +109,7 @@ def _orthonormalise(
     else:
         length = tl.load(matrix + ROW_COUNT)
         at = tl.load(matrix + P_AT)
-    rank = tl.load(matrix + RANK_OF)  # Triton 3.6 cannot compile the loop below with a known count of 1
+    rank = tl.load(matrix + RANK_OF)  # Triton 3.6 cannot compile the loop below with a constant count of 1
     factors += at
     basis += at
     work += at
@@ -133,7 +133,7 @@ def _orthonormalise(
             first += WIDTH
         whole = tl.sqrt(_dot(vector, vector, length, scratch, PADDED))
         left = _clean(vector, work, index, length, scratch, PADDED, WIDTH)
-        if left <= whole * NOTHING_LEFT:  # constant second, or the interpreter cannot compare
+        if left <= whole * NOTHING_LEFT:  # constant second, because the interpreter cannot compare otherwise
             tl.debug_barrier()
             low = mix(index.to(tl.uint32))
             high = mix(low)

@@ -1,7 +1,7 @@
 """Two thin factors of each matrix, with the bits of `fxcomp/compressors/powersgd.py`.
 
-All matrices of a bucket share each launch. Propose: orthonormal Q, M Q. Encode: orthonormal P, MᵀP by chunks of 32
-rows, the chunks' sum, the residual. Decode: orthonormal P, P Qᵀ.
+Each launch covers all matrices of a bucket. Propose computes orthonormal Q and M Q; encode orthonormal P, MᵀP by chunks
+of 32 rows, the chunks' sum, and the residual; decode orthonormal P and P Qᵀ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fxcomp.compressors.triton.orthonormal import (
 )
 from fxcomp.compressors.triton.tiles import compensated, is_finite, nothing
 
-_ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # values of a matrix a program expands: 16 a thread  # assumed
+_ROW_BLOCK, _COLUMN_BLOCK = 8, 256  # tile of P Qᵀ per program: 16 values per thread  # assumed
 ROW_BLOCK, COLUMN_BLOCK = constant(_ROW_BLOCK), constant(_COLUMN_BLOCK)
-_BACK_COLUMNS = 128  # columns of MᵀP a program: one a thread  # assumed
-_SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum a program  # assumed
-_DENSE = 1024  # dense values a program  # assumed
+_BACK_COLUMNS = 128  # columns of MᵀP per program: one per thread  # assumed
+_SUM_COLUMNS, _SUM_WARPS = 32, 2  # columns of the chunks' sum per program  # assumed
+_DENSE = 1024  # dense values per program  # assumed
 DENSE = constant(_DENSE)
 CHUNK = constant(32)  # the same numbers as in the reference
 SPAN = constant(64)
@@ -140,7 +140,7 @@ def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _part_of(matrices, parts, COLUMNS: constexpr):
-    """Return this program's item, and its matrix's table row, rows and columns."""
+    """Return this program's work item, and its matrix's table row, rows and columns."""
     part = parts + tl.program_id(0).to(tl.int64) * COLUMNS
     matrix = matrices + tl.load(part) * MATRIX_COLUMNS
     return part, matrix, tl.load(matrix + ROW_COUNT), tl.load(matrix + COLUMN_COUNT)

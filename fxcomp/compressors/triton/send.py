@@ -1,15 +1,15 @@
 """Send the largest values of each segment, for topk and sidco, without synchronising with the device.
 
     cuts       a magnitude for each segment, as bits: smaller values are not sent
-    gather     one pass over the bucket: the residual, as if nothing were sent, and a list for each tile of the places
-               and values that reach the cut
-    decide     if too many reach the cut, the last magnitude to send: digits of 11, 10 and 10 bits, each from a
-               histogram of the listed magnitudes with the known digits
+    gather     one pass over the bucket: the residual, as if nothing were sent, and for each tile a list of the values
+               that reach the cut, with their indices in the tile
+    decide     if too many reach the cut, the smallest magnitude to send: digits of 11, 10 and 10 bits, each from a
+               histogram of the listed magnitudes with the known leading digits
     count      the number of values that each tile sends, which locates the tile in the payload
-    scatter    write values and places into the payload, and clear their residual
+    scatter    write values and places (indices in the segment) into the payload, and clear their residual
 
-Only `gather` reads every value; then a warp reads each tile's list. All launches happen for any data. A decision is a
-magnitude and a number: larger values are sent, and the first equal ones up to that number.
+Only `gather` reads every value; then a warp reads each tile's list. The launches do not depend on the data. A decision
+is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, by ascending place.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from fxcomp.compressors.triton.tiles import (
 BIN_COUNT = 2048
 BINS = constant(BIN_COUNT)
 DIGITS = ((20, 31), (10, 20), (0, 10))  # of a magnitude: lowest bit, end
-COPIES = 8  # histograms a segment, if segments are few: additions to the same bin wait  # assumed
-PART = constant(128)  # list entries read at once: 4 a thread of a warp  # assumed
-NEAR = constant(64)  # leading digits counted before they are added: 8 octaves
+COPIES = 8  # histograms per segment if segments are few, because additions to one bin are serialised  # assumed
+PART = constant(128)  # list entries read at once: 4 per thread of a warp  # assumed
+NEAR = constant(64)  # leading digits counted locally: 8 octaves
 DECISION_COLUMNS = constant(3)
 
 
@@ -59,7 +59,7 @@ def copies_of(segments: int) -> int:
 
 @jit
 def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
-    """Append the next digit to an open decision: the bin of the rank, counted from the largest."""
+    """Append the next digit to an open (incomplete) decision: the bin of its rank-th largest value."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
     known = tl.load(decision + 1)
@@ -77,7 +77,7 @@ def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
 
 @jit
 def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, ABOVE: constexpr):
-    """Count the next digits of magnitudes with the known digits, one by one."""
+    """Count the next digit of each magnitude whose leading digits are `known`."""
     is_ours = is_there & ((magnitude >> ABOVE) == (known >> ABOVE))
     digit = (magnitude >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
     tl.atomic_add(histogram + digit, 1, mask=is_ours, sem="relaxed")
@@ -111,7 +111,7 @@ def _digit_histogram(
 
 
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
-    """Find the magnitude of each open decision. A segment may have several."""
+    """Compute the magnitude of each open decision. A segment may have several decisions."""
     for shift, above in DIGITS:
         histograms = torch.zeros(len(decisions), BIN_COUNT, dtype=torch.int32, device=sample.device)
         rows = len(decisions) // max(segments, 1)
@@ -194,7 +194,7 @@ def _gather_tile(
 
 @jit
 def _open(sections, cuts, segments, tally, decisions):
-    """Choose the higher cut, or the lower one if too few reach it; open a decision if too many do."""
+    """Choose the higher cut, or the lower cut if too few values reach it. Open a decision if too many do."""
     segment = tl.program_id(0)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)
@@ -336,7 +336,7 @@ def _before(counts, ends, tile):
 
 @jit
 def _send_byte(payload, words, at, value, is_there, edge):
-    """Store a byte, or set its bits in a shared word."""
+    """Store a byte, or set its bits in a word shared with the bit string."""
     tl.store(payload + at, value.to(tl.uint8), is_there & (at < edge))
     _set_bits(words, 8 * at, value.to(tl.int32), is_there & (at >= edge))
 

@@ -1,14 +1,14 @@
 """Values above a threshold from a fitted distribution, with the bits of `fxcomp/compressors/sidco.py`.
 
     take      copy the magnitudes of all segments' samples
-    fit       a program a segment: the threshold by the fits (`fits.py`), and the check on the sample
+    fit       a program per segment: the threshold by the fits (`fits.py`), and the check on the sample
     resample  take the thin sample, if thresholds from the usual sample were far off
-    settle    the t-th largest value of a sample (`send.py`), if the usual sample contradicts the fit or for a thin one
+    settle    the t-th largest value of a sample (`send.py`), for a thin sample or if the usual one contradicts the fit
     send      the pass over the bucket (`send.py`)
     control   the controllers' next state
 
-A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8. Nothing
-depends on it, as each rank selects for itself.
+A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8.
+Ranks need not agree on thresholds.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ RUN_LENGTH = constant(RUN)
 
 ROW_COLUMNS = constant(7)
 STATE_COLUMNS = constant(9)
-_COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 a thread  # assumed
+_COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 per thread  # assumed
 
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """Return the tiles of both samples, the thin ones last; the number of tiles of the first; for each segment first
-    value, n, k, both strides, first value of the sample, first product; and the number of products.
+    """Return the tiles of both samples (the thin sample's last), the number of tiles of the usual sample, a table and
+    the number of products. Rows of the table: a segment's first value, n, k, both strides, first sampled value, first
+    product.
     """
     steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]
@@ -101,7 +102,6 @@ def _calls(state, segment):
 
 @jit
 def _taken(n, stride, calls):
-    """Return the size of this step's sample."""
     runs = (n // RUN_LENGTH - calls % stride + stride - 1) // stride
     return tl.where(stride > 1, RUN_LENGTH * runs, n)
 
@@ -126,13 +126,12 @@ def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
 
 @jit
 def _resampled_from(n, stride, calls):
-    """Return the start of this step's thin sample."""
     return tl.minimum(mix(calls.to(tl.uint32)).to(tl.int64) % stride, n - 1)
 
 
 @jit
 def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
-    """Compute a segment's threshold, or the number t if the t-th largest value of a sample will be the threshold."""
+    """Compute a segment's threshold, or t if the threshold will be the t-th largest value of a sample."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
     row = rows + segment * ROW_COLUMNS
@@ -227,7 +226,7 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write the magnitudes at some places of a segment, as the bits of a float; -1 after the segment's end."""
+    """Write magnitudes at indices of a segment, as the bits of a float; -1 after its end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
@@ -235,6 +234,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return t, the share k / n of a sample's values, and the sample's length."""
+    """Return t, k / n of the sample's length, and that length."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

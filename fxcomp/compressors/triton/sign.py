@@ -17,7 +17,7 @@ def _code(value, scale, drawn, MOST: constexpr):
 
 @jit
 def _value(code, scale, BITS: constexpr, MOST: constexpr):
-    return tl.where(code != 0, 1.0, -1.0) * scale  # -x would be 0 - x, and lose -0
+    return tl.where(code != 0, 1.0, -1.0) * scale  # -x would be 0 - x, which loses -0
 
 
 encode, decode = block_kernels(_scale, _code, _value)

@@ -1,7 +1,7 @@
 """Lay out and decode the sparse payload of topk and sidco, without synchronising with the device.
 
-First the places of all ranks are read into lists, from the positions of ones in the bit strings. Then each tile of the
-bucket looks up its part of each list. A section is a segment's part of the payload.
+First the places (indices in a segment) of all ranks are read into lists, from the ones in the bit strings. Then each
+tile of the bucket finds its part of each list. A section is a segment's part of the payload.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment
 
 SECTION_COLUMNS = constant(9)
 K, SLOTS, FIRST_TILE, LAST_TILE, VALUES_AT, PLACES_AT, BITS_AT, FORM, LIST_AT = map(constant, range(9))
-"""Columns of a section: k, maximum number of values, first and last tile, payload bytes where values, places and bit
-string begin, low bits of a place, start of the decoder's list.
+"""Columns of the table of sections: k, slots, first and last tile, first payload byte of values, places and bit string,
+low bits of a place, start of the decoder's list.
 """
 
 
@@ -42,13 +42,11 @@ class Layout:
 
 @cache
 def layout_of_largest(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Return the layout of topk.py's payload."""
     return _layout(segments, ratio, counts(segments, ratio), device, has_counts=False)
 
 
 @cache
 def layout_of_survivors(segments: tuple[int, ...], ratio: float, device: torch.device) -> Layout:
-    """Return the layout of survivors.py's payload."""
     return _layout(segments, ratio, capacities(segments, ratio), device, has_counts=True)
 
 
@@ -71,21 +69,19 @@ def _layout(
     return Layout(sections, cut(segments, TILE, device), slots, has_counts)
 
 
-_BIT_BYTES = 512  # bytes a program: 4096 bits, 32 a thread  # assumed
+_BIT_BYTES = 512  # bytes per program: 4096 bits, 32 per thread  # assumed
 BYTES = constant(_BIT_BYTES)
 CHUNK = constant(256)  # values placed at once  # assumed
-PIVOTS = constant(128)  # of a search in a list
+PIVOTS = constant(128)  # values compared at once in a list search
 
 BIT_COLUMNS = constant(3)
 
 
 def decode_survivors(compressor: Sidco, received: DecoderInput, out: Tensor) -> None:
-    """Decode the payload of survivors.py."""
     decode_sparse(received, out, layout_of_survivors(received.segments, compressor.ratio, out.device))
 
 
 def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
-    """Fill `out` with the mean of all ranks' values, each at its place."""
     ranks, all_slots, payload_bytes = received.ranks, sum(layout.slots), len(received.payloads) // received.ranks
     table, first_rows = _bit_strings(received.segments, layout.slots, out.device)
     counts = torch.empty(ranks, len(table), dtype=torch.int32, device=out.device)
@@ -113,7 +109,7 @@ def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torc
 
 @jit
 def _ones(payload, sections, table):
-    """Read a part of a bit string. Return its bits, segment, section, and its first bit's number."""
+    """Read a part of a bit string. Return its bits, segment, section, and its first bit's index."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
     section = sections + segment * SECTION_COLUMNS
@@ -155,7 +151,7 @@ def _read_places(payloads, sections, table, counts, payload_bytes, first_rows, e
 
 @jit
 def _first_from(places, length, bound):
-    """Count the ascending places below a bound, by a search in 128 parts."""
+    """Count the ascending places below a bound, comparing with 128 at once."""
     below = length * 0
     left = length
     while left > 0:
@@ -182,7 +178,7 @@ def _decode(
     RANKS: constexpr,
     SHAPE: constexpr,
 ):
-    """Clear a tile, add each rank's values, and multiply; the tile stays in the cache."""
+    """Compute a tile's mean over ranks; the tile stays in the cache."""
     if lies_well(table, SHAPE):
         _decode_tile(
             table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[4], HAS_COUNTS, RANKS, SHAPE

@@ -3,11 +3,11 @@
     segments (5, 3), block 4, two blocks a tile:    a b c d e | x y z   -->   tile 0:  a b c d    tile 1:  x y z 0
                                                                                        e 0 0 0             0 0 0 0
 
-A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table of 64 bytes a tile
-locates each program's tile.
+A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table locates each
+program's tile.
 
-A thread reads four values at once only if the compiler knows that a tile's start and size are multiples of four. So a
-kernel with other tiles too is compiled for both, and each program checks its own tile (`lies_well`).
+Vector loads of four values must be compiled for tiles whose start and size are multiples of four. If a bucket also has
+other tiles, the kernel has code for both, and each program checks its own tile (`lies_well`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxcomp.compressors.triton.language import constant, constexpr, jit, launch, stream_of, tl, uniform
 
-TILE = 2048  # values of a program: 16 a thread of 4 warps  # assumed
+TILE = 2048  # values per program: 16 per thread of 4 warps  # assumed
 VECTOR = 4  # fp32 values a thread reads at once: 16 bytes
 COLUMNS = constant(8)
 INFINITY = constant(0x7F800000)  # as bits
@@ -31,11 +31,11 @@ INFINITY = constant(0x7F800000)  # as bits
 
 @dataclass(frozen=True)
 class Tiles:
-    """A division of a bucket."""
+    """Division of a bucket into tiles."""
 
     table: Tensor
-    """Columns: first value, values, first block, first byte of codes, segment, first value in the segment, two of the
-    kernel's own.
+    """Columns: first value, values, first block, first byte of codes, segment, first value's index in the segment, two
+    columns with a kernel's own data.
     """
     shape: tuple[int, int, int, int, int]
     """Block, width, rows, and two powers of two to compile for: divisors of start and size of every tile, and of the
@@ -47,18 +47,16 @@ class Tiles:
         return len(self.table)
 
     def launch(self, kernel: Any, *arguments: Tensor | float | None, rows: int = 1, **constants: object) -> None:
-        """Run a program for each tile, times `rows`. The kernel's first argument is the table, its last SHAPE."""
+        """Run `rows` programs for each tile. The kernel's first argument is the table, its last SHAPE."""
         launch(kernel, len(self), self.table, *arguments, rows=rows, warps=self.warps, **constants, SHAPE=self.shape)
 
 
 @cache
 def cut(segments: tuple[int, ...], block: int, device: torch.device, values_per_byte: int = 1) -> Tiles:
-    """Cut a bucket into tiles within segments."""
     return tiles_of(block, list(rows_of(segments, block, values_per_byte)), device)
 
 
 def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> Tiles:
-    """Copy a table of tiles to a device."""
     width = 1 << (block - 1).bit_length()
     rows = max(TILE // width, 1)
     alignments = {gcd(VECTOR, block, start, values) for start, values, *_ in table}
@@ -68,7 +66,6 @@ def tiles_of(block: int, table: list[tuple[int, ...]], device: torch.device) -> 
 
 
 def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iterator[tuple[int, ...]]:
-    """Yield the table's row of each tile."""
     rows = max(TILE // (1 << (block - 1).bit_length()), 1)
     start = first_block = first_byte = 0
     for segment, size in enumerate(segments):
@@ -102,21 +99,19 @@ def tile_of(table, ALIGNMENT: constexpr):
 
 @jit
 def own_of(table):
-    """Return the two columns of the kernel's own."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 6), tl.load(entry + 7)
 
 
 @jit
 def segment_of(table):
-    """Return the segment, and the first value's place in it."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     return tl.load(entry + 4), tl.load(entry + 5)
 
 
 @jit
 def places(size, SHAPE: constexpr):
-    """Return each value's place in the tile, and a mask."""
+    """Return each value's index in the tile, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -131,7 +126,7 @@ def places(size, SHAPE: constexpr):
 
 @jit
 def blocks_of(size, SHAPE: constexpr):
-    """Return the numbers of a tile's blocks, from 0 on, and a mask."""
+    """Return the indices of a tile's blocks, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
     block = tl.arange(0, ROWS)
@@ -140,7 +135,7 @@ def blocks_of(size, SHAPE: constexpr):
 
 @jit
 def compensated(bucket, residual, at, is_there):
-    """Return v, the values to compress, and the old residual, or v without one."""
+    """Return v = bucket + residual, and the old residual (v without one)."""
     value = tl.load(bucket + at, is_there, other=0.0)
     old = value
     if residual is not None:
@@ -151,7 +146,7 @@ def compensated(bucket, residual, at, is_there):
 
 @jit
 def magnitude_of(value):
-    """Return |v| as bits, ordered like magnitudes; NaN is the largest."""
+    """Return |v| as bits, in the order of magnitudes; NaN is the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -162,7 +157,7 @@ def is_finite(value):
 
 @jit
 def draw(state, table, place):
-    """Draw a number in [0, 1) for each place of this tile, from its segment's stream."""
+    """Draw a number in [0, 1) for each index of this tile, from its segment's stream."""
     segment, first = segment_of(table)
     low, high = stream_of(state, segment)
     return uniform(low, high, first + place)

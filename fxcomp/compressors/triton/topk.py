@@ -1,10 +1,10 @@
 """The k values of largest magnitude, with the bits of `fxcomp/compressors/topk.py`.
 
     sample      the upper 11 bits of a sample's magnitudes give a cut that slightly more than k values should reach
-    count       one pass over the bucket counts the values that reach it
-    histogram   if they are too few, the same bits of all magnitudes give the cut
+    count       one pass over the bucket counts the values that reach the cut
+    histogram   if they are fewer than k, the same bits of all magnitudes give the cut
 
-`send.py` gives the same bits from any cut that k values reach.
+`send.py` computes the same payload from any cut that at least k values reach.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fxcomp.compressors.triton.send import BIN_COUNT, BINS, DECISION_COLUMNS, DI
 from fxcomp.compressors.triton.sparse import decode_sparse, layout_of_largest
 from fxcomp.compressors.triton.tiles import TILE, compensated, cut, lies_well, magnitude_of, segment_of, tile_of
 
-_STRETCH = 1 << 14  # values of a program that reads the whole bucket  # assumed
-_SAMPLE = 1 << 14  # values of a segment  # assumed
+_STRETCH = 1 << 14  # values per program in passes over the bucket  # assumed
+_SAMPLE = 1 << 14  # values per segment  # assumed
 AT_ONCE = constant(TILE)
 LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 
@@ -33,7 +33,7 @@ LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return open decisions on samples and on segments, and the table of samples: first value, stride, length.
 
-    The rank in a sample is raised by four deviations of a Poisson variable.
+    The cut's rank in a sample is raised by four standard deviations of a Poisson variable.
     """
     sampled: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
@@ -76,7 +76,6 @@ def decode(compressor: TopK, received: DecoderInput, out: Tensor) -> None:
 
 @jit
 def _sample(table, bucket, residual, histograms):
-    """Count the upper bits of a part of a sample."""
     entry = table + tl.program_id(0) * 3
     number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     is_there = number < tl.load(entry + 2)
@@ -94,7 +93,7 @@ def _stretch_of(table, ALIGNMENT: constexpr):
 
 @jit
 def _count(table, bucket, residual, guesses, reached, SHAPE: constexpr):
-    """Count the values of a stretch that reach the guessed cut."""
+    """Count the values of a tile that reach the guessed cut."""
     if lies_well(table, SHAPE):
         _count_stretch(table, bucket, residual, guesses, reached, SHAPE[4])
     else:
@@ -118,7 +117,7 @@ def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constex
 
 @jit
 def _histogram(table, bucket, residual, decisions, reached, histograms, SHAPE: constexpr):
-    """Count the upper bits of a stretch, if too few values reach the guessed cut."""
+    """Count the upper bits of a tile's values, if too few reach the guessed cut."""
     if lies_well(table, SHAPE):
         _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4])
     else:
@@ -143,7 +142,7 @@ def _histogram_of_stretch(table, bucket, residual, decisions, reached, histogram
 
 @jit
 def _keep(guesses, decisions, reached):
-    """Close the decisions whose guessed cut enough values reach."""
+    """Use the guessed cut for each decision if enough values reach it."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
     tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)
