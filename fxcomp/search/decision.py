@@ -64,14 +64,12 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed`."""
+        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
-        others = ", ".join(
-            f"{runner.name} {_ms(runner.measured_ms)}" for k, runner in enumerate(self.runners) if k != self.winner
-        )
+        others = ", ".join(_with_time(runner) for k, runner in enumerate(self.runners) if k != self.winner)
         why = self.rule_that_decided
-        return f"{self.stays.name} stays with {_ms(self.stays.measured_ms)} ms a step; {others}{why and f'. {why}'}"
+        return f"{self.stays.name} stays with {self.stays.measured_ms:.4g} ms a step; {others}{why and f'. {why}'}"
 
     @property
     def rule_that_decided(self) -> str:
@@ -108,8 +106,10 @@ def _as_json(runner: Runner) -> dict[str, Any]:
     }
 
 
-def _ms(measured_ms: float | None) -> str:
-    return "not timed" if measured_ms is None else f"{measured_ms:.4g}"
+def _with_time(runner: Runner) -> str:
+    if runner.measured_ms is None:
+        return f"{runner.name} not timed (predicted {runner.step_us / 1e3:.4g})"
+    return f"{runner.name} {runner.measured_ms:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
