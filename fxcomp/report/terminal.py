@@ -76,7 +76,7 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
     told = [
         (
             "transport",
-            f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; beside compute"
+            f"{kind.value} takes {taken.us:.3g} us of the processor, and {taken.us_per_mb:.4g} a MB; during compute"
             f" {1 / taken.speed:.3g} times as long and {taken.more_us:.4g} us",
         )
         for kind, taken in costs.transport.items()
@@ -85,7 +85,7 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
         shared = costs.processors
         told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
     if costs.contention != 1.0:
-        told.append(("contention", f"{costs.contention:.3g} times that of the processor beside this job's compute"))
+        told.append(("contention", f"{costs.contention:.3g} times the processor time of collectives during compute"))
     return told
 
 
