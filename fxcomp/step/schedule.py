@@ -272,7 +272,7 @@ class StepSchedule(Schedule):
             return
         self._first, self.calendar.timed, self.calendar.checked = None, (), ()
         self.call_off()
-        said = "the plan is the loaded state's, predicted by its costs of then; step.replan() measures them again"
+        said = "the plan is the loaded state's, predicted by costs not measured since; step.replan() measures them"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
         self._force.switch(followed, "following the saved plan")
 
