@@ -90,7 +90,7 @@ def train(world: World, number: int, folder: Path) -> None:
     torch.save(model.state_dict(), folder / f"model {number}")
 
 
-@pytest.mark.filterwarnings("ignore:fxcomp. what compressors remember")
+@pytest.mark.filterwarnings("ignore:fxcomp. the compressor state")
 def test_ranks_come_and_go_and_plans_change_and_no_gradient_is_lost(tmp_path: Path):
     due = {name: torch.zeros(start.shape, dtype=torch.float64) for name, start in JOB.build().state_dict().items()}
     first = 0

@@ -75,8 +75,8 @@ class Cluster(Seating):
             count = len(set(tier.units))
             if len(tier.units) != below or set(tier.units) != set(range(count)):
                 raise BadOption(
-                    f"the {tier.name}s {shortened(tier.units)} must say for each of the {below} units below which one"
-                    " it is in, counted from 0 without gaps"
+                    f"the {tier.name}s {shortened(tier.units)} must give the {tier.name} of each of the {below} units"
+                    " below, counted from 0 without gaps"
                 )
             below = count
 
@@ -177,7 +177,7 @@ class Cluster(Seating):
         intra, inter = links.get("intra", intra), links.get("inter", inter)
         if intra is None or inter is None:
             missing = "inter" if inter is None else "intra"
-            raise BadOption(f"the cluster {text!r} does not say its {missing} link: add like: , {missing} 25gbit")
+            raise BadOption(f"the cluster {text!r} has no {missing} link: add like: , {missing} 25gbit")
         racks, sizes = parse_shape(shape)
         filled = placement or tuple(host for host, size in enumerate(sizes) for _ in range(size))
         cluster = cls.placed(filled, intra=intra, inter=inter)
@@ -234,5 +234,5 @@ def check_is_cluster(given: object) -> None:
     if not isinstance(given, Cluster | None):
         raise BadOption(
             f"cluster= takes a fxcomp.Cluster; it is a {type(given).__name__}.\n"
-            "  Leave it out to have hosts told by name and links measured."
+            "  Leave it out: hosts are then identified by name, and links measured."
         )

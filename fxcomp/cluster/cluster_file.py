@@ -71,19 +71,17 @@ class _File:
             text = self._of(str, "cluster", data["cluster"])
             if "," in text:
                 raise BadOption(
-                    f"{self.path}: cluster says more than how many ranks sit where, {text!r}: write links as intra and"
-                    " inter, which --intra and --inter win over"
+                    f"{self.path}: cluster = {text!r} has more than hosts and ranks: write links as intra and inter,"
+                    " which --intra and --inter override"
                 )
             made = self._read("cluster", lambda: Cluster.parse(text, intra=inside, inter=between))
         else:
             hosts = self._numbers("placement", data["placement"])
             made = self._read("placement", lambda: Cluster.placed(hosts, intra=inside, inter=between))
         if "rack" in data and "tier" in data:
-            raise BadOption(f"{self.path}: [rack] and [[tier]] say the same in two ways: keep one")
+            raise BadOption(f"{self.path}: [rack] and [[tier]] describe the same racks: keep one")
         if made.above and ("rack" in data or "tier" in data):
-            raise BadOption(
-                f"{self.path}: cluster says which hosts are in a rack already: leave [rack] or [[tier]] out"
-            )
+            raise BadOption(f"{self.path}: cluster has racks already: leave [rack] or [[tier]] out")
         if "rack" in data:
             return self._in_racks(made, self._of(dict, "rack", data["rack"]))
         tiers = self._of(list, "tier", data.get("tier", []))
@@ -97,7 +95,7 @@ class _File:
         if "hosts" not in rack:
             raise BadOption(f"{self.path}: rack.hosts is missing: how many hosts a rack has, like hosts = 4")
         if "link" in rack and "oversubscription" in rack:
-            raise BadOption(f"{self.path}: rack.link and rack.oversubscription say the same in two ways: keep one")
+            raise BadOption(f"{self.path}: rack.link and rack.oversubscription both set the rack links: keep one")
         hosts = self._of(int, "rack.hosts", rack["hosts"])
         ratio = rack.get("oversubscription", "1:1")
         if not isinstance(ratio, int | float) or isinstance(ratio, bool):

@@ -74,7 +74,7 @@ def _imports(kinds: Sequence[type[Compressor]]) -> list[str]:
         module = "fxcomp.compressors" if getattr(fxcomp.compressors, kind.__name__, None) is kind else kind.__module__
         if "." in kind.__qualname__:
             raise BadOption(
-                f"{module}.{kind.__qualname__} cannot be imported, which an emitted step does.\n"
+                f"{module}.{kind.__qualname__} cannot be imported, as an emitted step must.\n"
                 "  Define the compressor at the top of a module."
             )
         by_module.setdefault(module, set()).add(kind.__name__)

@@ -209,7 +209,7 @@ def _check_facts(kind: type[Compressor]) -> None:
             "Use letters, digits and _, a letter first, no keyword of Python: acme_pool.",
         )  # fmt: skip
     if name == "dense":
-        raise _refusal(kind, "its name, 'dense', says in a plan that nothing is compressed", "Rename it.")
+        raise _refusal(kind, "its name, 'dense', stands for no compression in a plan", "Rename it.")
 
 
 def _check_dataclass(kind: type[Compressor]) -> None:
@@ -261,7 +261,9 @@ def _check_fields(kind: type[Compressor]) -> None:
             )
         if field.name in facts.filled_in and (field.default is MISSING or kind.bound_to is Compressor.bound_to):
             raise _refusal(
-                kind, f"its facts say that bound_to fills in {field.name!r}", "Give it a default, and write bound_to."
+                kind,
+                f"its facts declare that bound_to fills in {field.name!r}",
+                "Give it a default, and write bound_to.",
             )
     counts = [parameter.name for parameter in facts.parameters if parameter.low >= 1]
     if facts.grain and (facts.grain not in counts or declared[facts.grain].type != "int"):
@@ -276,7 +278,7 @@ def _check_methods(kind: type[Compressor]) -> None:
     if kind.facts.state != "none" and _is_inherited(kind, "state_elements"):
         missing.append("state_elements")
     if missing:
-        raise _refusal(kind, f"it lacks {', '.join(missing)}", "Write what is missing, and look at the spelling.")
+        raise _refusal(kind, f"it lacks {', '.join(missing)}", "Write the missing members, and check the spelling.")
 
 
 def _is_inherited(kind: type[Compressor], name: str) -> bool:

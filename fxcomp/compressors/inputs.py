@@ -133,7 +133,7 @@ class _Call(NamedTuple):
             self.refuse(f"the {name} must be {dtype}, not {tensor.dtype}", f"Convert it with .to({dtype})")
         if tensor.numel() != elements:
             what = f"the {name} must have {_count(elements, 'element')}, not {tensor.numel()}"
-            self.refuse(what, "Make it for these segments; they must be those that it was made for")
+            self.refuse(what, "Make it for these segments, or pass the segments it was made for")
         if not tensor.is_contiguous():
             self.refuse(f"the {name} must be contiguous", "Give it as .contiguous()")
         if tensor.device != self.device:
@@ -156,7 +156,7 @@ def _check_state(call: _Call, state: Tensor | None) -> None:
     compressor = call.compressor
     if (state is not None) != compressor.has_state:
         if state is None:
-            call.refuse(f"{compressor.name} needs its state", "Give state=, at first what fresh_state returns")
+            call.refuse(f"{compressor.name} needs its state", "Give state=, at first the result of fresh_state")
         call.refuse(f"{compressor.name} has no state", "Leave state= out")
     if state is not None:
         call.check(state, compressor.facts.state_dtype, _state_elements(compressor, tuple(call.segments)), "state")
@@ -166,8 +166,8 @@ def _check_agreed(call: _Call, agreed: Tensor | None) -> None:
     compressor = call.compressor
     if (agreed is not None) != (compressor.facts.agreement is not None):
         if agreed is None:
-            what = f"{compressor.name} needs what the ranks agreed on"
-            call.refuse(what, "Give agreed=: what the ranks' proposals reduce to")
+            what = f"{compressor.name} needs the agreement of the ranks"
+            call.refuse(what, "Give agreed=: the reduction of the ranks' proposals")
         call.refuse(f"{compressor.name} works without an agreement", "Leave agreed= out")
     if agreed is not None:
         elements = _proposal_elements(compressor, tuple(call.segments))

@@ -228,7 +228,7 @@ class PowerSGD(Compressor):
         return torch.cat(proposals)
 
     def compress_reference(self, given: EncoderInput) -> Compressed:
-        assert given.agreed is not None, "powersgd compresses with what the ranks agreed on"
+        assert given.agreed is not None, "powersgd compresses with the agreement of the ranks"
         payloads, sent = [given.bucket.new_empty(0)], [given.bucket.new_empty(0)]
         bases = self._bases(given.segments, given.agreed)
         for part, columns, basis in zip(given.pieces, self.all_columns(given.segments), bases, strict=True):
@@ -245,7 +245,7 @@ class PowerSGD(Compressor):
         return Compressed(torch.cat(payloads), torch.where(left_out.isfinite(), left_out, given.residual))
 
     def decompress_reference(self, received: DecoderInput) -> Tensor:
-        assert received.agreed is not None, "powersgd decompresses with what the ranks agreed on"
+        assert received.agreed is not None, "powersgd decompresses with the agreement of the ranks"
         segments, bases = received.segments, self._bases(received.segments, received.agreed)
         return mean_over_ranks([self._decompress_one(payload, segments, bases) for payload in received.of_ranks])
 

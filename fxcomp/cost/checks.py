@@ -57,7 +57,7 @@ def check_numbers(costs: CostTable) -> None:
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))
     processors = costs.processors
     if not processors.count > 0 or not 0 < processors.compute < math.inf:
-        raise wrong(_place("processors"), "above 0, those of compute finite", processors)
+        raise wrong(_place("processors"), "above 0, and finite for compute", processors)
 
 
 def _place(inside: str) -> str:

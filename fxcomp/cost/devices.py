@@ -169,5 +169,5 @@ def preset_named(name: str) -> Preset:
     close = difflib.get_close_matches(name.lower(), list(PRESETS), n=1, cutoff=0.0)
     raise BadOption(
         f"there is no device {name!r}; did you mean {close[0]!r}? The devices are {', '.join(PRESETS)}.\n"
-        "  For another one, say with --step-ms what a step takes there without communication."
+        "  For another device, pass the time of its step without communication as --step-ms."
     )

@@ -139,7 +139,7 @@ class ErrorTable:
             why = f"{error}" if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise BadOption(
             f"cannot read the error table {path}: {why}.\n"
-            "  Write it again with step.error_table.save(...), by the fxcomp that reads it."
+            "  Write it again with step.error_table.save(...), in this version of fxcomp."
         )
 
 

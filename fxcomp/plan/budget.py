@@ -199,8 +199,8 @@ def within_budget(within: object) -> ErrorBudget:
         raise BadOption(f"within= is a mode, a number or like(...); it is a {type(within).__name__}.\n  {_EXAMPLES}")
     if not 0 <= within < 1:
         raise BadOption(
-            f"within={within!r} is no error that a plan may have: a relative squared error is from 0, nothing lost, to"
-            f" below 1, everything.\n  {_EXAMPLES}"
+            f"within={within!r} is not an error budget: a relative squared error is from 0, nothing lost, to below 1,"
+            f" everything.\n  {_EXAMPLES}"
         )
     return ErrorBudget(f"{within:g}")
 

@@ -160,13 +160,13 @@ class Compress:
     def _check_nothing_else_is_chosen(self) -> None:
         if self.pinned:
             raise BadOption(
-                "plan= says what every parameter travels by, and pins= what some do: keep one.\n"
-                "  pins= changes what fxcomp chooses; to change a saved plan, write another one."
+                "plan= sets the strategies of all parameters, and pins= of some: keep one.\n"
+                "  pins= changes a plan that fxcomp chooses; to change a saved plan, write another one."
             )
         if self.measured or self.within != Mode.BALANCED.value:
-            name = "measured=True lets fxcomp choose by" if self.measured else f"within={self.within!r} says"
+            name = "measured=True lets fxcomp choose them by" if self.measured else f"within={self.within!r} sets"
             raise BadOption(
-                f"plan= says what every gradient travels by, and {name} what may be lost: keep one.\n"
+                f"plan= sets the strategies of all gradients, and {name} the allowed error: keep one.\n"
                 "  To let parameters follow the gradients, leave plan= out."
             )
 
@@ -178,8 +178,8 @@ class Compress:
             )
         if self.feedback.scale_with_lr:
             raise BadOption(
-                'at="momentum" does not go with ErrorFeedback(scale_with_lr=...): what is fed back is part of the'
-                " optimizer's own momentum, which is free of the learning rate.\n  Leave one of them out."
+                'at="momentum" does not go with ErrorFeedback(scale_with_lr=...): the residuals are part of the'
+                " optimizer's own momentum, which does not contain the learning rate.\n  Leave one of them out."
             )
 
     @classmethod

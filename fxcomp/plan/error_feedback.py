@@ -157,8 +157,8 @@ def check_plan(
     for compressor in _compressors(plan, shapes, cluster):
         if compressor.feedback is Feedback.FORBIDDEN and options.everywhere:
             raise BadOption(
-                f"error feedback around {compressor} diverges: it is unbiased, and its error can be larger than what"
-                " it is given, so that the residual grows without bound.\n"
+                f"error feedback around {compressor} diverges: it is unbiased, and its error can be larger than its"
+                " input, so that the residual grows without bound.\n"
                 "  Leave everywhere=True out: it needs no feedback. To see it diverge, add allow_diverging=True."
             )
         if compressor.feedback is Feedback.REQUIRED and options.off:

@@ -180,7 +180,7 @@ def interpret(steps: tuple[Step, ...], ends_as_shards: bool = False) -> tuple[St
 def misfit(held: Standing, step: Step) -> str | None:
     """Return why a step does not fit; None if it fits."""
     if held.proposed is not None and not (isinstance(step, Collective) and step.kind is CollectiveKind.ALL_REDUCE):
-        return f"what {held.proposed} proposes is reduced next, by an all_reduce"
+        return f"the proposal of {held.proposed} is reduced next, by an all_reduce"
     if held.agreed is not None and held.compressor is None and not _compresses(step, held.agreed[0]):
         return f"the ranks have agreed on something for {held.agreed[0]}, which compresses next"
     match step:
@@ -290,7 +290,7 @@ def _encoder_misfit(held: Standing, compressor: Compressor) -> str | None:
 def _agreement_misfit(held: Standing, compressor: Compressor) -> str | None:
     if compressor.facts.agreement is None or held.agreed is not None:
         return None
-    return f"{compressor} compresses what ranks have agreed on: propose({compressor}) > all_reduce before it"
+    return f"{compressor} needs an agreement of the ranks: propose({compressor}) > all_reduce before it"
 
 
 def _compresses(step: Step, compressor: Compressor) -> bool:

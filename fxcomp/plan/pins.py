@@ -152,8 +152,8 @@ class Pins:
             if all(self.rule_for(name) is not rule for name in matched):
                 others = dict.fromkeys(repr(other.pattern) for name in matched if (other := self.rule_for(name)))
                 raise BadOption(
-                    f"pins[{rule.pattern!r}] decides nothing: what it matches, {' or '.join(others)} matches"
-                    " too, and the last pattern that matches decides.\n"
+                    f"pins[{rule.pattern!r}] decides nothing: {' or '.join(others)} matches its names too, and"
+                    " the last pattern that matches decides.\n"
                     "  Write general patterns first and special ones after them."
                 )
 

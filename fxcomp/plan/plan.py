@@ -226,8 +226,8 @@ class Plan:
             for name in bucket.names:
                 if types is not None and types[name] is not bucket.element_type:
                     raise BadPlan(
-                        f"bucket {number} of the plan holds {bucket.element_type} gradients; that of {name!r} is"
-                        f" {types[name]} here.\n"
+                        f"bucket {number} of the plan holds {bucket.element_type} gradients; the gradient of {name!r}"
+                        f" is {types[name]} here.\n"
                         "  Name a mode to let fxcomp choose, or save a new plan with step.plan.save(path)."
                     )
 

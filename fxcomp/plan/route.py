@@ -170,7 +170,7 @@ class _Walk:
 
     def _decode(self, step: Decompress) -> Decode:
         made = self.encoder
-        assert made is not None, "what is decompressed has been compressed"
+        assert made is not None, "a decompressed value has been compressed"
         payloads = math.prod(row.count for row in self.rows if row.split is None)
         pieces = tuple(self._pieces(self.extents[-1], [row for row in self.rows if row.split is not None]))
         self.weight *= payloads

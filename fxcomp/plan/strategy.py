@@ -153,7 +153,7 @@ class Strategy:
             raise BadStrategy(
                 f"the strategy {str(self)!r} leaves each rank a part of the mean, and all of it is needed here: only"
                 " fxcomp.compress_reduce_scatter takes shards.\n"
-                "  Name a mode to let fxcomp choose, or write what gathers the shards again."
+                "  Name a mode to let fxcomp choose, or add the steps that gather the shards."
             )
 
     def differs_in_parameters_only(self, other: Strategy) -> bool:

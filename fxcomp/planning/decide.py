@@ -69,7 +69,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
     mine = [measurement(by_way[way]) for way in (Way.HELD, Way.OVERLAPPED)]
     times_us = (us for on in mine for us in (on.step_us, on.compute_us))
-    everyone = ranks.gather("what the first steps took", [feed_us + mine[0].between_us, *times_us, mine[0].wait_us])
+    everyone = ranks.gather("the times of the first steps", [feed_us + mine[0].between_us, *times_us, mine[0].wait_us])
     slowest = max(everyone, key=lambda each: each[2])
     factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
     held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
@@ -186,7 +186,7 @@ class Planner:
         moved, costs = decision.plan.moved, decision.costs
         if not moved or decision.choice is not None:
             return decision
-        topic = "reading what momenta cost"
+        topic = "reading the costs of momenta"
         workload = self.site.ranks.attempt(topic, lambda: self.compiler.analyze(self.graph, costs, moved))
         return replace(decision, workload=workload)
 

@@ -47,7 +47,7 @@ class EarlierJobs:
             known = load_table(path)
             return None if known is None else known.to_json()
 
-        data = ranks.from_rank_0("what an earlier job measured", read)
+        data = ranks.from_rank_0("an earlier job's costs", read)
         if data is None:
             return None
         known = CostTable.from_json(data)

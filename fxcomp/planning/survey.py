@@ -67,7 +67,7 @@ def _surveyed(
         note = "No process group: links were not measured. Start it with torchrun to measure them."
         return Survey(table, cluster, 0, (note,))
     assert isinstance(transport, Groups), "several ranks have groups"
-    tell("measuring what collectives take of the processors")
+    tell("measuring the processor time of collectives")
     table = with_ranks(table, site)
     timed = TimedCollectives(transport, device)
     missing: dict[CollectiveKind, str] = {}

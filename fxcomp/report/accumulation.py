@@ -43,7 +43,7 @@ def accumulation_blocks(rows: Sequence[tuple[int, float, float]], asked: int, di
         for number, dense_us, plan_us in rows
     ]
     said = (
-        "The time for one micro-batch, so for as many tokens, if a step sums up the gradients of so many before it"
-        " sends them. Fewer, larger steps are other training: compare what the loss is after as many tokens."
+        "Times per micro-batch, if a step sums the gradients of the given number of micro-batches before it sends"
+        " them. Fewer, larger steps change training: compare losses after the same number of tokens."
     )
     return [Table(("micro-batches", "dense", "this plan", ""), cells, optional=("",)), said]

@@ -116,7 +116,7 @@ def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
 _FEW, _MOST_LAYERS = 8, 24
 _SMALL = 0.01  # fraction of squares and of saved time below which a layer without error has no row
 _SPENT = 0.0005  # fraction of the budget that counts as no error
-_SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire less than dense."
+_SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire saved over dense."
 
 
 def error_sections(explanation: Explanation, budget: Budget) -> list[Section]:
@@ -139,12 +139,12 @@ def _spent(explanation: Explanation, budget: Budget) -> str:
 def _source(explanation: Explanation) -> str:
     errors = explanation.errors
     if not errors.is_measured:
-        return "Errors are assumed to be those of Gaussian values: nothing is measured."
+        return "Errors are assumed as for Gaussian values: nothing is measured."
     names = explanation.workload.sizes
     assumed = [name for name in names if name not in errors.rows or not errors.rows[name].samples]
     known = f"{len(names) - len(assumed)} of {count(len(names), 'gradient')}" if assumed else "every gradient"
     some = ", ".join(assumed[:_FEW]) + (", ..." if len(assumed) > _FEW else "")
-    rest = f"; the others' are those of Gaussian values ({some})" if assumed else ""
+    rest = f"; for the others, Gaussian values are assumed ({some})" if assumed else ""
     return f"Errors of {known} were measured in training, in {count(errors.looks, 'look')}{rest}."
 
 

@@ -62,8 +62,8 @@ class DeviceUse:
             Table(names, rows, text=("a step",)),
             self._by_part("kernels", {step.name: step.launches for step in self.steps}, lambda number: f"{number:.0f}"),
             self._by_part("peak MB", {step.name: step.memory for step in self.steps}, mb),
-            "Not counted: CUDA's context, workspaces of libraries, what the allocator keeps, and in eager mode what an"
-            " optimizer without fused=True needs beside its state.",
+            "Not counted: CUDA's context, workspaces of libraries, the allocator's cache, and in eager mode"
+            " temporary memory of an optimizer without fused=True.",
         ]
 
     @staticmethod

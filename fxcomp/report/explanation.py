@@ -96,7 +96,7 @@ _MOST = 8
 def moves_section(moves: Sequence[PlanMove]) -> Section:
     """List the last changes, and the total change of error and predicted step."""
     digits = decimals(max(max(move.step_us) for move in moves))
-    why = "why, and what changed"
+    why = "reason, and changes"
     rows = [
         (
             str(move.step),

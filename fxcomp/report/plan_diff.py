@@ -59,7 +59,7 @@ class PlanFile:
             gradients: Sequence[Mapping[str, Any]] = budget["gradients"]
             return cls(plan, numbers, {str(each["name"]): float(each["spent"]) for each in gradients})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadPlan(f"this is not what explain --json prints: {type(error).__name__}: {error}") from None
+            raise BadPlan(f"this is not the output of explain --json: {type(error).__name__}: {error}") from None
 
 
 def _bucket(data: Mapping[str, Any]) -> Bucket:
@@ -251,7 +251,7 @@ def note_on_another_plan(before: Plan | None, after: Plan) -> str:
     parts = [f"{count(len(each.names), 'gradient')} {each.what}" for each in changes[:_MOST_ROWS]]
     parts += ["others in another order"] if diff.reordered else []
     return (
-        f"the loaded state was saved under another plan: {', '.join(parts)}. All that is owed is kept, but training"
+        f"the loaded state was saved under another plan: {', '.join(parts)}. All residuals are kept, but training"
         " does not go on bit for bit; compile with compress=fxcomp.saved_plan(state) for that."
     )
 

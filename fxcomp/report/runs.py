@@ -95,8 +95,8 @@ def _repeats(path: str | Path, lines: Lines, steps: Sequence[float], twice: Sequ
         raise BadOption(f"{path}: steps fall back {len(falls)} times in {len(lines)} lines: {_RANKS}.{_CURE}")
     if falls:
         yield (
-            f"{falls[0]}{_in_all(falls)}: the run went on from an earlier step; what it did twice is drawn twice, and"
-            " not joined"
+            f"{falls[0]}{_in_all(falls)}: the run went on from an earlier step; repeated steps are drawn twice, and not"
+            " joined"
         )
 
 
@@ -173,7 +173,7 @@ def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: b
             falls, ended = falls + 1, since[-1]
         since.append(ended + each)
     if not are_few(falls, len(seconds)):
-        why = _RANKS if is_interleaved else "it must be the time since the run began, not that of a step"
+        why = _RANKS if is_interleaved else "it must be the time since the run began, not the time of a step"
         raise BadOption(f"{path}: 'seconds' falls back {falls} times in {len(seconds)} lines: {why}.{_CURE}")
     if falls:
         notes.append(f"{path}: 'seconds' begins again {count(falls, 'time')}; parts follow each other without a gap")

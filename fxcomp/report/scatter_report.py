@@ -50,7 +50,7 @@ def sections(facts: ScatterFacts) -> list[Section]:
         Section("Modules, in the order in which they are ready", [Table(_COLUMNS, rows, text=("module", "travels"))]),
     ]
     if facts.times:
-        found.append(Section("", ["'own' is what a module takes by itself: packing, compressing, the collective, and"
+        found.append(Section("", ["'own' is the time of a module alone: packing, compressing, the collective, and"
                                   " decompressing; 'dense' is the same without compression."]))  # fmt: skip
     return [*found, *([Section("Notes", list(facts.notes))] if facts.notes else [])]
 

@@ -135,7 +135,7 @@ def _verdict(explanation: Explanation) -> tuple[Tone, str]:
     if not compressed:
         return Tone.DENSE, "Do not compress"
     if explanation.pins.leaves_dense(explanation.plan):
-        return Tone.DENSE, "Compress nothing but what is pinned"
+        return Tone.DENSE, "Compress only pinned parameters"
     of_bytes = sum(bucket.dense_bytes for bucket in compressed) / sum(bucket.dense_bytes for bucket in buckets)
     return Tone.COMPRESS, f"Compress {share} ({of_bytes:.1%} of the bytes)"
 

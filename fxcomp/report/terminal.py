@@ -84,7 +84,7 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
         shared = costs.processors
         told.append(("processors", f"{shared.count:.3g} for each rank, compute takes {shared.compute:.3g}"))
     if costs.contention != 1.0:
-        told.append(("contention", f"{costs.contention:.3g} times that of the processor during this job's compute"))
+        told.append(("contention", f"{costs.contention:.3g} times the processor time of collectives during compute"))
     if costs.overlap_speed != 1.0:
         told.append(("overlap", f"a collective takes {1 / costs.overlap_speed:.3g} times as long during compute"))
     return told

@@ -145,7 +145,7 @@ def momenta_section(explanation: Explanation) -> Section:
     ]
     job = whole_job(explanation)
     if job is None:
-        blocks.append("With the length of the job (steps=, --steps) this says what all of it takes and sends.")
+        blocks.append("With the length of the job (steps=, --steps) this section adds its total time and bytes.")
     else:
         blocks += [_table(job), *_sentences(job)]
     return Section("Momenta", blocks)
@@ -176,5 +176,5 @@ def _sentences(job: WholeJob) -> list[str]:
     ]
     if job.gradients_us is not None:
         since = "is always shorter" if job.pays_from is None else f"is longer from {job.pays_from:,} steps on"
-        found.append(f"By the best plan at gradients it takes {long(job.gradients_us)}; such a job {since}.")
+        found.append(f"By the best plan at gradients it takes {long(job.gradients_us)}; it {since} then.")
     return found

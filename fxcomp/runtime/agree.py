@@ -49,14 +49,14 @@ def check_store(store: Any) -> None:
     """Raise RanksApart if the store holds answers of an earlier start of the job."""
     if compat.is_of_another_process(store):
         raise RanksApart(
-            f"rank {dist.get_rank()} was another process in this store before: ranks would read what it answered then,"
-            " and process groups find addresses that are gone.\n"
+            f"rank {dist.get_rank()} was another process in this store before: ranks would read its old answers, and"
+            " process groups would find addresses that no longer exist.\n"
             f"  Start torchrun with {OWN_STORE} in its environment: each start then has a store of its own."
         )
     if (what := compat.outlives_restarts()) and dist.get_rank() == 0:
         warnings.warn(
-            f"{what} starts dead ranks again with the store that they had: process groups may then find addresses that"
-            f" are gone, whoever makes them, and fxcomp refuses.\n  Start torchrun with {OWN_STORE} set.",
+            f"{what} restarts dead ranks with their old store: any process group may then find addresses that no"
+            f" longer exist, and fxcomp refuses to run.\n  Start torchrun with {OWN_STORE} set.",
             stacklevel=2,
         )
 
@@ -293,8 +293,8 @@ class Conversation:
                 raise
             raise PeerFailed(
                 f"the process that hosts the store has ended, while rank {self._number(self.rank)} was at {topic}.\n"
-                "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: its own"
-                " output says why."
+                "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: see"
+                " its output for the cause."
             ) from error
 
 

@@ -168,7 +168,7 @@ class CompressorStates:
         changed = [found for found in reset.values() if found]
         if changed:
             warnings.warn(
-                f"fxcomp: what compressors remember of {len(changed)} of {len(self._parts)} parameters starts from"
+                f"fxcomp: the compressor state of {len(changed)} of {len(self._parts)} parameters starts from"
                 f" nothing: {changed[0]}{' and others' if len(changed) > 1 else ''}.",
                 stacklevel=2,
             )

@@ -103,8 +103,8 @@ def _group(name: str) -> Any:
         return compat.process_group(name)
     except RuntimeError as error:
         raise StepChanged(
-            f"the process group {name!r}, which the loss function communicated with when the step was compiled, exists"
-            " no more.\n  Make groups once, before compile_step, and keep them."
+            f"the process group {name!r}, which the loss function communicated with when the step was compiled, no"
+            " longer exists.\n  Make groups once, before compile_step, and keep them."
         ) from error
 
 

@@ -36,7 +36,7 @@ class Pattern(Enum):
         if brought % cut:
             raise BadTensor(
                 f"{brought} elements do not make {cut} equal parts of {self.value}.\n"
-                "  Pad them, or say how many each rank owns."
+                "  Pad them, or pass the number that each rank owns."
             )
         return (brought // cut,) * cut
 

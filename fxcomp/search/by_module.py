@@ -50,8 +50,8 @@ def scattered(compressor: Compressor | None) -> Strategy:
     """Return the strategy that compresses scattered gradients. Raise BadPlan if the compressor cannot work on parts."""
     if compressor is not None and not can_scatter(compressor):
         raise BadPlan(
-            f"{compressor} cannot compress what fully_shard scatters: it needs whole parameters, a memory of its own or"
-            " an agreement of all ranks.\n  Use one that works on any part of a gradient: bf16, int8, int4, topk(0.01)."
+            f"{compressor} cannot compress gradients that fully_shard scatters: it needs whole parameters, a state or"
+            " an agreement of all ranks.\n  Use a compressor for any part of a gradient: bf16, int8, int4, topk(0.01)."
         )
     return Strategy.scattered(compressor)
 
@@ -65,7 +65,7 @@ def scattered_by(text: str) -> Strategy:
     found = scattered(named.compressor)
     if named not in (found, Strategy.flat(named.compressor), Strategy.two_shots(named.compressor, None)):
         raise BadPlan(
-            f"{text!r} is no way of gradients that fully_shard scatters, which are compressed once at most.\n"
+            f"{text!r} does not fit gradients that fully_shard scatters: they are compressed once at most.\n"
             f"  Name a compressor, or write {str(found)!r}."
         )
     return found
@@ -181,8 +181,8 @@ class _Search:
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
             raise BadOption(
-                f"pins= says {one} for {first!r} and {other} for {second!r}, whose gradients fully_shard"
-                " scatters together.\n  Say the same for both, or call fully_shard for each of their modules."
+                f"pins= sets {one} for {first!r} and {other} for {second!r}, whose gradients fully_shard"
+                " scatters together.\n  Pin both to the same, or call fully_shard for each of their modules."
             )
         return next((scattered_by(text) for text in rules), None)
 

@@ -83,7 +83,7 @@ class Raced:
             return f"{lowest.name} ran only the first step of a turn, which allocates and does not count"
         return (
             f"{lowest.name} is lower by {1 - lowest_ms / stays_ms:.1%}, less than the steps vary: of plans that the"
-            " clock cannot tell apart, the one that loses least of the gradient stays"
+            " clock cannot distinguish, the plan that loses least of the gradient stays"
         )
 
     def __str__(self) -> str:

@@ -85,7 +85,7 @@ class Terms:
             return ()
         by = f"mode {self.mode.value}" if self.budget is None else f"within={self.budget.asked}"
         return (
-            f"What is pinned by hand loses {pinned.lost / max(1, elements):.2g} of the gradient's square, more than the"
+            f"The pinned parameters lose {pinned.lost / max(1, elements):.2g} of the gradient's square, more than the"
             f" {limit:.2g} that {by} allows in all. So everything else stays dense.",
         )
 

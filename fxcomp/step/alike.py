@@ -24,8 +24,8 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.site import Site
 
 WHAT_TO_DO = (
-    "  Give every rank the same: let schedulers and rules see what all ranks see, such as a loss that is averaged over"
-    " them\n  (torch.distributed.all_reduce), or set it on rank 0 and broadcast it."
+    "  Set the same value on every rank: give schedulers and rules the same input, such as a loss averaged over all"
+    " ranks\n  (torch.distributed.all_reduce), or set the value on rank 0 and broadcast it."
 )
 
 _UPDATED = {

@@ -158,7 +158,7 @@ class Calendar:
             known = value if saved is None else saved.get(name, value)
             if not isinstance(known, int):
                 raise BadState(
-                    f"the state's calendar has {name} = {known!r}, which is no number of steps.\n"
+                    f"the state's calendar has {name} = {known!r}, which is not a number of steps.\n"
                     "  Load a state as state_dict() returned it."
                 )
             setattr(self, name, known)

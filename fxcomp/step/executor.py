@@ -174,4 +174,4 @@ def _apart(stop: Stop, details: str) -> RanksApart:
 def _place(stop: Stop) -> str:
     if stop.step is None:
         return f"in {stop.what}"
-    return f"{'inside' if stop.has_begun else 'before anything had run of'} step {stop.step}"
+    return f"{'inside' if stop.has_begun else 'before any work of'} step {stop.step}"

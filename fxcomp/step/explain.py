@@ -23,8 +23,8 @@ from fxcomp.step.schedule import Schedule
 from fxcomp.step.step_times import StepTimes
 
 EVERY_STEP_VERIFIED = (
-    "every step is verified, so none is timed (Checks(verify=1)): plans do not race, and it is not noticed when steps"
-    " come to take another time"
+    "every step is verified, so none is timed (Checks(verify=1)): plans do not race, and changed step times are not"
+    " noticed"
 )
 
 

@@ -92,7 +92,7 @@ class Follower:
 
     @property
     def state(self) -> GradientState:
-        assert self.now.state is not None, "what is followed has a state"
+        assert self.now.state is not None, "the plan in force has a state"
         return self.now.state
 
     @property

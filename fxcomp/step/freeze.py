@@ -82,7 +82,7 @@ class Freeze:
         name = max(energies, key=lambda each: math.inf if math.isnan(energies[each]) else energies[each])
         self._note(
             f"step {steps}: ranks exchange gradients again, in int8, and second moments go on: the frozen one of"
-            f" {name!r} fits no more (its updates have a mean square of {energies[name]:.3g} in units of it; at most 1"
+            f" {name!r} no longer fits (its updates have a mean square of {energies[name]:.3g} in its units; at most 1"
             f" while it fits, {LIMIT:g} is allowed). {self._later}"
         )
 

@@ -46,8 +46,8 @@ class MicroBatchGroup:
         summed = self._sums.micro_batches
         self.clear()
         raise BadCall(
-            f"the scale of the loss changed after {summed} of {self._length} micro-batches: what they have summed up is"
-            " in the unit of the old one, and is forgotten.\n"
+            f"the scale of the loss changed after {summed} of {self._length} micro-batches: their sums are in units of"
+            " the old scale, and are discarded.\n"
             "  Call scaler.update(), or load a scaler's state, only after the call that ends a group."
         )
 
@@ -82,9 +82,9 @@ class MicroBatchGroup:
             other = next((rank for rank, length in enumerate(found) if length != found[0]), None)
             if other is not None:
                 raise ReplicasDiffer(
-                    f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: their"
-                    " mean would be none of what they have summed up. Nothing has been sent or updated, and the sums"
-                    " are forgotten.\n  Call step as many times on every rank, with last=True at the same call."
+                    f"rank 0 ends a group after {found[0]:g} micro-batches, rank {other} after {found[other]:g}: the"
+                    " mean of their sums would be wrong. Nothing has been sent or updated, and the sums are discarded."
+                    "\n  Call step the same number of times on every rank, with last=True at the same call."
                 )
 
         return check

@@ -42,8 +42,8 @@ SYMBOLIC_TRIES = 4
 
 
 _ASK_LESS = (
-    "Ask less of the values: compare instead of reading a number, compute both sides and select with torch.where, or"
-    " pass what is decided in the batch."
+    "Depend less on values: compare instead of reading a number, compute both sides and select with torch.where, or"
+    " pass the decision in the batch."
 )
 
 _GRAPH = attrgetter("captured.graph")
@@ -91,7 +91,7 @@ class _Family:
 
 def _fits(program: Program, leaves: Sequence[Any]) -> bool:
     guard = program.captured.guard
-    assert guard is not None, "a program that serves other sizes says which"
+    assert guard is not None, "a program for other sizes has a guard"
     prelude = program.captured.prelude
     return guard(leaves) and (prelude is None or prelude.other_answer(leaves) is None)
 

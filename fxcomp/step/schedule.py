@@ -272,7 +272,7 @@ class StepSchedule(Schedule):
             return
         self._first, self.calendar.timed, self.calendar.checked = None, (), ()
         self.call_off()
-        said = "the plan is the loaded state's, predicted by costs that nobody has measured since; step.replan() does"
+        said = "the plan is the loaded state's, predicted by costs not measured since; step.replan() measures them"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
         self._force.switch(followed, "following the saved plan")
 
@@ -369,8 +369,8 @@ class StepSchedule(Schedule):
             )
         if self.takes_turns(step):
             raise CannotReplan(
-                f"plans are racing, and this is step {step}: which of them stays is not known yet.\n"
-                "  Plan again once a note says which plan stays."
+                f"plans are racing, and this is step {step}: the plan that stays is not known yet.\n"
+                "  Plan again once a note names it."
             )
 
     def replan(self, step: int) -> bool:
@@ -426,10 +426,10 @@ class StepSchedule(Schedule):
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
     """Write the note on a replanned decision. `dense_us`: all-reduce of all gradients with old and new costs."""
-    assert decision.choice is not None, "what is chosen has been compared"
+    assert decision.choice is not None, "a chosen plan has been compared"
     before_us, now_us = dense_us
     return (
-        f"planned again at step {step}: summing all gradients takes {now_us / 1e3:.4g} ms by links as they are now, and"
-        f" {before_us / 1e3:.4g} by those of before; {'another plan is followed' if changed else 'the plan stays'},"
+        f"planned again at step {step}: summing all gradients takes {now_us / 1e3:.4g} ms over the links as they are"
+        f" now, and took {before_us / 1e3:.4g} before; {'another plan is followed' if changed else 'the plan stays'},"
         f" predicted at {predicted_us / 1e3:.4g} ms a step; dense at {decision.choice.dense_us / 1e3:.4g}."
     )

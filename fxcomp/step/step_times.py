@@ -65,7 +65,7 @@ class StepTimes:
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
         """Return the slowest rank's times in ms, None if some rank did not count the step. Every rank calls it."""
         mine = [-1.0 if ms is None else ms for ms in self.of(numbers)]
-        everyone = site.gather_numbers("what a turn's steps took", mine)
+        everyone = site.gather_numbers("the times of a turn's steps", mine)
         return [max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)]
 
     @property

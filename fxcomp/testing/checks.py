@@ -62,7 +62,7 @@ def declares_itself(compressor: Compressor) -> None:
         assert parameter.name in known, f"facts name the parameter {parameter.name!r}, which it does not have"
         assert parameter.choices or parameter.low <= parameter.high, f"{parameter.name} has an empty range"
     assert compressor == compressor.bound_to((), 1).bound_to((), 1) or facts.agreement is not None, (
-        "binding changes what needs no binding"
+        "bound_to changes a compressor that needs no binding"
     )
     assert hash(compressor) == hash(type(compressor)(*compressor.parameters)), "equal compressors hash differently"
     if CATALOGUE.get(facts.name) is type(compressor):

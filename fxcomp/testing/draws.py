@@ -102,7 +102,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
             where = f"{name}, segment {segment} of {segments}"
             assert t.abs().max() < _LARGEST_T, f"{where}: the mean error is {_text(t)} standard errors from 0"
             assert excess.max() < bound, (
-                f"{where}: the error's variance is {_text(excess)} times that of independent errors"
+                f"{where}: the error's variance is {_text(excess)} times the variance of independent errors"
             )
 
 
@@ -171,7 +171,7 @@ def errors_of_ranks_average_out(compressor: Compressor) -> None:
     separate, together = exact.square().sum().item(), exact.sum(dim=0).square().sum().item()
     least = 1e-14 * bucket.double().square().sum().item()
     assert together <= 1.5 * max(separate, least), (
-        f"the ranks' errors add up: {together / max(separate, least):.2f} times what independent errors would give"
+        f"the ranks' errors add up: {together / max(separate, least):.2f} times the square of independent errors"
     )
 
 

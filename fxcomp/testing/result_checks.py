@@ -131,7 +131,7 @@ def segments_do_not_mix(compressor: Compressor) -> None:
         average(compressor, [v], replicas_of(compressor, segments, feedback=False), segments) for v in (quiet, loud)
     ]
     for part in (slice(0, 700), slice(66_700, None)):
-        assert_same_bits(means[0][part], means[1][part], "beside a segment of large values")
+        assert_same_bits(means[0][part], means[1][part], "next to a segment of large values")
 
 
 def every_rank_decodes_the_mean(compressor: Compressor) -> None:
@@ -176,7 +176,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
         for replica in replicas:
             for kept in (replica.residual, replica.state):
                 if kept is not None and not compressor.facts.state_from_payload:
-                    assert kept.isfinite().all(), f"{name}: what is kept for the next step is not finite"
+                    assert kept.isfinite().all(), f"{name}: a residual or state for the next step is not finite"
         if feedback:
             _check_spared(compressor, bucket, old, segments, name)
 
@@ -225,7 +225,7 @@ def _check_spared(compressor: Compressor, bucket: Tensor, old: Tensor, segments:
     replica.residual = old.clone()
     decoded = average(bound, [bucket], [replica], segments)
     spared = ~(decoded.isfinite() & bucket.isfinite())
-    assert_same_bits(replica.residual[spared], old[spared], f"{name}: the residual of what was not sent")
+    assert_same_bits(replica.residual[spared], old[spared], f"{name}: the residual of unsent values")
     undone = replica.residual + decoded - bucket
     assert_close(undone[~spared], old[~spared], 1e-5, f"{name}: taking the step back")
 

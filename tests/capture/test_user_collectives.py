@@ -314,7 +314,7 @@ def test_a_process_group_that_is_gone_is_missed_by_name():
     model = towers()
     step = fxcomp.compile_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6))
     dist.destroy_process_group(group)
-    with pytest.raises(fxcomp.errors.StepChanged, match=r"exists no more.\n  Make groups once"):
+    with pytest.raises(fxcomp.errors.StepChanged, match=r"no longer exists.\n  Make groups once"):
         step(torch.ones(4, 6))
 
 

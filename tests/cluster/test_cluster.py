@@ -261,7 +261,7 @@ def test_clusters_that_cannot_be_are_refused():
         Cluster.placed((), intra=INTRA, inter=INTER)
     with pytest.raises(BadOption, match="cannot read the cluster '3\\+x'"):
         Cluster.parse("3+x", intra=INTRA, inter=INTER)
-    with pytest.raises(BadOption, match=r"the racks .* must say for each of the 2 units below which one it is in"):
+    with pytest.raises(BadOption, match=r"the racks .* must give the rack of each of the 2 units below"):
         Cluster(2, 2, INTRA, INTER, above=(Tier("rack", INTER, (0, 2)),))
     with pytest.raises(BadOption, match="a rack needs at least 1 host, not 0"):
         Cluster(2, 2, INTRA, INTER).with_racks(0)
@@ -269,7 +269,7 @@ def test_clusters_that_cannot_be_are_refused():
         Cluster(2, 2, INTRA, INTER).with_racks(1, oversubscription=0)
     with pytest.raises(BadOption, match=r"cannot read 'between 25gbit' in the cluster .*: after the hosts write inter"):
         Cluster.parse("2x2, between 25gbit", intra=INTRA, inter=INTER)
-    with pytest.raises(BadOption, match="does not say its inter link: add like: , inter 25gbit"):
+    with pytest.raises(BadOption, match="has no inter link: add like: , inter 25gbit"):
         Cluster.parse("2x2, intra 25gbit")
     with pytest.raises(BadOption, match="places its ranks as 3\\+1"):
         Cluster.parse("2x2, placed 0 0 0 1", intra=INTRA, inter=INTER)

@@ -102,14 +102,17 @@ def test_links_that_are_named_outside_win_over_the_file(tmp_path: Path):
         ),
         (
             f'{GOOD}[rack]\nhosts = 1\nlink = "1gbit"\noversubscription = 2',
-            "rack.link and rack.oversubscription say the same",
+            "rack.link and rack.oversubscription both set the rack links",
         ),
         (
             f'{GOOD}[rack]\nhosts = 1\n[[tier]]\nname = "a"',
-            r"\[rack\] and \[\[tier\]\] say the same in two ways: keep one",
+            r"\[rack\] and \[\[tier\]\] describe the same racks: keep one",
         ),
         (f'{GOOD}[[tier]]\nname = "a"\nlink = "1gbit"', r"tier\[0\].units is missing: a tier has name, link and units"),
-        (f'{GOOD}[[tier]]\nname = "a"\nlink = "1gbit"\nunits = [0]', "tier: the as .* for each of the 2 units below"),
+        (
+            f'{GOOD}[[tier]]\nname = "a"\nlink = "1gbit"\nunits = [0]',
+            "tier: the as .* must give the a of each of the 2 units below",
+        ),
     ],
 )
 def test_a_mistake_in_a_file_is_told_with_the_file_and_the_key(tmp_path: Path, text: str, says: str):

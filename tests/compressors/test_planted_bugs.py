@@ -157,19 +157,19 @@ BUGS: dict[str, tuple[Compressor, str, str]] = {
     ),
     "errors that add up, gathered": (
         _planted(Int8, 512, True, fresh_state=_of_no_rank),
-        *("errors_of_ranks_average_out", "4.00 times what independent errors would give"),
+        *("errors_of_ranks_average_out", "4.00 times the square of independent errors"),
     ),
     "errors that add up, summed": (
         _planted(SharedInt8, fresh_state=_of_no_rank),
-        *("errors_of_ranks_average_out", "4.00 times what independent errors would give"),
+        *("errors_of_ranks_average_out", "4.00 times the square of independent errors"),
     ),
     "one draw for a block": (
         _planted(Int8, 512, True, codes=_one_draw_a_block),
-        *("mean_is_unbiased", "times that of independent errors"),
+        *("mean_is_unbiased", "times the variance of independent errors"),
     ),
     "one draw for a block of nine": (
         _planted(Int8, 9, True, codes=_one_draw_a_block),
-        *("mean_is_unbiased", "times that of independent errors"),
+        *("mean_is_unbiased", "times the variance of independent errors"),
     ),
     "draws of eight bits": (
         _planted(Int8, 512, True, codes=_eight_bits_a_draw),

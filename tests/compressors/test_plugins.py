@@ -225,7 +225,7 @@ def _forgotten() -> Iterator[None]:
         ),
         (
             [(PARAMETER, "filled_in=('width',),")],
-            "its facts say that bound_to fills in 'width'.\n  Give it a default, and write bound_to.",
+            "its facts declare that bound_to fills in 'width'.\n  Give it a default, and write bound_to.",
         ),
         (
             [('Parameter("width"', 'Parameter("widht"')],
@@ -284,11 +284,11 @@ def _forgotten() -> Iterator[None]:
         ),
         (
             [('name="pool"', "name='dense'")],
-            "its name, 'dense', says in a plan that nothing is compressed.\n  Rename it.",
+            "its name, 'dense', stands for no compression in a plan.\n  Rename it.",
         ),
         (
             [("def decompress_reference", "def decompres_reference"), ("def payload_elements", "def payload_size")],
-            "it lacks decompress_reference, payload_elements.\n  Write what is missing, and look at the spelling.",
+            "it lacks decompress_reference, payload_elements.\n  Write the missing members, and check the spelling.",
         ),
         (
             [
@@ -296,7 +296,7 @@ def _forgotten() -> Iterator[None]:
                 ("@register\n", "from fxcomp.compressors.facts import ProposalReduction\n@register\n"),
             ],
             "it lacks propose_reference, proposal_elements, state_elements.\n"
-            "  Write what is missing, and look at the spelling.",
+            "  Write the missing members, and check the spelling.",
         ),
     ],
 )  # fmt: skip

@@ -135,7 +135,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no agreement": (
         lambda: AGREEING.decode(torch.zeros(3), 1, (9,), torch.zeros(9)),
-        "powersgd needs what the ranks agreed on.*Give agreed=",
+        "powersgd needs the agreement of the ranks.*Give agreed=",
     ),
     "an agreement too many": (
         lambda: TopK(0.5).decode(_payload("topk(0.5)", 9), 1, (9,), torch.zeros(9), torch.zeros(1)),

@@ -73,7 +73,7 @@ def test_what_is_no_table_is_refused_with_its_files_name(text: object, why: str,
         ErrorTable.load(path)
     first, advice = str(found.value).split("\n")
     assert first.startswith(f"cannot read the error table {path}: {why}")
-    assert advice == "  Write it again with step.error_table.save(...), by the fxcomp that reads it."
+    assert advice == "  Write it again with step.error_table.save(...), in this version of fxcomp."
 
 
 def test_each_gradient_has_errors_of_its_own_and_others_are_those_of_gaussian_values():

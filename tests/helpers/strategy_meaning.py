@@ -200,7 +200,7 @@ class _Walk:
 
     def _decompress(self, rank: int, holding: Holding) -> Holding:
         """Take the mean of the payloads of each piece, in the order in which they came."""
-        assert self.bound is not None, "what is decompressed has been compressed"
+        assert self.bound is not None, "a decompressed value has been compressed"
         decoded = [torch.empty(0)]
         insides: list[Inside] = []
         for piece, payloads in _by_piece(holding.payloads).items():

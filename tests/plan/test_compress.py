@@ -84,10 +84,10 @@ def test_what_says_nothing_is_refused_with_what_does(given: Any, what: str):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"plan": "int8", "within": "aggressive"}, "within='aggressive' says what may be lost: keep one"),
-        ({"plan": "int8", "within": 0.05}, "within=0.05 says what may be lost: keep one"),
+        ({"plan": "int8", "within": "aggressive"}, "within='aggressive' sets the allowed error: keep one"),
+        ({"plan": "int8", "within": 0.05}, "within=0.05 sets the allowed error: keep one"),
         ({"plan": "int8", "measured": True}, "measured=True lets fxcomp choose"),
-        ({"plan": "int8", "pins": {"*": "dense"}}, "pins= what some do: keep one"),
+        ({"plan": "int8", "pins": {"*": "dense"}}, "pins= of some: keep one"),
         ({"measured": 1}, "measured is True or False; it is 1"),
         ({"at": "momentum"}, "takes a plan that is given"),
         ({"at": "update", "plan": "int8"}, "'gradient' or 'momentum' or 'auto'; it is 'update'"),

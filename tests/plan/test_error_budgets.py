@@ -41,9 +41,9 @@ def test_numbers_and_spaces_are_read():
     ("within", "words"),
     [
         (1.0, "from 0, nothing lost, to below 1"),
-        (-0.1, "is no error that a plan may have"),
-        (float("nan"), "is no error that a plan may have"),
-        (float("inf"), "is no error that a plan may have"),
+        (-0.1, "is not an error budget"),
+        (float("nan"), "is not an error budget"),
+        (float("inf"), "is not an error budget"),
         (True, "it is a bool"),
         (None, "it is a NoneType"),
         ("topk(0.01)", "there is no mode 'topk(0.01)'"),

@@ -41,9 +41,9 @@ from fxcomp.testing.rounds import Replica, fresh_state
 
 MISFITS = {
     "propose(powersgd(2)) > compress(powersgd(2)) > all_reduce@world > decompress": (
-        "step 2, compress(powersgd(2))@gpu, does not fit: what powersgd(2) proposes is reduced next, by an all_reduce"
+        "step 2, compress(powersgd(2))@gpu, does not fit: the proposal of powersgd(2) is reduced next, by an all_reduce"
     ),
-    "propose(shared_int8) > all_gather@world": "what shared_int8 proposes is reduced next, by an all_reduce",
+    "propose(shared_int8) > all_gather@world": "the proposal of shared_int8 is reduced next, by an all_reduce",
     "point_to_point@world": "step 1, point_to_point@world, does not fit: point_to_point is no collective of gradients",
     "decompress": "step 1, decompress@gpu, does not fit: there is no payload to decompress",
     "compress(int8) > decompress > all_reduce@world": "step 2, decompress@gpu, does not fit: the payload has not been",
@@ -69,7 +69,7 @@ MISFITS = {
         "powersgd(2) compresses whole parameters, but each rank has a shard of the bucket"
     ),
     "compress(shared_int8) > all_reduce@world": (
-        "shared_int8 compresses what ranks have agreed on: propose(shared_int8) > all_reduce before it"
+        "shared_int8 needs an agreement of the ranks: propose(shared_int8) > all_reduce before it"
     ),
     "propose(shared_int8) > all_reduce@world > compress(int8)": "the ranks have agreed on something for shared_int8",
 }

@@ -112,7 +112,7 @@ def test_patterns_of_a_model_are_accepted():
         ({"norm.bias": "dense"}, r"is about 'norm.bias', which needs no gradient.*Leave the pattern out"),
         (
             {"embed.*": "dense", "*": "int8"},
-            r"\['embed.\*'\] decides nothing: what it matches, '\*' matches too.*general patterns first",
+            r"\['embed.\*'\] decides nothing: '\*' matches its names too.*general patterns first",
         ),
     ],
 )

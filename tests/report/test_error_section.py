@@ -84,13 +84,13 @@ def test_what_is_lost_is_compared_with_what_may_be():
 
 
 def test_a_report_says_whether_errors_were_measured():
-    assert "Errors are assumed to be those of Gaussian values" in words(explained("int4"))
+    assert "Errors are assumed as for Gaussian values" in words(explained("int4"))
     text = words(explained("0.2", measured()))
     assert "Errors of every gradient were measured in training, in 3 looks." in text
     rows = {**measured().rows, "blocks.0.bias": ErrorRow((1000,), 0.0, (), 0)}
     text = words(explained("0.2", ErrorTable(rows)))
     assert "Errors of 4 of 5 gradients were measured in training, in 3 looks;" in text
-    assert "the others' are those of Gaussian values (blocks.0.bias)." in text
+    assert "for the others, Gaussian values are assumed (blocks.0.bias)." in text
 
 
 def test_a_mode_has_no_section_of_errors():

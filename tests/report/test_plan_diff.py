@@ -184,7 +184,7 @@ def test_what_gradients_lose_stands_side_by_side_where_both_files_say_it(
         ("{}", "this has neither buckets nor a plan"),
         ('{"version": 1, "buckets": [{"names": ["a"]}]}', "this is not a plan: KeyError: 'sizes'"),
         ('{"version": 1, "buckets": [{"names": ["a"], "sizes": [1], "strategy": "x"}]}', "as a plan: "),
-        ('{"plan": {"buckets": [{"names": ["a"]}]}}', "not what explain --json prints: KeyError: 'sizes'"),
+        ('{"plan": {"buckets": [{"names": ["a"]}]}}', "not the output of explain --json: KeyError: 'sizes'"),
     ],
 )
 def test_a_file_without_a_plan_is_an_error(

@@ -95,7 +95,7 @@ def test_a_race_says_why_the_lowest_time_lost():
     noise = str(Raced((measured(best, 40.0, 12), measured(dense, 40.4, 12)), 1, 2, 17, 43.0))
     assert (
         "dense stays with 40.4 ms a step; predicted best 40. predicted best is lower by 1.0%, less than the steps vary:"
-        " of plans that the clock cannot tell apart, the one that loses least of the gradient stays." in noise
+        " of plans that the clock cannot distinguish, the plan that loses least of the gradient stays." in noise
     )
     allocating = str(Raced((measured(best, 40.0, 0), measured(dense, 40.4, 12)), 1, 2, 17, 43.0))
     assert "predicted best ran only the first step of a turn, which allocates and does not count." in allocating

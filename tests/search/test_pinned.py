@@ -97,7 +97,7 @@ def test_pins_that_lose_more_than_the_mode_allows_leave_the_rest_dense_with_a_no
         assert all(bucket.strategy.is_dense for bucket in plan.buckets if "layer4.weight" not in bucket.names)
     assert choice.stays_dense
     (note,) = Terms(Mode.BALANCED, pins=pins).notes(WORKLOAD, SLOW)
-    assert note.startswith("What is pinned by hand loses 0.")
+    assert note.startswith("The pinned parameters lose 0.")
     assert "more than the 0.028 that mode balanced allows in all. So everything else stays dense." in note
 
 

@@ -99,7 +99,7 @@ def test_a_plan_says_the_type_of_its_gradients():
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.buckets[0].dense_bytes == 16
     plan.check_covers({"w": 8, "v": 2}, {"w": BF16, "v": F32})
-    with pytest.raises(BadPlan, match="bucket 0 of the plan holds bf16 gradients; that of 'w' is f32 here"):
+    with pytest.raises(BadPlan, match="bucket 0 of the plan holds bf16 gradients; the gradient of 'w' is f32 here"):
         plan.check_covers({"w": 8, "v": 2}, {"w": F32, "v": F32})
 
 

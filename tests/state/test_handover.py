@@ -61,7 +61,7 @@ def play(seed: int) -> tuple[float, list[str]]:
     return max(worst, books.off_by(NOTHING_OWED)), [*events, "all that was owed arrives"]
 
 
-@pytest.mark.filterwarnings("ignore:fxcomp. what compressors remember")
+@pytest.mark.filterwarnings("ignore:fxcomp. the compressor state")
 def test_over_any_history_what_was_applied_and_what_is_owed_are_all_gradients():
     for seed in range(30):
         worst, events = play(seed)

@@ -129,5 +129,5 @@ def test_a_saved_calendar_says_whether_the_plan_of_then_was_to_stay(uses: dict[s
 
 
 def test_a_calendar_that_is_none_is_refused():
-    with pytest.raises(BadState, match="patience = 'soon', which is no number of steps"):
+    with pytest.raises(BadState, match="patience = 'soon', which is not a number of steps"):
         Calendar().resume(3, {"patience": "soon"})

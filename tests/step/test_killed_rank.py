@@ -108,7 +108,7 @@ def test_all_others_name_a_rank_that_stalls_and_the_bucket(victim: int, device: 
 # While plans race
 
 A_COLLECTIVE = r"step 4 did not end: \w+@world of bucket 0 did not end \(line \w+_0_?\w*\): .*rank.* left"
-A_TURN = r"step 5 did not end: all_gather@world of what a turn's steps took did not end: .*rank.* left"
+A_TURN = r"step 5 did not end: all_gather@world of the times of a turn's steps did not end: .*rank.* left"
 
 
 def one_is_killed_in_a_race(rank: int, killer: tuple[type, str]) -> None:

@@ -103,7 +103,7 @@ def test_a_rank_that_raised_and_goes_on_is_refused_until_all_have_loaded_a_state
         first, second, third, steps, loaded = said["early"]
         assert first.startswith(end)
         assert second.startswith(f"RanksApart: the ranks are no longer at the same step: {CAUSE.format(2)}")
-        assert "rank 0 stopped inside step 2; rank 1 stopped before anything had run of step 2" in second
+        assert "rank 0 stopped inside step 2; rank 1 stopped before any work of step 2" in second
         assert "step.load_state_dict" in second
         assert third.startswith("RanksApart")
         assert (steps, loaded) == (2, "done")

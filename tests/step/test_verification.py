@@ -402,7 +402,7 @@ def test_a_job_without_room_for_eager_pytorch_trains_on_with_a_note(monkeypatch:
     step = compiled(mlp())
     step(BATCH)
     step(BATCH)
-    assert step.notes == [note for note in step.notes if "step 0 was not verified, for want of memory" in note]
+    assert step.notes == [note for note in step.notes if "step 0 was not verified, for lack of memory" in note]
     assert len(step.notes) == 1
 
 
@@ -415,7 +415,7 @@ def test_running_out_of_memory_while_verifying_ends_the_verification_alone(monke
     before = step.training.owned[0].parameter.clone()
     step(BATCH)
     assert not torch.equal(before, step.training.owned[0].parameter)
-    assert "step 0 was not verified, for want of memory" in step.notes[0]
+    assert "step 0 was not verified, for lack of memory" in step.notes[0]
 
 
 def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -639,7 +639,7 @@ def test_ranks_verify_together_and_fail_together():
     assert "All parameters of this rank have been updated" in first[5]
     assert "the update of '0.bias' differs" in second[5] or "the update of '0.weight' differs" in second[5]
     for place in (6, 7):
-        assert all("was not verified, for want of memory on some rank" in rank[place] for rank in (first, second))
+        assert all("was not verified, for lack of memory on some rank" in rank[place] for rank in (first, second))
     assert first[8] == second[8] == ""
     assert "another rank found a difference" in first[9]
     assert ": x.\n  No parameter has been updated" in second[9]

@@ -141,7 +141,7 @@ class SharedInt8(Compressor):
         return torch.where(largest.isfinite(), largest, torch.inf)
 
     def compress_reference(self, given: EncoderInput) -> Compressed:
-        assert given.agreed is not None, "shared_int8 compresses with what the ranks agreed on"
+        assert given.agreed is not None, "shared_int8 compresses with the agreement of the ranks"
         segments, block, levels = given.segments, self.block, self.levels
         rows, scale = to_blocks(given.value, segments, block), _scales(given.agreed, levels)
         is_finite = scale.isfinite()
@@ -160,6 +160,6 @@ class SharedInt8(Compressor):
         return Compressed(payload, from_blocks(left_out, segments, block), new_state)
 
     def decompress_reference(self, received: DecoderInput) -> Tensor:
-        assert received.agreed is not None, "shared_int8 decompresses with what the ranks agreed on"
+        assert received.agreed is not None, "shared_int8 decompresses with the agreement of the ranks"
         scale, segments = _scales(received.agreed, self.levels), received.segments
         return mean_over_ranks([_decompress_one(one, segments, self.block, scale) for one in received.of_ranks])

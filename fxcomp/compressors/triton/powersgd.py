@@ -112,7 +112,7 @@ def propose(compressor: PowerSGD, given: EncoderInput, out: Tensor) -> None:
 
 
 def encode(compressor: PowerSGD, given: EncoderInput, payload: Tensor) -> None:
-    assert given.agreed is not None, "powersgd compresses with what the ranks agreed on"
+    assert given.agreed is not None, "powersgd compresses with the agreement of the ranks"
     plan, rank, values = _plan(compressor, given.segments, given.bucket.device), compressor.rank, given.bucket
     basis = orthonormal(given.agreed, plan.matrices, plan.longest_column, is_start=False)
     chunks = torch.empty(plan.chunk_elements, device=values.device)
@@ -129,7 +129,7 @@ def encode(compressor: PowerSGD, given: EncoderInput, payload: Tensor) -> None:
 
 
 def decode(compressor: PowerSGD, received: DecoderInput, out: Tensor) -> None:
-    assert received.agreed is not None, "powersgd decompresses with what the ranks agreed on"
+    assert received.agreed is not None, "powersgd decompresses with the agreement of the ranks"
     plan, ranks = _plan(compressor, received.segments, out.device), received.ranks
     basis = orthonormal(received.agreed, plan.matrices, plan.longest_column, is_start=False)
     arguments = (received.payloads, basis, out, plan.matrices, plan.tiles, len(received.payloads) // received.ranks)

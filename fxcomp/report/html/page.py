@@ -112,8 +112,9 @@ def layers(explanation: Explanation) -> list[Drawing]:
         by = explanation.short(layer.strategies[0]) if len(layer.strategies) == 1 else ""
         rows.append((layer.title, dense, sent, by, "" if layer.error is None else f"{layer.error:.3g}"))
     caption = (
-        "The bytes of each layer's gradients, and those that a rank sends of them over the slowest links. An error is"
-        f" the share of the layer's own squares; the whole plan loses {explanation.spent:.3g} of the gradient's square."
+        "The bytes of each layer's gradients, and the bytes of them that a rank sends over the slowest links. An"
+        " error is the share of the layer's own squares; the whole plan loses"
+        f" {explanation.spent:.3g} of the gradient's square."
     )
     table = Table(("layer", "MB", "MB sent", "sent by", "error"), rows, text=("layer", "sent by"))
     drawing = drawn("bars", bars, [("six", "MB of the gradient"), ("one", "MB sent by a rank")]) if bars else ""

@@ -31,7 +31,7 @@ METRICS: Mapping[str, Metric] = {
     "exposed_ms": Metric(
         "Wait for the network",
         " ms",
-        "The time of a step in which nothing but the network is waited for; the median of recent steps.",
+        "The part of a step that waits for the network alone; the median of recent steps.",
     ),
 }
 """Numbers drawn by default."""

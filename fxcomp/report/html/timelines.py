@@ -20,8 +20,8 @@ _TICKS, _FINE = 8, 8  # ticks, and parts between two ticks once zoomed
 _THIN = 0.12  # percent of the width below which a task gets a visible stroke
 _NUMBERED = 1.4  # percent of the width from which a task shows its bucket
 _CAPTION = (
-    "Zoom with the buttons, or with Ctrl and the wheel; point at a task for its price and the source of that."
-    " Red underlines the critical path: what the step's length depends on."
+    "Zoom with the buttons, or with Ctrl and the wheel; point at a task for its price and the price's source."
+    " Red underlines the critical path, which determines the step's length."
 )
 _KINDS = {
     "compute": "compute",

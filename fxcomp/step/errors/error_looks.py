@@ -113,15 +113,15 @@ class ErrorLooks(Observer):
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True
             self._note(
-                f"step {self._steps - 1} took no look at gradients, for want of memory on some rank: beside the step,"
-                f" {needed_bytes(self._shapes) / 1e6:.0f} MB are needed here"
+                f"step {self._steps - 1} measured no gradient errors, for lack of memory on some rank: it needs"
+                f" {needed_bytes(self._shapes) / 1e6:.0f} MB here besides the step"
             )
         return 1 + LOOKS + self._refusals % LOOKS
 
     def _slowest(self, look: ErrorLook) -> float:
         """Return the look's time on the slowest rank, and update the step time of the fastest."""
         mine = [look.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
-        everyone = self._site.gather_numbers("what a look took", mine)
+        everyone = self._site.gather_numbers("the time of a look", mine)
         self._step_us = min(step for _, step in everyone) or self._step_us
         return max(took for took, _ in everyone)
 

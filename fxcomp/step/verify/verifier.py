@@ -90,8 +90,8 @@ class Verifier(Observer):
         if not self._has_noted:
             self._has_noted = True
             self.note(
-                f"step {step} was not verified, for want of memory on some rank: beside the step, {needed / 1e6:.0f} MB"
-                " are needed here"
+                f"step {step} was not verified, for lack of memory on some rank: it needs {needed / 1e6:.0f} MB here"
+                " besides the step"
             )
 
 
@@ -285,10 +285,9 @@ class Verification:
     def _fail(self, what_happened: str) -> None:
         raise VerificationFailed(
             f"step {self._step}: {self._differences.first or 'another rank found a difference'}.\n"
-            f"  {what_happened} Something that tracing took for a constant may have changed since: a global, a value in"
-            " a closure, an attribute of an object. Call compile_step again after such a change. If nothing has, the"
-            " capture is wrong for this model: please report it with the model's code, and train with eager PyTorch"
-            " meanwhile."
+            f"  {what_happened} Tracing takes globals, values in closures and attributes of objects for constants: if"
+            " one has changed since, call compile_step again. If none has, the capture is wrong for this model: please"
+            " report it with the model's code, and train with eager PyTorch meanwhile."
         )
 
 
