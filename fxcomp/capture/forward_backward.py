@@ -269,7 +269,7 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
                 "  If this step trains it too (a criterion or an adapter with parameters), give compile_step one module"
                 " of both, nn.ModuleList([model, criterion]): loss_fn is called with that. If it does not (a GAN's"
                 " discriminator in the generator's step), freeze it while the step is compiled and called:"
-                " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() what it gives."
+                " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() its output."
                 + ("" if isinstance(tensor, nn.Parameter) else FOR_A_CHECKPOINT)
             )
 
@@ -329,7 +329,7 @@ def _constant(leaf: Any) -> Constant | None:
     leaf = compat.as_number(leaf)
     if not is_plain(leaf):
         raise errors.Unsupported(
-            f"loss_fn returns a {name_of_class(leaf)} beside the loss, which a compiled step would not make again.\n"
+            f"loss_fn returns a {name_of_class(leaf)} with the loss, which a compiled step would not make again.\n"
             "  Return tensors, numbers, strings and None in tuples, lists and dicts."
         )
     return Constant(leaf)

@@ -280,8 +280,8 @@ def _settled(guard: StepGuard, start: Key, trace: Callable[[], T], graph: Callab
     if not _compute_the_same(graph(first), graph(traced)):
         raise StepChanged(
             f"the forward pass sets itself up at its first call, which computes otherwise than the calls after it:"
-            f" {guard.change(start, ready)}. A compiled step would begin with what the second call computes.\n"
-            "  Let it decide by a buffer, or call it once, with such a batch, before the step."
+            f" {guard.change(start, ready)}. A compiled step would begin as the second call.\n"
+            "  Let it decide by a buffer, or call it once, with a batch like this one, before the step."
         )
     return traced
 

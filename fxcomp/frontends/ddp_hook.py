@@ -140,7 +140,7 @@ class DdpHook(PlannedAverage):
         """Return a hook for one rank. Drop a loaded state with a warning."""
         if self._given is not None:
             warnings.warn(
-                "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
+                "fxcomp: one rank has nothing to average; earlier residuals are lost, once.",
                 stacklevel=2,
             )
         return lambda bucket: delivered(bucket.buffer())

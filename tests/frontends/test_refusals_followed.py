@@ -137,7 +137,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("capture/step_capture.py::SharedBuffers.mark", "was not on any rank"): (
         "capture/test_buffers.py::test_a_large_buffer_that_nobody_was_seen_to_write_is_refused_by_name"
     ),
-    ("capture/step_capture.py::check_parameters_are_read", "would write what follows from its own batch"): (
+    ("capture/step_capture.py::check_parameters_are_read", "would write values of its own batch"): (
         "capture/test_buffers.py"
         "::test_a_forward_pass_that_writes_parameters_is_refused_on_several_ranks_which_would_drift_apart"
     ),
@@ -182,7 +182,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
     ("frontends/scatter_job.py::ScatterJob._compress", "scatters with a divisor"): SCATTERED,
-    ("frontends/sharded_modules.py::_check_is_scattered", "by a collective of somebody else's"): SCATTERED,
+    ("frontends/sharded_modules.py::_check_is_scattered", "by another custom collective"): SCATTERED,
     ("frontends/scatter_plan.py::told_plan", "the plan has no bucket of"): SCATTERED,
     ("frontends/shard_feed.py::ShardFeed._check", "got no gradient in this backward pass"): AVERAGED,
     ("frontends/shard_feed.py::ShardFeed._check", "that runs when its gradient is there"): AVERAGED,
