@@ -32,7 +32,7 @@ _ON_RACE = (
     "'auto' lets the few best plans take turns in the first steps and keeps the fastest, 'off' follows the predicted"
     " one."
 )
-_ON_REPLAN = "'offer' reports when steps take another time, 'auto' plans again by itself, 'off' compares nothing."
+_ON_REPLAN = "'offer' reports when the time of a step changes, 'auto' plans again by itself, 'off' compares nothing."
 
 
 def _check_one_of(name: str, given: object, allowed: Sequence[object], meanings: str) -> None:
@@ -208,7 +208,7 @@ class StepOptions:
         if self.checks.verified.is_all:
             return (
                 "every step is verified, which takes longer than training does, so none can be timed.\n"
-                "  Verify more seldom: Checks(verify=2) leaves every other step to time."
+                "  Verify less often: Checks(verify=2) leaves every other step to time."
             )
         return ""
 

@@ -76,7 +76,7 @@ def check_model(model: nn.Module) -> None:
             raise Unsupported(f"the parameter {name!r} {why}")
         if overlaps(parameter):
             raise Unsupported(
-                f"several elements of the parameter {name!r} lie in one place of memory, as .expand() makes them: one"
+                f"elements of the parameter {name!r} overlap in memory, as .expand() makes them: one"
                 " update would write them more than once.\n  Give each its own: nn.Parameter(value.clone())."
             )
     for name, buffer in cast("Iterable[tuple[str, Tensor]]", model.named_buffers()):
@@ -136,7 +136,7 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
         for other_place, (name, other) in tensor_of.items():
             if other_place is not place and _overlap(tensor, other):
                 raise CaptureFailed(
-                    f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
+                    f"the forward pass writes {written}, which shares memory with {name}: a captured step would not"
                     " see the change there.\n  Give each its own memory (clone()), or use one tensor, and views of it"
                     " that loss_fn makes."
                 )

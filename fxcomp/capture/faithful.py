@@ -77,8 +77,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
             raise
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
-            "  The error above this one has the rest of the way there. Custom C++ autograd, libraries that compute"
-            " otherwise while traced, and Python that reads tensors' memory do not trace."
+            "  The error above this one has the full traceback. Custom C++ autograd, libraries that behave"
+            " differently while traced, and Python that reads tensors' memory do not trace."
         ) from error
 
 
@@ -97,7 +97,7 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
     if looked_at is None and isinstance(error, compat.SIZE_DEPENDS):
         return (
             f"the sizes of the output of {_first_line(error)} depend on values, which one graph cannot follow.\n{at}"
-            "  Compute it otherwise, as linalg.lstsq(a, b).solution by linalg.pinv(a) @ b, or outside of loss_fn."
+            "  Compute it another way, as linalg.pinv(a) @ b for linalg.lstsq(a, b).solution, or outside of loss_fn."
         )
     if looked_at is None:
         return (

@@ -369,12 +369,12 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
             value = getattr(body, str(node.target))
             if compat.is_fake(value) and all(value.fake_mode is not v.fake_mode for v in traced):
                 raise errors.CaptureFailed(
-                    f"the step reads a tensor of shape {list(value.shape)} that it has kept while it was traced before,"
-                    " where nothing sees it.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
+                    f"the step reads a tensor of shape {list(value.shape)} that it kept from an earlier trace, which is"
+                    " not followed.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
                     " compile_step."
                 )
             if (name := parameters.get(id(value))) and value.requires_grad:
                 raise errors.CaptureFailed(
-                    f"the step reads the parameter {name!r} past the model, by a tensor that was kept, which is not"
+                    f"the step reads the parameter {name!r} from a kept tensor and not from the model, which is not"
                     " followed.\n  Reach every parameter through the attributes of the model that loss_fn is given."
                 )

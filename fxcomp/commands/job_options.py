@@ -58,7 +58,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN=STRATEGY",
-        help="pin parameters by name, like '*.bias=dense'; may be repeated, the last that matches decides",
+        help="pin parameters by name, like '*.bias=dense'; may be repeated, the last match decides",
     )
 
 

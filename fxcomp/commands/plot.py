@@ -17,7 +17,7 @@ from fxcomp.report.runs import LoggedRun, read_run
 from fxcomp.report.terminal import encodable
 
 NAME = "plot"
-HELP = "draw loss, bytes and residuals of runs over each other, as one page for a browser"
+HELP = "draw loss, bytes and residuals of several runs, as one page for a browser"
 EXAMPLES = """\
   fxcomp plot dense.jsonl int4.jsonl -o plots.html              values of step.metrics(), over steps and time
 """

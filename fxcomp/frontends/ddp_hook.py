@@ -116,7 +116,7 @@ class DdpHook(PlannedAverage):
             return self._alone()
         if self._lacks_scaler:
             raise BadOption(
-                "this hook is a copy of one with scaler=, and which scaler scales the loss here is not known.\n"
+                "this hook is a copy of a hook with scaler=, and the scaler of the loss here is unknown.\n"
                 "  Make a new one, fxcomp.ddp_hook(scaler=scaler), and load the copy's state_dict() into it."
             )
         parameter = bucket.parameters()[0]

@@ -236,8 +236,8 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
     known = [mean for mean in means if 0 < mean < math.inf]
     if found and not any(means):
         raise BadState(
-            "ranks exchange momenta from this step on, in units of second moments, and all of these are zero: no"
-            " gradient of the warm-up was anything else.\n"
+            "ranks exchange momenta from this step on, in units of second moments, and all of these are zero: so"
+            " were all gradients of the warm-up.\n"
             "  See that the loss depends on the parameters, or compile the step again with a longer warm-up."
         )
     for value, mean in zip(found, means, strict=True):

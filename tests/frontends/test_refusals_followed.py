@@ -162,7 +162,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/ddp_hook.py::DdpHook._started", "python_reducer"): (
         "frontends/test_ddp_hook_copies.py::test_single_gradients_of_torchs_python_reducer_are_refused_by_name"
     ),
-    ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of one with scaler="): (
+    ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of a hook with scaler="): (
         "frontends/test_ddp_hook_copies.py::test_a_copy_of_a_hook_with_a_scaler_is_refused_and_its_state_is_not"
     ),
     ("frontends/hook_program.py::Wrapped.bucket", "serves another model already"): (

@@ -167,7 +167,7 @@ MODELS = {
         at=f"{BATCH_TYPE}::check_model",
     ),
     "an expanded parameter": Row(
-        "several elements of the parameter",
+        "elements of the parameter",
         lambda: compile_alone(expanded(lambda value: value)),
         lambda: assert_trains(expanded(torch.clone)),
     ),
@@ -195,7 +195,7 @@ MODELS = {
         lambda: assert_trains(Writes(torch.zeros(2, 1).expand(2, 4)[0].clone())),
     ),
     "a written buffer that shares memory": Row(
-        "lies too: a captured step would not see",
+        "a captured step would not see",
         lambda: compile_alone(Shares(lambda kept: kept[2:])),
         lambda: assert_trains(Shares(lambda kept: kept[2:].clone())),
     ),
@@ -742,7 +742,7 @@ LOSSES = {
         "preserve_rng_state", *losses(lambda m, b: checkpointed(m, b, preserve_rng_state=False), checkpointed)
     ),
     "a tensor in a cache": Row(
-        "that it has kept while it was traced before", compiled_twice, lambda: assert_trains(small(), loss=cached(True))
+        "that it kept from an earlier trace", compiled_twice, lambda: assert_trains(small(), loss=cached(True))
     ),
     "a sparse gradient": Row("Build the layer with sparse=False", *losses(gathers(True), gathers(False))),
     "a long list": Row(
