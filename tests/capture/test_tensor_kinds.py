@@ -205,7 +205,7 @@ def test_what_a_batchs_tensors_are_to_each_other_is_followed(name: str):
     ("batch_at", "text"),
     [
         (shifted, r"writes batch\[0\], which shares memory with batch\[1\].*\n.*clone"),
-        (lambda i: (drawn(i)[:1].expand(3, 4), drawn(i)), r"writes batch\[0\], several elements.*\n.*clone"),
+        (lambda i: (drawn(i)[:1].expand(3, 4), drawn(i)), r"writes batch\[0\], whose elements overlap.*\n.*clone"),
     ],
 )
 def test_writing_into_memory_that_is_shared_is_refused(batch_at: Any, text: str):
