@@ -63,7 +63,7 @@ def _run(words: list[str]) -> int:
     arguments = make_parser().parse_args(words)
     for name, value in vars(arguments).items():
         if value == "" and name != "job":  # from an unset shell variable
-            raise BadOption(f"--{name.replace('_', '-')} is empty: say what it is, or leave it out")
+            raise BadOption(f"--{name.replace('_', '-')} is empty: give it a value, or leave it out")
     status = arguments.run(arguments)
     gc.freeze()  # avoids a last garbage collection at exit
     return status

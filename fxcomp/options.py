@@ -32,7 +32,7 @@ _ON_RACE = (
     "'auto' lets the few best plans take turns in the first steps and keeps the fastest, 'off' follows the predicted"
     " one."
 )
-_ON_REPLAN = "'offer' says when steps take another time, 'auto' plans again by itself, 'off' compares nothing."
+_ON_REPLAN = "'offer' reports when the time of a step changes, 'auto' plans again by itself, 'off' compares nothing."
 
 
 def _check_one_of(name: str, given: object, allowed: Sequence[object], meanings: str) -> None:
@@ -166,7 +166,7 @@ class StepOptions:
                 "ranks exchange the optimizer's momentum by this plan, in units of its second moment, which is frozen"
                 " then and must have settled: there is no warm-up.\n"
                 "  Pass Compress(warmup=Warmup(int4_steps=N)), with N a fifth of the job's steps, and no fewer than the"
-                " learning rate's own warm-up; or say how long the job is, steps=N (--steps N): a fifth of that."
+                " learning rate's own warm-up; or pass the length of the job, steps=N (--steps N): a fifth of that."
             )
 
     @property
@@ -197,7 +197,7 @@ class StepOptions:
         """Reason why the plan cannot change; empty if possible."""
         if self.compress.plan is not None:
             return (
-                "the plan was given, and fxcomp changes only what it chose.\n"
+                "the plan was given, and fxcomp changes only its own choices.\n"
                 "  Let compress= name a mode, or compile another step."
             )
         if self.compress.chooses_point:
@@ -208,7 +208,7 @@ class StepOptions:
         if self.checks.verified.is_all:
             return (
                 "every step is verified, which takes longer than training does, so none can be timed.\n"
-                "  Verify more seldom: Checks(verify=2) leaves every other step to time."
+                "  Verify less often: Checks(verify=2) leaves every other step to time."
             )
         return ""
 
@@ -272,7 +272,7 @@ def _check_clipping(norm: object, value: object) -> None:
     if norm is not None and value is not None:
         raise BadOption(
             "max_grad_norm clips gradients by their norm and max_grad_value by their elements: keep one.\n"
-            "  After the other they would not be what either says."
+            "  Together, neither clips as it does alone."
         )
 
 

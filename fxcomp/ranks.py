@@ -259,7 +259,7 @@ class Ranks:
 
         `place` is the same on these ranks, and unique until ranks reconnect.
         """
-        assert self._root is not None, "a rank that is alone tells no other rank"
+        assert self._root is not None, "a rank that is alone has no other rank to reach"
         numbers = tuple(self.numbers[rank] for rank in members)
         some = Members(numbers, list(members).index(self.rank), self._root.members.job_ranks)
         talk = self._root.named(f"{self._root.name}/said/{self._meetings}/{place}/{numbers[0]}", some)
@@ -371,7 +371,7 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
     if cluster is not None and cluster.world_size > 1:
         raise BadCall(
             f"the cluster has {cluster.world_size} ranks, but torch.distributed is not initialised in this"
-            " process.\n  Call torch.distributed.init_process_group first (torchrun sets what it needs), or use"
+            " process.\n  Call torch.distributed.init_process_group first (torchrun sets its variables), or use"
             " fxcomp explain to ask about a cluster that is not here."
         )
     if group is not None:

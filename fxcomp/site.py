@@ -40,7 +40,7 @@ class Beside:
     @classmethod
     def of(cls, group: Any, what: str) -> Beside:
         """Return the ranks of a process group. Each of them calls it."""
-        ranks = Ranks.join(None, f"{what} beside each other", group)
+        ranks = Ranks.join(None, f"{what} next to each other", group)
         return cls(ranks, group) if ranks.world_size > 1 else NOBODY
 
     def together(self, what: str) -> AbstractContextManager[None]:

@@ -40,7 +40,7 @@ def joined(plan: str, options: dict[str, Any]) -> dict[str, Any]:
     old, new = compiled(plan, **options), compiled(plan, seed=1, **options)
     train(old, 0, 3)
     gone = ", ".join(map(str, range(1, dist.get_world_size())))
-    is_told = pytest.warns(UserWarning, match=rf"nobody loads what rank {gone} of \d saved: .* there is lost")
+    is_told = pytest.warns(UserWarning, match=rf"no rank loads the state of rank {gone} of \d: .* there are lost")
     with is_told if dist.get_rank() == 0 else nullcontext():
         new.load_state_dict(old.state_dict() if dist.get_rank() == 0 else None)
     new.training.model.load_state_dict(old.training.model.state_dict())

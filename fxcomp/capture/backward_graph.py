@@ -98,7 +98,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
             continue
         if source is None:
             raise Unsupported(
-                "two inputs of the graph share memory and one is written to, so gradients cannot be told apart.\n"
+                "two inputs of the graph share memory and one is written to, so their gradients cannot be separated.\n"
                 "  Do not pass a view of a parameter to the compiled function."
             )
         if source in names:

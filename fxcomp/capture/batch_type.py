@@ -49,11 +49,11 @@ def why_not(tensor: Tensor) -> str | None:
     if compat.is_uninitialized(tensor):
         return "is not initialised: a lazy module gives it its shape.\n  Call the model once before compile_step."
     if tensor.is_nested:
-        return "is nested, whose sizes are data.\n  Pad it, and pass lengths beside it."
+        return "is nested, whose sizes are data.\n  Pad it, and pass the lengths as well."
     if kind is not Tensor and kind is not nn.Parameter:
         return (
             f"is a {kind.__module__}.{kind.__name__}, a subclass of torch.Tensor, which would be traced as a plain"
-            " tensor.\n  Pass a plain one: .as_subclass(torch.Tensor), or what it wraps; make it inside loss_fn."
+            " tensor.\n  Pass a plain one: .as_subclass(torch.Tensor), or the tensor inside; make it inside loss_fn."
         )
     if compat.is_without_memory(tensor):
         return "is zero without any memory, as autograd makes it.\n  Pass its .clone()."
@@ -76,7 +76,7 @@ def check_model(model: nn.Module) -> None:
             raise Unsupported(f"the parameter {name!r} {why}")
         if overlaps(parameter):
             raise Unsupported(
-                f"several elements of the parameter {name!r} lie in one place of memory, as .expand() makes them: one"
+                f"elements of the parameter {name!r} overlap in memory, as .expand() makes them: one"
                 " update would write them more than once.\n  Give each its own: nn.Parameter(value.clone())."
             )
     for name, buffer in cast("Iterable[tuple[str, Tensor]]", model.named_buffers()):
@@ -110,7 +110,7 @@ class Change:
     what: str
     before: str
     after: str
-    remedy: str = "Pass it as a tensor in the batch, or keep it out of what the loss function and the model read."
+    remedy: str = "Pass it as a tensor in the batch, or do not read it in the loss function and the model."
 
     def __str__(self) -> str:
         return f"{self.what} changed from {self.before} to {self.after}"
@@ -129,13 +129,13 @@ def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
         written, tensor = tensor_of[place]
         if overlaps(tensor):
             raise CaptureFailed(
-                f"the forward pass writes {written}, several elements of which lie in one place of memory, as .expand()"
-                " makes them.\n  Give each its own: .clone()."
+                f"the forward pass writes {written}, whose elements overlap in memory, as .expand() makes them.\n"
+                "  Give each its own: .clone()."
             )
         for other_place, (name, other) in tensor_of.items():
             if other_place is not place and _overlap(tensor, other):
                 raise CaptureFailed(
-                    f"the forward pass writes {written}, in whose memory {name} lies too: a captured step would not"
+                    f"the forward pass writes {written}, which shares memory with {name}: a captured step would not"
                     " see the change there.\n  Give each its own memory (clone()), or use one tensor, and views of it"
                     " that loss_fn makes."
                 )

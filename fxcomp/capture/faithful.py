@@ -51,8 +51,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         if "mutating a non-functional tensor" in str(error):
             raise CaptureFailed(
                 "the step writes into views of a tensor that does not belong to the model, which one graph cannot"
-                f" follow.\n{at}  Register that tensor as a buffer of the model, or make it a plain one that requires"
-                " no gradient."
+                f" follow.\n{at}  Register that tensor as a buffer of the model, or make it a plain tensor that"
+                " requires no gradient."
             ) from error
         if "metadata mutating ops on non-Fake" in str(error):
             raise CaptureFailed(
@@ -62,8 +62,8 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         if _is_packed(error):
             raise CaptureFailed(
                 "a recurrent layer is given a PackedSequence, whose sizes are data, which one graph cannot follow.\n"
-                f"{at}  Give it the padded batch and its lengths, and pick what belongs to a sequence's end by its"
-                " length (out[torch.arange(len(lengths)), lengths - 1]). Or keep DistributedDataParallel and use"
+                f"{at}  Give it the padded batch and its lengths, and pick the end of each sequence by its length"
+                " (out[torch.arange(len(lengths)), lengths - 1]). Or keep DistributedDataParallel and use"
                 " fxcomp.ddp_hook, which takes packed sequences."
             ) from error
         if any(text in str(error) for text in _READ_MEMORY):
@@ -71,14 +71,14 @@ def explaining(fakes: StepFakes) -> Generator[None]:
         if compat.is_raised_as_eager(error):
             error.add_note(
                 f"fxcomp: loss_fn raised this while it was traced.\n{at}"
-                "  If loss_fn(model, batch) raises it too, the mistake is in that line. If not, what it reads is"
-                " otherwise while tracing: tensors have no values then, and some numbers are symbols."
+                "  If loss_fn(model, batch) raises it too, the mistake is in that line. If not, its inputs differ"
+                " while tracing: tensors have no values then, and some numbers are symbols."
             )
             raise
         raise CaptureFailed(
             f"the training step does not trace into one graph: {type(error).__name__}: {_first_line(error)}\n{at}"
-            "  The error above this one has the rest of the way there. Custom C++ autograd, libraries that compute"
-            " otherwise while traced, and Python that reads tensors' memory do not trace."
+            "  The error above this one has the full traceback. Custom C++ autograd, libraries that behave"
+            " differently while traced, and Python that reads tensors' memory do not trace."
         ) from error
 
 
@@ -96,8 +96,8 @@ def _looked_at(error: Exception, fakes: StepFakes) -> Unknown | None:
 def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
     if looked_at is None and isinstance(error, compat.SIZE_DEPENDS):
         return (
-            f"the sizes of what {_first_line(error)} gives depend on values, which one graph cannot follow.\n{at}"
-            "  Compute it otherwise, as linalg.lstsq(a, b).solution by linalg.pinv(a) @ b, or outside of loss_fn."
+            f"the sizes of the output of {_first_line(error)} depend on values, which one graph cannot follow.\n{at}"
+            "  Compute it another way, as linalg.pinv(a) @ b for linalg.lstsq(a, b).solution, or outside of loss_fn."
         )
     if looked_at is None:
         return (
@@ -107,8 +107,8 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
     made_by = f" that {looked_at.maker} gives" if looked_at.maker is not None else ""
     if looked_at.is_size:
         return (
-            "the step decides by the size of a tensor that the values of another tell, which one graph cannot.\n"
-            f"{at}  Python looked at the size of what {looked_at.maker} gives.\n"
+            "the step decides by a size that depends on the values of a tensor, which one graph cannot.\n"
+            f"{at}  Python looked at the size of the output of {looked_at.maker}.\n"
             "  Keep the size fixed: mask with torch.where or a product instead of picking elements, or pick them"
             " outside and pass them in the batch."
         )
@@ -129,9 +129,9 @@ def _data_decides(at: str, looked_at: Unknown | None, error: Exception) -> str:
     return (
         f"the step decides by the values of tensors, which one graph cannot.\n{at}"
         f"  Python looked at the {kind}{made_by}.\n"
-        "  Move the decision out of loss_fn: pass what is decided in the batch, as a plain value, which is captured"
+        "  Move the decision out of loss_fn: pass the decision in the batch, as a plain value, which is captured"
         " for each of its values. Or compute both sides and select with torch.where. To log a number, return the tensor"
-        " beside the loss, and read it outside."
+        " with the loss, and read it outside."
     )
 
 
@@ -338,7 +338,7 @@ class _Refusing(EqualToReal):
             return format(self._reader.number(tensor), *form)
         raise CaptureFailed(
             f"the step makes a text of a tensor's values, which a graph does not have.\n{_at()}"
-            "  Print it outside of loss_fn: return the tensor beside the loss. The text of a number read from the batch"
+            "  Print it outside of loss_fn: return the tensor with the loss. The text of a number read from the batch"
             " (.item()) is captured."
         )
 

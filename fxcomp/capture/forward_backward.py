@@ -267,7 +267,7 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
                 "  If this step trains it too (a criterion or an adapter with parameters), give compile_step one module"
                 " of both, nn.ModuleList([model, criterion]): loss_fn is called with that. If it does not (a GAN's"
                 " discriminator in the generator's step), freeze it while the step is compiled and called:"
-                " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() what it gives."
+                " discriminator.requires_grad_(False). If no gradient should flow through it, .detach() its output."
                 + ("" if isinstance(tensor, nn.Parameter) else FOR_A_CHECKPOINT)
             )
 
@@ -327,7 +327,7 @@ def _constant(leaf: Any) -> Constant | None:
     leaf = compat.as_number(leaf)
     if not is_plain(leaf):
         raise errors.Unsupported(
-            f"loss_fn returns a {name_of_class(leaf)} beside the loss, which a compiled step would not make again.\n"
+            f"loss_fn returns a {name_of_class(leaf)} with the loss, which a compiled step would not make again.\n"
             "  Return tensors, numbers, strings and None in tuples, lists and dicts."
         )
     return Constant(leaf)
@@ -367,12 +367,12 @@ def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
             value = getattr(body, str(node.target))
             if compat.is_fake(value) and all(value.fake_mode is not v.fake_mode for v in traced):
                 raise errors.CaptureFailed(
-                    f"the step reads a tensor of shape {list(value.shape)} that it has kept while it was traced before,"
-                    " where nothing sees it.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
+                    f"the step reads a tensor of shape {list(value.shape)} that it kept from an earlier trace, which is"
+                    " not followed.\n  Keep no tensors in caches inside of loss_fn, or fill them before"
                     " compile_step."
                 )
             if (name := parameters.get(id(value))) and value.requires_grad:
                 raise errors.CaptureFailed(
-                    f"the step reads the parameter {name!r} past the model, by a tensor that was kept, which is not"
+                    f"the step reads the parameter {name!r} from a kept tensor and not from the model, which is not"
                     " followed.\n  Reach every parameter through the attributes of the model that loss_fn is given."
                 )

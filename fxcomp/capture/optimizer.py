@@ -80,7 +80,7 @@ def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
         if not isinstance(each, torch.optim.Optimizer):
             raise errors.Unsupported(
                 f"optimizer= got a {type(each).__name__}, which is no torch.optim.Optimizer.\n"
-                "  Give one optimizer, or a list of those that update different parameters of the model."
+                "  Give one optimizer, or a list of optimizers that update different parameters of the model."
             )
     if not found:
         raise errors.Unsupported("optimizer= is an empty list.\n  Give the optimizers of the model.")
@@ -122,7 +122,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            raise refused(optimizer, f"calls that of another optimizer, its {name!r} of {class_name(value)}")
+            raise refused(optimizer, f"calls the step of another optimizer, its {name!r} of {class_name(value)}")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise errors.Unsupported("differentiable=True is not captured: build the optimizer without it")

@@ -26,8 +26,7 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> N
         if not habits[owner.group].is_like_others:
             raise refused(
                 owner.optimizer,
-                f"does with {owner.name!r} in its first step what it does in no other, so that the state before it is"
-                " not known",
+                f"treats {owner.name!r} in its first step as in no other, so that the state before it is not known",
                 "Take the first step eagerly (loss.backward(), optimizer.step()), and call compile_step then",
             )
     for owner, begun in zip(missing, _beginnings(missing, habits), strict=True):

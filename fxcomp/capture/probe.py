@@ -242,7 +242,7 @@ def _check_are_apart(optimizer: torch.optim.Optimizer, members: Sequence[Sequenc
         if not same(together[owner.name], apart[owner.name]):
             raise refused(
                 optimizer,
-                f"updates {owner.name!r} otherwise if it steps other parameters too, where a compiled step updates each"
+                f"updates {owner.name!r} differently if it steps other parameters too, but a compiled step updates each"
                 " by itself, as soon as its gradient has arrived",
                 "max_grad_norm= of compile_step is there for a norm over all gradients",
             )

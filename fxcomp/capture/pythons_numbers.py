@@ -207,6 +207,6 @@ def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
         raise CaptureFailed(
             "the step decides by the values of tensors, which one graph cannot: here, if a number is nan or infinite.\n"
             f"  {line or 'loss_fn'}\n"
-            "  Move the decision out of loss_fn: return the number beside the loss. To leave out steps whose gradients"
+            "  Move the decision out of loss_fn: return the number with the loss. To leave out steps whose gradients"
             " are not finite, pass skip_nonfinite=True."
         )

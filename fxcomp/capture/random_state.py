@@ -196,8 +196,8 @@ def check_draws_again(body: GraphModule, loss: Node) -> None:
             raise errors.CaptureFailed(
                 f"the backward pass draws random numbers ({node.target}) that are not the forward pass's: a"
                 " gradient hook that draws, or activation checkpointing around dropout with"
-                " preserve_rng_state=False.\n  Under checkpointing, gradients would be of other masks than the loss,"
-                " without a sign: leave preserve_rng_state at True, and a compiled step draws the same masks again.\n"
-                "  For a hook, draw in the forward pass, and let the hook use what was drawn."
+                " preserve_rng_state=False.\n  Under checkpointing, gradients would silently use other masks than"
+                " the loss: leave preserve_rng_state at True, and a compiled step draws the same masks again.\n"
+                "  For a hook, draw in the forward pass, and let the hook use those numbers."
             )
         seen_loss = seen_loss or node is loss

@@ -84,9 +84,9 @@ def check_parameters_are_read(graph: GraphModule) -> None:
     """
     if written := parameters_written_apart(graph):
         raise CaptureFailed(
-            f"the forward pass writes the parameter {written[0]!r}, as nn.Embedding(max_norm=...) does: of several"
-            " ranks each would write what follows from its own batch, and replicas would drift apart.\n"
-            "  Write it after the step, on all ranks alike: with torch.no_grad(): parameter.copy_(...)."
+            f"the forward pass writes the parameter {written[0]!r}, as nn.Embedding(max_norm=...) does: each"
+            " rank would write values of its own batch, and replicas would drift apart.\n"
+            "  Write it after the step, the same on all ranks: with torch.no_grad(): parameter.copy_(...)."
         )
 
 
@@ -139,7 +139,7 @@ def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
         for key, value in {**group, **live_numbers(group)}.items():
             if isinstance(value := baked(value), bool | int | float | str | type(None)):
                 facts[f"{key} of parameter group {number}"] = value
-    facts["a count beside the loss"] = captured.is_weighted
+    facts["a count with the loss"] = captured.is_weighted
     facts["max_grad_norm"] = training.max_grad_norm
     facts["max_grad_value"] = training.max_grad_value
     return facts

@@ -73,7 +73,7 @@ class StructureGuard:
         for optimizer in self._optimizers:
             if kinds := compat.optimizer_hooks(optimizer, forget_written):
                 raise StepChanged(
-                    f"the optimizer has a {kinds[0]} that it had not when the step was compiled, and that a compiled"
+                    f"the optimizer has a {kinds[0]} that was added after the step was compiled, and that a compiled"
                     " step does not call.\n  Remove it, or do its work around step(batch)."
                 )
 
@@ -110,7 +110,7 @@ class StructureGuard:
     def _check_gradient_hooks(self) -> None:
         for hooked in filter(has_foreign_hooks, self._parameters):
             raise StepChanged(
-                f"the parameter {self._name(hooked)} has a gradient hook that it had not when the step was compiled,"
+                f"the parameter {self._name(hooked)} has a gradient hook that was added after the step was compiled,"
                 " and that a compiled step does not call.\n  Remove it, or do its work in the loss function."
             )
 
@@ -279,9 +279,9 @@ def _settled(guard: StepGuard, start: Key, trace: Callable[[], T], graph: Callab
         )
     if not _compute_the_same(graph(first), graph(traced)):
         raise StepChanged(
-            f"the forward pass sets itself up at its first call, which computes otherwise than the calls after it:"
-            f" {guard.change(start, ready)}. A compiled step would begin with what the second call computes.\n"
-            "  Let it decide by a buffer, or call it once, with such a batch, before the step."
+            f"the forward pass sets itself up at its first call, which computes something else than later calls:"
+            f" {guard.change(start, ready)}. A compiled step would begin as the second call.\n"
+            "  Let it decide by a buffer, or call it once, with a batch like this one, before the step."
         )
     return traced
 

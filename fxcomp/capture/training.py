@@ -50,8 +50,8 @@ class LossScale:
         for each in owned:
             if each.parameter.dtype is torch.float16:
                 raise Unsupported(
-                    f"the parameter {each.name!r} is torch.float16, and so is its gradient: without the scale small"
-                    " values of it are zero, as they would be had the loss not been scaled.\n"
+                    f"the parameter {each.name!r} is torch.float16, and so is its gradient: its small values become"
+                    " zero when it is unscaled, as if the loss had not been scaled.\n"
                     "  Keep parameters in float32 and compute in float16 under torch.autocast, or leave scaler= out."
                 )
         return cls(scaler, tuple(optimizers), owned[0].parameter.device)

@@ -77,7 +77,7 @@ def untouched(watched: Watched) -> Generator[None]:
     if kept:
         raise errors.CaptureFailed(
             f"the forward pass stores a {kept[0][0]} in {kept[0][1]!r}, which a compiled step would not do again.\n"
-            "  Register it as a buffer, or return it beside the loss: (loss, aux). A module outside the model writes"
+            "  Register it as a buffer, or return it with the loss: (loss, aux). A module outside the model writes"
             " its buffers in place: buffer.copy_(value). If the model only sets itself up at its first call, call it"
             " once before compile_step. A table by parameter takes names, or id(parameter), as keys."
         )

@@ -169,7 +169,7 @@ def _refuse(what: str) -> Any:
         f"the loss function uses {what}, which a compiled step cannot repeat.\n"
         f"  {_where()}"
         "Exchange tensors (all_reduce, all_gather, broadcast, reduce_scatter, gather, scatter, all_to_all), or do it"
-        " around step(batch) and put what came of it into the batch."
+        " around step(batch) and pass the result in the batch."
     )
 
 

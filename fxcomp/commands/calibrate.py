@@ -102,9 +102,11 @@ MOST_THREADS = 1024
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", metavar="FILE", help="read a table instead of measuring")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the table as JSON; on rank 0 alone")
-    parser.add_argument("--merge", metavar="FILE", help="add what another table knows; what is newer wins")
+    parser.add_argument("--merge", metavar="FILE", help="add the entries of another table; the newer of two wins")
     parser.add_argument("--compressors", metavar="NAME", nargs="+", help="which to time: int8 'topk(0.01)', or all")
-    parser.add_argument("--threads", metavar="N", type=int, nargs="+", help="time them with so many threads each")
+    parser.add_argument(
+        "--threads", metavar="N", type=int, nargs="+", help="time them with each of these numbers of threads"
+    )
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
 
 

@@ -12,9 +12,9 @@ from fxcomp.report.plan_diff import PlanFile, diff_plans, headline, sections_of
 from fxcomp.report.terminal import print_sections
 
 NAME = "diff"
-HELP = "say what two plans do differently; exit with 1 if they do"
+HELP = "list the differences of two plans; exit with 1 if there are any"
 EXAMPLES = """\
-  fxcomp diff old_plan.json new_plan.json                       saved plans, or what explain --json prints
+  fxcomp diff old_plan.json new_plan.json                       saved plans, or the output of explain --json
 """
 
 

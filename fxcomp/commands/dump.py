@@ -19,7 +19,7 @@ HELP = "print a job's graph, with assumed costs: the same on every machine"
 EXAMPLES = """\
   fxcomp dump train.py --after bucket_gradients                 the graph after a pass
   fxcomp dump train.py --source                                 the code that would run
-  fxcomp dump train.py --source --device h100                   on a GPU that is not here, and what that is handed
+  fxcomp dump train.py --source --device h100                   on a GPU that is not here, and its kernel counts
 """
 
 

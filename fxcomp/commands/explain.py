@@ -21,7 +21,7 @@ from fxcomp.report.step_report import StepReport
 from fxcomp.report.terminal import print_report
 
 NAME = "explain"
-HELP = "predict a job's step on a cluster, and say whether to compress"
+HELP = "predict a job's step on a cluster, and whether to compress"
 EXAMPLES = """\
   fxcomp explain train.py:job --inter 1gbit                     two hosts of one rank
   fxcomp explain train.py --cluster 8x4 --inter 25gbit          would it pay there?
@@ -32,15 +32,15 @@ EXAMPLES = """\
   fxcomp explain train.py --compress 'like(topk(0.01))'         the same error, in any way that is faster
   fxcomp explain train.py --compress aggressive --steps 3000    momenta, where the job is over sooner
   fxcomp explain train.py --accumulate 4                        gradients of four batches, sent once
-  fxcomp explain train.py --costs costs.json --cluster 8x4      with what was measured, here or elsewhere
+  fxcomp explain train.py --costs costs.json --cluster 8x4      with measured costs, from here or elsewhere
   fxcomp explain train.py --html report.html                    drawn, for a browser; --trace for Perfetto
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
-    parser.add_argument("--errors", metavar="FILE", help="what compressors lose of its gradients: step.error_table")
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes there without communication")
+    parser.add_argument("--errors", metavar="FILE", help="errors of compressors on its gradients: step.error_table")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="time of a step there without communication")
     parser.add_argument(
         "--accumulate",
         type=int,
@@ -100,7 +100,7 @@ def _by_errors(compress: Compress, errors: ErrorTable) -> Compress:
     if not errors.is_measured:
         return compress
     if compress.plan is not None:
-        raise BadOption("--errors says what compressors lose, for a choice by that; --compress names a plan: keep one")
+        raise BadOption("--errors has the errors of compressors, to choose by; --compress names a plan: keep one")
     return replace(compress, measured=True)
 
 

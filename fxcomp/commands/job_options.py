@@ -40,12 +40,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inter", metavar="LINK", help=f"between hosts: 300mbit, 25gbit@8us (default: {INTER})")
     parser.add_argument("--intra", metavar="LINK", help=f"inside a host: nvlink4, pcie4, 12GB/s (default: {INTRA})")
     parser.add_argument("--rack", type=int, metavar="HOSTS", help="how many hosts each rack has (default: no racks)")
-    parser.add_argument("--oversubscription", metavar="A:B", help="what hosts of a rack could send: its uplink (1:1)")
+    parser.add_argument("--oversubscription", metavar="A:B", help="bandwidth of a rack's hosts : its uplink (1:1)")
     parser.add_argument(
         "--compress",
         metavar="HOW",
         help="a mode (lossless, balanced, aggressive, lossy), how much may be lost (0.05, 'like(topk(0.01))'), one"
-        " setting for all (dense, bf16, int8), a strategy or a plan.json (default: what the job says, which is"
+        " setting for all (dense, bf16, int8), a strategy or a plan.json (default: the job's own, which is"
         " balanced)",
     )
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN=STRATEGY",
-        help="pin parameters by name, like '*.bias=dense'; may be repeated, the last that matches decides",
+        help="pin parameters by name, like '*.bias=dense'; may be repeated, the last match decides",
     )
 
 
@@ -93,7 +93,7 @@ def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None
     named = {clause.split()[0] for clause in text.split(",")[1:] if clause.strip()}
     for name, link in (("inter", inter), ("intra", intra)):
         if link is not None and name in named:
-            raise BadOption(f"--cluster {text!r} says {name}, and so does --{name}: keep one")
+            raise BadOption(f"--cluster {text!r} sets {name}, and so does --{name}: keep one")
     default = {"intra": Link.parse(INTRA, alpha_us=INTRA_ALPHA_US), "inter": Link.parse(INTER)}
     for name in default:
         measured = costs and link_of(costs, between_hosts=name == "inter")
@@ -112,7 +112,7 @@ def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None
 def _in_racks(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
     if arguments.rack is None:
         if arguments.oversubscription:
-            raise BadOption("--oversubscription is about racks: say with --rack how many hosts each has")
+            raise BadOption("--oversubscription is about racks: give the hosts of each with --rack")
         return cluster
     if cluster.above:
         raise BadOption(f"--rack: the cluster has {cluster.above[0].name}s already ({cluster.shape}); leave it out")

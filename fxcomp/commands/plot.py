@@ -17,9 +17,9 @@ from fxcomp.report.runs import LoggedRun, read_run
 from fxcomp.report.terminal import encodable
 
 NAME = "plot"
-HELP = "draw loss, bytes and residuals of runs over each other, as one page for a browser"
+HELP = "draw loss, bytes and residuals of several runs, as one page for a browser"
 EXAMPLES = """\
-  fxcomp plot dense.jsonl int4.jsonl -o plots.html              what step.metrics() said, over steps and time
+  fxcomp plot dense.jsonl int4.jsonl -o plots.html              values of step.metrics(), over steps and time
 """
 
 MOST_RUNS = 12
@@ -30,13 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", metavar="RUN.jsonl", nargs="+", help="a line of JSON a step: loss, seconds, metrics")
     parser.add_argument("-o", "--output", metavar="FILE", default="plots.html", help="the page (default: plots.html)")
     parser.add_argument("--metrics", metavar="A,B", help=f"numbers to draw (default: {','.join(METRICS)})")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="add means over N points, and say so")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="add means over N points, with a note")
 
 
 def run(arguments: argparse.Namespace) -> int:
     paths: Sequence[str] = arguments.logs
     if len(paths) > MOST_RUNS:
-        raise BadOption(f"at most {MOST_RUNS} runs can be told apart in a plot; these are {len(paths)}")
+        raise BadOption(f"a plot shows at most {MOST_RUNS} runs; these are {len(paths)}")
     if arguments.smooth < 1:
         raise BadOption(f"--smooth is a number of points, from 1; it is {arguments.smooth}")
     files = [Path(path).resolve() for path in paths]

@@ -102,7 +102,7 @@ class _Properties(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{users_line()} reads {name!r} of {self.name}, which --device does not know. It knows"
-            f" {', '.join(vars(self))}.\n  Leave it out of what job() and the loss run, or use getattr with a default."
+            f" {', '.join(vars(self))}.\n  Do not use it in job() and the loss, or use getattr with a default."
         )
 
 
@@ -205,7 +205,7 @@ def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str)
         if is_scripts(asker) and answer is None:
             raise refusal(
                 f"{of}.{name} is called at {users_line()}, which --device does not imitate for a GPU that is not"
-                " here.\n  Leave it out of what job() and the loss run: it has no part in the captured step."
+                " here.\n  Do not use it in job() and the loss: it has no part in the captured step."
             )
         if is_scripts(asker):
             check_index(kwargs.get("device", args[0] if args and takes_device else None), refusal)

@@ -68,7 +68,7 @@ def unknown_size(shapes: ShapeEnv) -> Any:
 def current_tracer() -> Any:
     """Return the active tracer; its `graph` has the nodes traced so far."""
     mode = get_proxy_mode()
-    assert mode is not None, "only what is being traced asks for its tracer"
+    assert mode is not None, "the tracer is looked up while tracing"
     return mode.tracer
 
 

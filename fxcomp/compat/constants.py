@@ -42,7 +42,7 @@ class Constants(DispatchMode):
         modes += [mode for mode in dispatch_mode_stack() if isinstance(mode, FakeMode)]
         self._fakes = modes[0] if modes else None
         proxies = get_proxy_mode()
-        assert proxies is not None, "constants are those of a trace"
+        assert proxies is not None, "constants belong to a trace"
         self._tracer: Any = proxies.tracer
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         """Real tensors and fakes, by id of the real tensor."""

@@ -93,7 +93,7 @@ def _averaged_modules(model: nn.Module, options: StepOptions, ranks: Ranks) -> l
     both = [] if ranks.members is None else sorted(set(same) & set(ranks.members.numbers))
     if len(both) > 1:
         raise BadOption(
-            f"ranks {', '.join(map(str, both))} hold different shards, and average_replicas was told that they are"
+            f"ranks {', '.join(map(str, both))} hold different shards, and average_replicas was given them as"
             ' replicas.\n  Pass the other dimension of the mesh: mesh["replicate"]. A model that is sharded over'
             " all ranks has no replicas: make a mesh of two dimensions."
         )
@@ -118,7 +118,7 @@ def _check_all_are_sharded(model: nn.Module, modules: Sequence[compat.ShardedMod
     other = [name for name, each in model.named_parameters() if each.requires_grad and name not in sharded]
     if other:
         raise Unsupported(
-            f"the parameter {other[0]!r} is trained and not sharded, so nobody averages its gradient.\n"
+            f"the parameter {other[0]!r} is trained and not sharded, so its gradient is not averaged.\n"
             "  Call fully_shard for the whole model last, without ignored_params, or set requires_grad=False."
         )
 
@@ -164,6 +164,6 @@ class ReplicaAverage(PlannedAverage):
                 of = "no shard" if saved is None else f"shard {saved[0]} of {saved[1]}"
                 raise BadState(
                     f"this state is of {of}; this rank holds shard {number} of {count}.\n"
-                    "  Load what a rank with the same shard has saved; other numbers of shards begin without a state."
+                    "  Load the state of a rank with the same shard; other numbers of shards begin without a state."
                 )
         return states

@@ -77,8 +77,8 @@ def read_options(options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) 
     if inductor not in (None, True, False):
         raise BadOption(
             f"options['inductor'] is {inductor!r}.\n"
-            "  True lets Inductor compile, False lets torch's operators run one by one; leave it out for what is usual"
-            " on the device."
+            "  True lets Inductor compile, False lets torch's operators run one by one; leave it out for the default"
+            " of the device."
         )
     step = StepOptions.of_gradients(
         given.get("compress", "balanced"),

@@ -48,8 +48,8 @@ TIMED = 3
 """Number of passes whose ready times the plan uses."""
 
 _NO_SCALER = (
-    "fxcomp: a GradScaler scales losses in this process, and was not handed over: when its scale changes, what"
-    " compression left out weighs as much more or less, once.\n  Pass scaler=scaler where compress= is passed."
+    "fxcomp: a GradScaler scales losses in this process, and was not passed: when its scale changes,"
+    " residuals are added once with their old scale.\n  Pass scaler=scaler where compress= is passed."
 )
 
 

@@ -143,8 +143,8 @@ class CompiledModel:
         if self._left_out:
             some = ", ".join(sorted(self._left_out)[:3]) + (", ..." if len(self._left_out) > 3 else "")
             warnings.warn(
-                f"fxcomp: this state lacks what compression left out of {some}, which were frozen after they trained.\n"
-                "  It is lost in a restart. To keep it, save after a backward pass in which they train.",
+                f"fxcomp: this state lacks the residuals of {some}, which were frozen after they trained.\n"
+                "  They are lost in a restart. To keep them, save after a backward pass that trains them.",
                 stacklevel=2,
             )
         return self.follower.state_dict(self.follower.now, self.plan, self.passes)
@@ -261,7 +261,7 @@ class CompiledModel:
                 raise ReplicasDiffer(
                     f"the {name} differs between ranks, so replicas drift apart.\n"
                     "  Something outside the compiled call changes it or adds to its gradient: use the parameter"
-                    " inside, and step equal optimizers on all ranks. fxcomp.ddp_hook averages what uses outside add."
+                    " inside, and step equal optimizers on all ranks. fxcomp.ddp_hook averages these, too."
                 )
 
 

@@ -116,7 +116,7 @@ class DdpHook(PlannedAverage):
             return self._alone()
         if self._lacks_scaler:
             raise BadOption(
-                "this hook is a copy of one with scaler=, and which scaler scales the loss here is not known.\n"
+                "this hook is a copy of a hook with scaler=, and the scaler of the loss here is unknown.\n"
                 "  Make a new one, fxcomp.ddp_hook(scaler=scaler), and load the copy's state_dict() into it."
             )
         parameter = bucket.parameters()[0]
@@ -140,7 +140,7 @@ class DdpHook(PlannedAverage):
         """Return a hook for one rank. Drop a loaded state with a warning."""
         if self._given is not None:
             warnings.warn(
-                "fxcomp: one rank has nothing to average; what compression left out before is lost, once.",
+                "fxcomp: one rank has nothing to average; earlier residuals are lost, once.",
                 stacklevel=2,
             )
         return lambda bucket: delivered(bucket.buffer())

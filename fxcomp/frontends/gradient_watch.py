@@ -81,6 +81,6 @@ def _not_averaged(name: str) -> CaptureFailed:
         " graph: compile with\n"
         "  fullgraph=True to see why (a hook, an operator, a graph break; TORCH_LOGS=recompiles for the recompile"
         " limit).\n"
-        f'  Set requires_grad=False for what is not trained, or pass "ignore": [{name!r}] for what you average.\n'
-        "  fxcomp.ddp_hook compresses what torch cannot compile, under eager DistributedDataParallel."
+        f'  Set requires_grad=False for untrained parameters, or pass "ignore": [{name!r}] for those you average.\n'
+        "  fxcomp.ddp_hook compresses models that torch cannot compile, under eager DistributedDataParallel."
     )

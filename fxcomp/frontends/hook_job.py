@@ -70,7 +70,7 @@ class Arrived:
 
 
 CLOSED = (
-    "what averages these gradients has been closed.\n"
+    "the averaging of these gradients has been closed.\n"
     "  Set it up again, on all ranks: a new DistributedDataParallel with a new fxcomp.ddp_hook(), or average_replicas."
 )
 

@@ -134,7 +134,7 @@ class FxcompStrategy(_DDPStrategy):
         files = _Files(checkpoint, follow=True)
         ranks = sorted(files.of_ranks())
         if not ranks and self.is_global_zero:
-            _warn(f"{checkpoint!r} has no state beside it: what compression left out before is lost, once.")
+            _warn(f"{checkpoint!r} has no state next to it: earlier residuals are lost, once.")
         states: list[dict[str, Tensor]] = []
         for rank in ranks[self.global_rank :: self.world_size]:
             tensors = files.read(rank)
@@ -143,9 +143,9 @@ class FxcompStrategy(_DDPStrategy):
                 states.append(tensors)
                 continue
             _warn(
-                f"{checkpoint!r} is of step {step}, and rank {rank}'s file beside it of step {saved_at}: a job ended"
-                " while it saved. The file is not used, and what compression left out on that rank is lost, once; or"
-                " go on from another checkpoint."
+                f"{checkpoint!r} is of step {step}, and rank {rank}'s file next to it of step {saved_at}: a job ended"
+                " while it saved. The file is not used, and the residuals of that rank are lost, once; or go on from"
+                " another checkpoint."
             )
         return states or None
 
@@ -207,7 +207,7 @@ def _state_of(before: DdpHook) -> Mapping[str, Any] | None:
     try:
         return before.state_dict()
     except FxcompError as error:
-        _warn(f"this fit begins without what compression left out in the one before: {error}")
+        _warn(f"this fit begins without the residuals of the fit before: {error}")
         return None
 
 

@@ -50,7 +50,7 @@ class PlannedAverage:
         """Explain the plan and the predicted step as text. Raises FxcompError before there is a plan."""
         if self._job is None or self._job.decision is None:
             raise FxcompError(
-                "there is no plan yet: the first backward passes on more than one rank send dense, and tell when"
+                "there is no plan yet: the first backward passes on more than one rank send dense, and record when"
                 " gradients are ready.\n  Ask again after some steps, or name a plan."
             )
         return self._job.report()

@@ -42,7 +42,7 @@ from fxcomp.state.saved_state import Given
 from fxcomp.step.follower import Followed
 
 CLOSED = (
-    "what compresses these gradients has been closed.\n"
+    "the compression of these gradients has been closed.\n"
     "  Call fxcomp.compress_reduce_scatter again with a newly sharded model, on all ranks."
 )
 

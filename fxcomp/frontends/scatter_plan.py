@@ -63,7 +63,7 @@ def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
     known = {frozenset(bucket.names): bucket for bucket in plan.buckets}
     wrong = next((each for each in dense.buckets if frozenset(each.names) not in known), None)
     if wrong is not None or len(known) != len(modules):
-        what = f"{wrong.names[0]!r} and what is scattered with it" if wrong else "every module once"
+        what = f"{wrong.names[0]!r} and the gradients scattered with it" if wrong else "every module once"
         raise BadPlan(
             f"the plan has no bucket of {what}: fully_shard scatters the gradients of a module together.\n"
             "  Save a plan with compress_reduce_scatter(model, ...).plan.save(path), or name one compressor."

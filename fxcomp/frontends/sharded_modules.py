@@ -130,7 +130,7 @@ def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
 def _check_is_scattered(module: compat.ShardedModule) -> None:
     if not module.scatters_by_default:
         raise Unsupported(
-            f"{called(module)} scatters its gradients by a collective of somebody else's: set_custom_reduce_scatter,"
+            f"{called(module)} scatters its gradients by another custom collective: set_custom_reduce_scatter,"
             " symmetric memory, or an earlier compress_reduce_scatter.\n  Keep one of them; call it once a model."
         )
     if any(module.cut_dimensions):

@@ -265,7 +265,7 @@ def _refuse_ddp(model: nn.Module | None) -> None:
     if compat.inside_ddp() or isinstance(model, nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself.\n"
-            "  Compile the module itself, unwrapped: fxcomp does what the wrapper did."
+            "  Compile the module itself, unwrapped: fxcomp replaces the wrapper."
         )
 
 
@@ -289,7 +289,7 @@ def compiled_model(model: nn.Module) -> CompiledModel:
             return compiled
     raise FxcompError(
         "this model has no compiled backward pass yet: it is made by the first call on more than one rank.\n"
-        "  Call what fxcomp.compile_model(model) returns with a batch first, with gradients enabled."
+        "  First call the model that fxcomp.compile_model(model) returns with a batch, with gradients enabled."
     )
 
 
@@ -337,7 +337,7 @@ def _watch_on(gm: GraphModule, inputs: Sequence[Any], given: GivenOptions) -> Gr
     watch.lay(dict(named), (given or {}).get("ignore", ()))
     if has_others((given or {}).get("process_group")):
         warnings.warn(
-            'fxcomp: torch.compile(model, backend="fxcomp") cannot see what never reaches the backend: where torch'
+            'fxcomp: torch.compile(model, backend="fxcomp") cannot see parameters that never reach it: where torch'
             " makes no graph each rank trains alone, without an error.\n"
             "  Use fxcomp.compile_model(model), which watches every parameter.",
             stacklevel=2,
@@ -382,7 +382,7 @@ def _first_graph(graph: GraphModule, names: Mapping[int, str], found: FoundParam
     elif found.break_ is not None:
         warnings.warn(
             f"fxcomp: the compiled graph ends early, at {found.break_}. Parameters that are used after it get no"
-            ' reduction: pass options={"model": model} to be told of them.',
+            ' reduction: pass options={"model": model} to have them checked.',
             stacklevel=2,
         )
     return labelled
@@ -427,7 +427,7 @@ def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapp
     advice = "" if compiled.model else "\n  Of two models, each needs fxcomp.compile_model."
     raise CaptureFailed(
         f"a second graph has other trainable parameters than the first: {changed!r} is in one of them only.\n{where}"
-        "  Gradients are reduced in one graph: compile with fullgraph=True to find what breaks it. After adding or"
+        "  Gradients are reduced in one graph: compile with fullgraph=True to find the graph break. After adding or"
         f" replacing parameters, call torch._dynamo.reset() and compile again, on all ranks.{advice}"
     )
 

@@ -149,7 +149,7 @@ def _rank(file: Path) -> int:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"fxcomp: {text} what compression left out before is lost, once.", stacklevel=3)
+    warnings.warn(f"fxcomp: {text} earlier residuals are lost, once.", stacklevel=3)
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:

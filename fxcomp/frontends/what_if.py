@@ -95,7 +95,7 @@ class WhatIf:
                 f" it is {self.step_ms:g}"
             )
         if self.device is not None and self.costs is not None:
-            raise BadOption("--device is about ranks that nobody measured, --costs about ranks that were: keep one")
+            raise BadOption("--device is for ranks without measurements, --costs for measured ones: keep one")
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
@@ -213,7 +213,7 @@ def options_of(job: Job, compress: Compress) -> StepOptions:
 def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], None]) -> CostTable:
     if question.costs is not None:
         return with_processors(replace(question.costs, threads=torch.get_num_threads()), device)
-    tell("measuring what compression costs on this machine")
+    tell("measuring the cost of compression on this machine")
     return with_processors(machine_costs(question.compressors, device), device)
 
 
@@ -372,19 +372,19 @@ def _notes(costs: CostTable, error: float, cluster: Cluster, step_ms: float | No
     if costs.estimate:
         compute = "compression" if step_ms is not None else "compute and compression"
         notes.append(
-            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost what its data sheet lets expect,"
-            " forward and backward as the kernels that Inductor makes; nothing is known of its host, so nothing is"
+            f"An estimate: nothing ran on {costs.hardware}. There {compute} cost as much as its data sheet"
+            " predicts, forward and backward as the kernels that Inductor makes; its host is unknown, so nothing is"
             " offloaded to it."
         )
     if step_ms is not None:
-        where = "" if costs.estimate else " Compression costs what it costs on this machine."
-        notes.append(f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as told.{where}")
+        where = "" if costs.estimate else " Compression costs as much as on this machine."
+        notes.append(f"Compute is scaled so that a step without communication takes {step_ms:g} ms, as given.{where}")
     elif costs.estimate:
-        notes.append("--step-ms with what a step takes there without communication makes it a better one.")
+        notes.append("--step-ms with the time of a step there without communication makes it a better one.")
     else:
         notes.append(
             f"The verdict is for compute as fast as this machine's ({costs.hardware}). For ranks of another speed pass"
-            " --step-ms with what a step takes there without communication, or --device with what they are."
+            " --step-ms with the time of a step there without communication, or --device with their name."
         )
     notes.append(f"The prediction's error of {error:.0%} is assumed: nothing has run on this cluster.")
     return tuple(notes)

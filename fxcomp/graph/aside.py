@@ -52,7 +52,7 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
         is_aside = goes_aside(piece)
         takes = piece.inputs if isinstance(piece, Region) else piece.all_input_nodes
         if is_aside:
-            assert isinstance(piece, Node), "regions do not go aside"
+            assert isinstance(piece, Node), "a region runs on the compute stream"
             own = (n for n in takes if n not in made_aside and (n.op == "call_function" or not made_aside))
             values = [n for n in own if n not in taken]
             made_aside[piece] = None
@@ -61,7 +61,7 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
             values = [n for n in takes if n in made_aside and n not in taken]
             is_ahead = is_ahead and not values
         if isinstance(piece, Node) and info(piece).role is Role.COMMIT:
-            assert not is_ahead, "a step may end here, so compute has waited for all that has gone aside"
+            assert not is_ahead, "a step may end here, so compute has waited for the side stream"
             taken.update(made_aside)  # read by lines that run where parameters may not change
         taken.update(values)
         found.append(Crossing(is_aside, bool(values), tuple(values)))

@@ -83,7 +83,7 @@ class Update:
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
         if len(found) != 1:
-            raise NoMoment("it reads other tensors beside its gradient")
+            raise NoMoment("it reads tensors other than its gradient")
         return found[0]
 
     def moment(self) -> Moment:
@@ -178,7 +178,7 @@ def _entering(write: Node) -> Node:
     entering = write.args[1] if name in ("lerp", "add") else None
     is_number = name == "lerp" and isinstance(write.args[2], Node) and isinstance(write.args[2].meta["val"], Tensor)
     if not isinstance(entering, Node) or is_number:
-        raise NoMoment(f"its mean is written by {write.target}, which is not read here")
+        raise NoMoment(f"its mean is written by {write.target}, which is not supported")
     return entering
 
 
@@ -198,7 +198,7 @@ def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: C
         elif inputs == [entering]:
             found.append(node)
         else:
-            raise NoMoment("it uses the gradient beside its mean, in a way that is not read here")
+            raise NoMoment("it uses the gradient outside its mean, in an unsupported way")
     return tuple(found)
 
 
@@ -225,7 +225,7 @@ def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
         raise NoMoment("its mean is not divided by one root of a magnitude")
     (divisor,) = found
     if name_of(divisor) != "add" or isinstance(divisor.args[1], Node):
-        raise NoMoment("what its mean is divided by is not a root and a small number")
+        raise NoMoment("the divisor of its mean is not a root plus a small number")
     return Magnitude(state, writes, divisor, _correction(divisor, writes[-1], nodes))
 
 
@@ -251,9 +251,9 @@ def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correc
             found.append(Correction(others[0], 1 if after_root else 2))
             others = []
         elif name not in ("add", "div"):
-            raise NoMoment(f"what its mean is divided by is made by {node.target}, which is not read here")
+            raise NoMoment(f"the divisor of its mean is made by {node.target}, which is not supported")
         if any(_counts_steps(each, nodes) or _is_rate(each, nodes) for each in others):
-            raise NoMoment("what its mean is divided by changes with the step or the learning rate")
+            raise NoMoment("the divisor of its mean changes with the step or the learning rate")
         node = node.all_input_nodes[0]
     if len(roots) != 1 or len(found) > 1:
         raise NoMoment("its mean is not divided by one root of a magnitude")

@@ -118,7 +118,7 @@ def _refuse_unless_nothing_moves(node: Node, tensor: Node) -> None:
     while not compat.is_operator(maker.target) and isinstance(maker.args[0], Node):  # one of several results
         maker = maker.args[0]
     raise CaptureFailed(
-        f"the step uses as_strided on what {maker.target} makes, of shape {tuple(tensor.meta['val'].shape)}; how that"
-        " lies in memory is known when the step runs, and not when it is captured.\n"
+        f"the step uses as_strided on the output of {maker.target}, of shape {tuple(tensor.meta['val'].shape)}; its"
+        " layout in memory is known when the step runs, and not when it is captured.\n"
         "  Call .clone(memory_format=torch.contiguous_format) first, or use unfold or indexing instead of as_strided."
     )

@@ -102,7 +102,7 @@ class _Lowering:
 
     def turn(self, line: BucketLine) -> None:
         turned = line.send.turned
-        assert turned is not None, "a turn says how"
+        assert turned is not None, "a turn has an order"
         self.value = self._node(TURN, (self.value, turned.outer, list(turned.sizes)), Role.PACK, "turned")
 
     def propose(self, line: BucketLine) -> None:
@@ -131,7 +131,7 @@ class _Lowering:
         return agreed if len(leg.segments) == 1 else {**agreed, "pieces": [len(piece) for piece in leg.segments]}
 
     def agree(self, line: BucketLine) -> None:
-        assert self.proposal is not None, "ranks agree on what was proposed"
+        assert self.proposal is not None, "ranks agree on a proposal"
         self.agreed = self._exchanged(line, self.proposal, "agreed", "_proposal")
 
     def send(self, line: BucketLine) -> None:

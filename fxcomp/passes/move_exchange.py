@@ -75,7 +75,7 @@ class _Move:
     def _refused(self, why: str) -> Unsupported:
         return Unsupported(
             f"the mean over ranks cannot stand at the momentum: in the update of {self._name!r} {why}.\n"
-            '  Leave at="momentum" out, or pass plan.at_gradients() where a plan says so: gradients are exchanged then.'
+            '  Leave at="momentum" out, or pass plan.at_gradients() for a plan with it: gradients are exchanged then.'
         )
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class _Move:
         uses = sorted(moment.recovered, key=place.__getitem__)
         if uses and place[uses[0]] < place[start]:
             if frozen is start:
-                raise self._refused("the gradient is used before it is known what the mean is divided by")
+                raise self._refused("the gradient is used before the divisor of the mean is known")
             start = uses[0].prev
         here = _Copies(self._graph, start, label)
         if frozen is not None:

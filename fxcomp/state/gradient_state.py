@@ -103,14 +103,14 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
-    wanted = set(itertools.chain(*sharing.gather("who lacks what", lacking)))
+    wanted = set(itertools.chain(*sharing.gather("lacking compressor states", lacking)))
     if not wanted:
         return set()
 
     def giving() -> dict[str, Any]:
         return {label: value.tolist() for label, value in shared.items() if label in wanted and label not in reset}  # pyright: ignore[reportUnknownMemberType]
 
-    givers = sharing.gather("joining", sharing.attempt("handing on what compressors remember", giving))
+    givers = sharing.gather("joining", sharing.attempt("handing on compressor states", giving))
 
     def taking() -> set[str]:
         missing: set[str] = set()
@@ -122,7 +122,7 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
                 shared[label].copy_(torch.tensor(given, dtype=shared[label].dtype))
         return missing
 
-    return sharing.attempt("taking over what compressors remember", taking)
+    return sharing.attempt("taking over compressor states", taking)
 
 
 Shapes = Mapping[str, Sequence[int]]
@@ -175,7 +175,7 @@ class GradientState:
             fresh.compressor_states = self.compressor_states
         else:
             before, now = self.compressor_states, fresh.compressor_states
-            reset = sharing.attempt("going on with what compressors remember", lambda: now.take_over(before))
+            reset = sharing.attempt("going on with compressor states", lambda: now.take_over(before))
             share_memories(now, reset, sharing)
         fresh.rates = dict(self.rates)
 

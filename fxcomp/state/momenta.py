@@ -169,8 +169,7 @@ class Momenta:
             raise BadState(
                 f"the job goes on at step {step}, where ranks exchange momenta in units of a frozen second moment, and"
                 " the optimizer has none: it has not taken a step, and no state of it was loaded.\n"
-                "  Load what optimizer.state_dict() returned when the step's state was saved, before the step is"
-                " called."
+                "  Load the optimizer.state_dict() that was saved with the step's state, before the step is called."
             )
 
     def energies(self, plan: Plan) -> dict[str, float]:
@@ -237,8 +236,8 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
     known = [mean for mean in means if 0 < mean < math.inf]
     if found and not any(means):
         raise BadState(
-            "ranks exchange momenta from this step on, in units of second moments, and all of these are zero: no"
-            " gradient of the warm-up was anything else.\n"
+            "ranks exchange momenta from this step on, in units of second moments, and all of these are zero: so"
+            " were all gradients of the warm-up.\n"
             "  See that the loss depends on the parameters, or compile the step again with a longer warm-up."
         )
     for value, mean in zip(found, means, strict=True):
@@ -279,7 +278,7 @@ def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None
     if found and set(found[0].moved) != set(plan.moved):
         raise BadState(
             f"the state was saved while ranks exchanged {_some(found[0].moved)}; after {steps} steps this job"
-            f" has exchanged {_some(plan.moved)}, and what was left out has another unit.\n"
+            f" has exchanged {_some(plan.moved)}, and residuals have another unit.\n"
             "  Compile the step with the compress= that it was saved under."
         )
 

@@ -51,7 +51,7 @@ def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
         for owner in training.owned:
             _share(owner, theirs[owner.name], ranks)
     others = ", ".join(str(rank) for rank, check in enumerate(everyone) if check != everyone[0])
-    return (f"the optimizer's state of rank 0 was given to all: it was another one on rank {others}",)
+    return (f"the optimizer's state of rank 0 was copied to all ranks: it differed on rank {others}",)
 
 
 def _share(owner: Owned, theirs: Mapping[str, Any], ranks: Ranks) -> None:

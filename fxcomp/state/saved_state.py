@@ -125,7 +125,7 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
             f"the state is not whole: {type(error).__name__}: {error}.\n  Load a state as state_dict() returned it."
         ) from None
     if not 0 <= saved.rank < saved.ranks:
-        raise BadState(f"the state says that it is of rank {saved.rank} of {saved.ranks}: there is no such rank")
+        raise BadState(f"the state is of rank {saved.rank} of {saved.ranks}: there is no such rank")
     return saved
 
 
@@ -137,7 +137,7 @@ def _rates(given: Mapping[str, Any]) -> dict[int, float]:
 def check_are_states(given: Sequence[Any]) -> None:
     if not all(map(_is_state, given)):
         raise BadState(
-            "this is not a saved state: it has no residuals.\n  Pass what state_dict() or checkpoint() returned."
+            "this is not a saved state: it has no residuals.\n  Pass the result of state_dict() or checkpoint()."
         )
 
 
@@ -204,8 +204,8 @@ def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> A
     for reader, saver, *_ in flat:
         if saver in readers:
             raise BadState(
-                f"rank {readers[saver]} and rank {reader} load the state of rank {saver}: what that rank owes would"
-                " count twice.\n  Save a state on every rank, and load each one once."
+                f"rank {readers[saver]} and rank {reader} load the state of rank {saver}: its residuals would count"
+                " twice.\n  Save a state on every rank, and load each one once."
             )
         readers[saver] = reader
     check_shared_facts({saver: {"number of ranks": n, "number of steps": steps} for _, saver, n, steps, _ in flat})
@@ -225,7 +225,7 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
                 raise BadState(
                     f"the states of rank {rank} and rank {first} do not belong together: they differ in"
                     f" {what}{values}.\n"
-                    "  Load on every rank what it saved at the same step, and None on a rank that has nothing."
+                    "  Load on every rank the state that it saved at the same step, and None on a rank without one."
                 )
 
 
@@ -239,7 +239,7 @@ def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sha
     shared states of compressors differ.
     """
     states, rank = agreed.states, sharing.peers.rank
-    sharing.attempt("telling what is lost", lambda: tell_what_is_lost(agreed, trained, rank))
+    sharing.attempt("reporting lost residuals", lambda: tell_what_is_lost(agreed, trained, rank))
     residuals = Holding(agreed.ranks, _joined([s.residuals for s in states]), _by_name([s.owed for s in states]))
     owed = hand_over(residuals, into.residuals, trained, sharing)
     own_first = sorted(states, key=lambda saved: saved.rank != rank)
@@ -259,7 +259,7 @@ def tell_what_is_lost(agreed: Agreed, trained: Collection[str], rank: int) -> No
     if agreed.lost and rank == 0:
         who = ", ".join(map(str, agreed.lost))
         _warn(
-            f"nobody loads what rank {who} of {agreed.ranks} saved: what compression left out there is lost. Where"
+            f"no rank loads the state of rank {who} of {agreed.ranks}: the residuals there are lost. Where"
             " ranks have gone, load their states too, on any rank: step.load_state_dict([state, another]). Under a"
             f" Trainer, put the missing files (fxcomp-rank{agreed.lost[0]} in a name) back where the others are, and"
             " go on from that checkpoint again."
@@ -270,7 +270,7 @@ def tell_what_is_lost(agreed: Agreed, trained: Collection[str], rank: int) -> No
     if frozen:
         _warn(
             f"{frozen[0]!r} gets no gradient any more{f', and {len(frozen) - 1} others' if len(frozen) > 1 else ''}:"
-            " what compression left out of it is dropped."
+            " the residuals are dropped."
         )
 
 
@@ -283,14 +283,14 @@ def _warn(text: str) -> None:
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, sharing: Sharing) -> None:
     """Load matching states. A rank without a shared state takes it from a rank that has it."""
-    reset = sharing.attempt("loading what compressors remember", lambda: kept.take_back(states))
+    reset = sharing.attempt("loading compressor states", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}
-    everyone = sharing.gather("comparing what compressors remember", fingerprints)
+    everyone = sharing.gather("comparing compressor states", fingerprints)
     check_shared_facts(dict(enumerate(everyone)))
     missing = share_memories(kept, reset, sharing)
     told = {label: found for label, found in reset.items() if label in missing}
-    sharing.attempt("telling what compressors forget", lambda: kept.tell(told))
+    sharing.attempt("reporting lost compressor states", lambda: kept.tell(told))
 
 
 def _fingerprint(value: Tensor) -> str:

@@ -150,7 +150,7 @@ def whole(_: Any) -> Tensor:
 )
 def test_writing_where_another_input_lies_is_refused(part: Callable[[Any], Tensor], other: str):
     model = Overlapping(part)
-    with pytest.raises(CaptureFailed, match=f"writes 'mean', in whose memory '{other}' lies too"):
+    with pytest.raises(CaptureFailed, match=f"writes 'mean', which shares memory with '{other}'"):
         fxcomp.compile_step(model, squares, sgd(model), torch.randn(3, 4))
 
 

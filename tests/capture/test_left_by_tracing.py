@@ -66,7 +66,7 @@ def test_what_a_forward_pass_keeps_is_taken_out_and_refused_by_name(where: str, 
     kind, read = KEPT[kept]
     model = Noting(lambda model, x: PLACES[where](model, read(x)))
     before = model.content()
-    with pytest.raises(errors.CaptureFailed, match=f"(?s)stores a {kind} in .{where}.*return it beside the loss"):
+    with pytest.raises(errors.CaptureFailed, match=f"(?s)stores a {kind} in .{where}.*return it with the loss"):
         compiled(model)
     assert model.content() == before
 

@@ -101,5 +101,5 @@ def test_a_tensor_of_the_first_batch_is_not_written_from_outside() -> None:
         return model(batch).sum()
 
     model = nn.Linear(3, 3)
-    with pytest.raises(CaptureFailed, match="in whose memory"):
+    with pytest.raises(CaptureFailed, match="which shares memory with"):
         fxcomp.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), anchor)

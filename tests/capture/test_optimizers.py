@@ -369,7 +369,7 @@ class Elsewhere(Rule):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (StartsFromTheGradient, "does with '.*' in its first step what it does in no other.*Take the first step"),
+        (StartsFromTheGradient, "treats '.*' in its first step as in no other.*Take the first step"),
         (Elsewhere, "changes neither the parameters of its groups nor a state of theirs"),
         (torch.optim.LBFGS, "step of torch.optim.LBFGS raises TypeError"),
         (torch.optim.SparseAdam, "step of torch.optim.SparseAdam raises RuntimeError.*does not support dense"),

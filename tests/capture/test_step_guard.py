@@ -176,9 +176,15 @@ REFUSED = [
     (lambda model, _: model.append(nn.ReLU()), "the module '3' was not there.*changing the model's structure"),
     (lambda model, _: model.pop(2), "the parameter '2.weight' is there no more"),
     (lambda model, _: setattr(model, "w", nn.Parameter(torch.ones(1))), "the parameter 'w' was not there"),
-    (late_hook, "the parameter '0.weight' has a gradient hook that it had not"),
-    (lambda _, sgd: sgd.register_step_post_hook(lambda *_: None), "the optimizer has a step post-hook that it had not"),
-    (lambda _, sgd: setattr(sgd, "step", lambda: None), "the optimizer has a step method of its own that it had not"),
+    (late_hook, "the parameter '0.weight' has a gradient hook that was added after"),
+    (
+        lambda _, sgd: sgd.register_step_post_hook(lambda *_: None),
+        "the optimizer has a step post-hook that was added after",
+    ),
+    (
+        lambda _, sgd: setattr(sgd, "step", lambda: None),
+        "the optimizer has a step method of its own that was added after",
+    ),
 ]
 """tests/helpers/refused_optimizers.py has more, with what each error advises."""
 

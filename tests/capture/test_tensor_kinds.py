@@ -127,7 +127,7 @@ class Beside(nn.Module):
 IN_MODELS: dict[str, Callable[[], nn.Module]] = {
     r"parameter 'odd' is a .*Marked, a subclass": lambda: Beside(nn.Parameter(ROWS.as_subclass(Marked))),
     r"parameter 'odd' is a .*MarkedParameter, a": lambda: Beside(MarkedParameter(ROWS.clone(), requires_grad=False)),
-    r"several elements of the parameter 'odd'": lambda: Beside(nn.Parameter(torch.ones(8).as_strided((3, 4), (2, 1)))),
+    r"elements of the parameter 'odd' overlap": lambda: Beside(nn.Parameter(torch.ones(8).as_strided((3, 4), (2, 1)))),
     r"buffer 'odd' is a .*Marked, a subclass": lambda: Beside(ROWS.as_subclass(Marked)),
     r"'1.running_mean' is not initialised": lambda: nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False)),
 }
@@ -204,8 +204,8 @@ def test_what_a_batchs_tensors_are_to_each_other_is_followed(name: str):
 @pytest.mark.parametrize(
     ("batch_at", "text"),
     [
-        (shifted, r"writes batch\[0\], in whose memory batch\[1\] lies.*\n.*clone"),
-        (lambda i: (drawn(i)[:1].expand(3, 4), drawn(i)), r"writes batch\[0\], several elements.*\n.*clone"),
+        (shifted, r"writes batch\[0\], which shares memory with batch\[1\].*\n.*clone"),
+        (lambda i: (drawn(i)[:1].expand(3, 4), drawn(i)), r"writes batch\[0\], whose elements overlap.*\n.*clone"),
     ],
 )
 def test_writing_into_memory_that_is_shared_is_refused(batch_at: Any, text: str):

@@ -55,14 +55,14 @@ def wrongly(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "line", "seen", "remedy"),
     [
-        (by_a_truth, r"if \(out > 0\)\.all\(\)", r"the truth that aten\.all\.default gives", "pass what is decided"),
+        (by_a_truth, r"if \(out > 0\)\.all\(\)", r"the truth that aten\.all\.default gives", "pass the decision"),
         (by_a_number, r"argmax\(\)\.item\(\) > 2", r"the number that aten\.argmax\.default gives", "torch.where"),
         (by_a_draw, r"torch\.rand\(\[\]\) < 0\.5", r"by a draw.*the truth that aten\.lt", "probability to 0"),
-        (by_a_size, r"for row in", r"the size of what aten\.nonzero\.default gives", "Keep the size fixed"),
+        (by_a_size, r"for row in", r"the size of the output of aten\.nonzero\.default", "Keep the size fixed"),
         (
             by_a_picked_size,
             r"if len\(picked\) > 3",
-            r"the size of what aten\.index\.Tensor gives",
+            r"the size of the output of aten\.index\.Tensor",
             "Keep the size fixed",
         ),
         (by_a_distribution, r"Normal\(", r"torch\.distributions checks", "validate_args=False"),

@@ -166,8 +166,8 @@ def test_the_command_line_says_all_that_a_cluster_can_be():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--cluster", "2x2, inter 1gbit", "--inter", "2gbit"), "says inter, and so does --inter: keep one"),
-        (("--oversubscription", "4:1"), "--oversubscription is about racks: say with --rack how many hosts each has"),
+        (("--cluster", "2x2, inter 1gbit", "--inter", "2gbit"), "sets inter, and so does --inter: keep one"),
+        (("--oversubscription", "4:1"), "--oversubscription is about racks: give the hosts of each with --rack"),
         (("--cluster", "2x2x2", "--rack", "2"), r"--rack: the cluster has racks already \(2x2x2\); leave it out"),
     ],
 )

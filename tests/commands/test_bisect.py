@@ -399,7 +399,7 @@ def test_a_plan_that_pins_cannot_say_is_offered_for_saving():
     plan = Plan((*buckets[:-1], *parts))
     result = result_of({GUILTY: 0.5}, Compress(plan=plan), explained={"plan": plan})
     assert (result.line, to_json(result)["line"]) == ("", None)
-    assert "No pins say it: search again with --save-plan FILE" in text_of(result)
+    assert "No pins express it: search again with --save-plan FILE" in text_of(result)
 
 
 def test_the_line_allows_what_is_refused_with_those_tensors_dense():
@@ -410,7 +410,7 @@ def test_the_line_allows_what_is_refused_with_those_tensors_dense():
     result = result_of({GUILTY: 0.5}, Compress(plan=text), explained=explained, kinds=kinds)
     assert evaluated(result.line).feedback == ErrorFeedback(allow_diverging=True)
     assert "compile_step refuses this plan, and bisect trains it to see: " in text_of(result)
-    assert "compile_step refuses what is left, too" in text_of(result)
+    assert "compile_step refuses the rest, too" in text_of(result)
     assert "elements come through compressors such as topk" in to_json(result)["refused"]
 
 

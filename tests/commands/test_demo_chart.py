@@ -31,8 +31,8 @@ def test_the_chart_is_last_and_shows_the_faster_hook():
             "(95 % interval 1.05 to 1.05).",
             "DDP with the bf16 hook took 500 ms a step.",
             "fxcomp's plan: 100.0 % int4, in 1 bucket.",
-            "Medians of 20 steps, taken in turns, and what a host sent in one; losses after the same number of steps "
-            "on the same batches.",
+            "Medians of 20 steps, taken in turns, and bytes sent by a host in one; losses after the same number of "
+            "steps on the same batches.",
             "",
             "                    ms a step                                        MB sent  train loss  validation loss",
             "DDP                       800  ████████████████████████████████████    20.20       2.000            2.500",
@@ -69,7 +69,7 @@ def test_a_few_steps_decide_nothing():
 
 def test_a_difference_within_the_noise_wins_nothing():
     text = describe(contestants(0.2, 0.21, 0.3, 0.2, 0.199), "A title.")
-    assert "fxcomp is not faster here than DDP, as far as can be told: 1.00 times as fast" in text
+    assert "fxcomp is not faster here than DDP, within the measurement's error: 1.00 times as fast" in text
     assert "The network costs DDP next to nothing here, so there is nothing to win." in text
 
 

@@ -151,7 +151,7 @@ def test_dump_shows_the_step_of_a_device_and_what_it_is_handed(capsys: pytest.Ca
         (["explain", EXAMPLE, "--cluster", f"{'9' * 5000}x1"], "this one would have 10^30 or more"),
         (["explain", EXAMPLE, "--cluster", "0x4"], "needs at least 1 host and 1 rank a host, not 0x4"),
         (["explain", EXAMPLE, "--cluster", "8x"], "cannot read the cluster '8x'"),
-        (["explain", EXAMPLE, "--cluster", ""], "--cluster is empty: say what it is, or leave it out"),
+        (["explain", EXAMPLE, "--cluster", ""], "--cluster is empty: give it a value, or leave it out"),
         (["explain", EXAMPLE, "--save-plan", ""], "--save-plan is empty"),
         (["explain", EXAMPLE, "--cluster", f"2x1, placed 0 {'9' * 5000}"], "does not put 1 ranks on each of 2 hosts"),
         (["explain", EXAMPLE, "--inter", "0gbit"], "cannot read the bandwidth '0gbit'"),

@@ -64,7 +64,7 @@ def test_a_page_takes_the_place_of_a_page_alone(logs: list[str], capsys: pytest.
         (["other.jsonl", "-o", "none/plots.html"], "cannot write none/plots.html: there is no folder "),
         (["other.jsonl", "./other.jsonl"], "other.jsonl is given twice"),
         (["other.jsonl", "--metrics", " , "], "--metrics names no number"),
-        (["other.jsonl"] * 13, "at most 12 runs can be told apart in a plot; these are 13"),
+        (["other.jsonl"] * 13, "a plot shows at most 12 runs; these are 13"),
     ],
 )
 def test_a_mistake_is_told(options: list[str], said: str, logs: list[str], capsys: pytest.CaptureFixture[str]):

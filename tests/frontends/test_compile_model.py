@@ -526,8 +526,8 @@ def test_a_state_warns_of_what_frozen_parameters_are_owed(found: list[dict[str, 
     for rank in found:
         before, frozen, after = rank["saves"]
         assert not before
-        assert "this state lacks what compression left out of 0.weight, which were frozen" in frozen
-        assert "save after a backward pass in which they train" in frozen
+        assert "this state lacks the residuals of 0.weight, which were frozen" in frozen
+        assert "save after a backward pass that trains them" in frozen
         assert not after
 
 
@@ -541,7 +541,7 @@ def warned_by_the_backend_alone() -> list[int]:
             warnings.simplefilter("always")
             for length in (2, 3, 4):
                 call(torch.ones(length, 4)).sum().backward()
-        counts.append(sum("cannot see what never reaches the backend" in str(each.message) for each in caught))
+        counts.append(sum("cannot see parameters that never reach it" in str(each.message) for each in caught))
     return counts
 
 

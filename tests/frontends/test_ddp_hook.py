@@ -290,7 +290,9 @@ def used_after_closing() -> str:
 
 def test_a_closed_hook_says_what_to_set_up_again():
     for said in run_ranks(2, used_after_closing):
-        assert said.startswith("what averages these gradients has been closed.\n  Set it up again, on all ranks: a new")
+        assert said.startswith(
+            "the averaging of these gradients has been closed.\n  Set it up again, on all ranks: a new"
+        )
 
 
 def resumed_by_name(name: str) -> tuple[bool, bool]:

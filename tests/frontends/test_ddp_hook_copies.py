@@ -165,7 +165,7 @@ def copied_with_a_scaler() -> tuple[str, bool]:
 
 def test_a_copy_of_a_hook_with_a_scaler_is_refused_and_its_state_is_not():
     for refused, goes_on in run_ranks(2, copied_with_a_scaler):
-        assert refused.startswith("this hook is a copy of one with scaler=")
+        assert refused.startswith("this hook is a copy of a hook with scaler=")
         assert "fxcomp.ddp_hook(scaler=scaler), and load the copy's state_dict()" in refused
         assert goes_on
 

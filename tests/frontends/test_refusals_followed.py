@@ -137,7 +137,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("capture/step_capture.py::SharedBuffers.mark", "was not on any rank"): (
         "capture/test_buffers.py::test_a_large_buffer_that_nobody_was_seen_to_write_is_refused_by_name"
     ),
-    ("capture/step_capture.py::check_parameters_are_read", "would write what follows from its own batch"): (
+    ("capture/step_capture.py::check_parameters_are_read", "would write values of its own batch"): (
         "capture/test_buffers.py"
         "::test_a_forward_pass_that_writes_parameters_is_refused_on_several_ranks_which_would_drift_apart"
     ),
@@ -162,7 +162,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/ddp_hook.py::DdpHook._started", "python_reducer"): (
         "frontends/test_ddp_hook_copies.py::test_single_gradients_of_torchs_python_reducer_are_refused_by_name"
     ),
-    ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of one with scaler="): (
+    ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of a hook with scaler="): (
         "frontends/test_ddp_hook_copies.py::test_a_copy_of_a_hook_with_a_scaler_is_refused_and_its_state_is_not"
     ),
     ("frontends/hook_program.py::Wrapped.bucket", "serves another model already"): (
@@ -182,7 +182,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"
     ),
     ("frontends/scatter_job.py::ScatterJob._compress", "scatters with a divisor"): SCATTERED,
-    ("frontends/sharded_modules.py::_check_is_scattered", "by a collective of somebody else's"): SCATTERED,
+    ("frontends/sharded_modules.py::_check_is_scattered", "by another custom collective"): SCATTERED,
     ("frontends/scatter_plan.py::told_plan", "the plan has no bucket of"): SCATTERED,
     ("frontends/shard_feed.py::ShardFeed._check", "got no gradient in this backward pass"): AVERAGED,
     ("frontends/shard_feed.py::ShardFeed._check", "that runs when its gradient is there"): AVERAGED,

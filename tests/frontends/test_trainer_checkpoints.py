@@ -223,7 +223,7 @@ def test_a_trainer_trains_again_with_its_hook(two: OnTwoRanks):
     for rank, found in enumerate(two.again):
         said = found.pop("said of a checkpoint without a state")
         bare = str(two.checkpoint.parent / "bare")
-        lost = f"fxcomp: {bare!r} has no state of a hook: what compression left out before is lost, once."
+        lost = f"fxcomp: {bare!r} has no state of a hook: earlier residuals are lost, once."
         assert said == ([] if rank else [lost])
         assert found.pop("said") == []
         assert all(found.values()), found
@@ -266,6 +266,6 @@ def test_other_numbers_of_ranks_go_on_and_leave_no_files_of_more_ranks(two: OnTw
 def test_one_rank_says_that_it_cannot_go_on_with_what_is_owed(is_wrapped: bool, two: OnTwoRanks, tmp_path: Path):
     [(said, files)] = run_ranks(1, goes_on_from, tmp_path, two.checkpoint, STEPS, is_wrapped)
     assert len(said) == 1
-    assert said[0].endswith("what compression left out before is lost, once.")
+    assert said[0].endswith("earlier residuals are lost, once.")
     assert is_wrapped or said[0].startswith(f"fxcomp: {str(two.checkpoint)!r} has states of several ranks, and this")
     assert files == files_of(is_wrapped)

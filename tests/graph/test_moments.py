@@ -76,12 +76,12 @@ def test_means_in_units_of_a_root(make, options, recovered, power):
     [
         (OPTIM.SGD, {}, "keeps no mean"),
         (OPTIM.Adam, {"amsgrad": True}, "several magnitudes"),
-        (OPTIM.Adamax, {}, "not a root and a small number"),
+        (OPTIM.Adamax, {}, "not a root plus a small number"),
         (OPTIM.Adagrad, {}, "keeps no mean"),
         (OPTIM.Adadelta, {}, "keeps no mean"),
         (OPTIM.RMSprop, {}, "keeps no mean"),
         (OPTIM.RMSprop, {"momentum": 0.9}, "keeps no mean"),
-        (OPTIM.RMSprop, {"centered": True}, "not read here"),
+        (OPTIM.RMSprop, {"centered": True}, "which is not supported"),
         (OPTIM.Rprop, {}, "keeps no mean"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_users_own_adam_is_read():
     ("form", "key", "why"),
     [
         ("outside", "exp_avg_sq", "something else counts steps"),
-        ("eps inside", "exp_avg_sq", "not a root and a small number"),
+        ("eps inside", "exp_avg_sq", "not a root plus a small number"),
         ("counted late", "exp_avg_sq", "not counted by one add_"),
         ("usual", "v", "kept and corrected as Adam's is"),
     ],
@@ -212,9 +212,9 @@ def test_a_users_own_mean_is_found():
     ("rule", "why"),
     [
         (of_normed, "keeps no mean"),
-        (by_the_gradient_too, "beside its mean"),
+        (by_the_gradient_too, "outside its mean"),
         (in_place, "in place"),
-        (by_products, "not read here"),
+        (by_products, "which is not supported"),
         (through_a_view, "through a view"),
         (in_two_parts, "more than once"),
     ],

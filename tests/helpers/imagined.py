@@ -333,7 +333,7 @@ REFUSED = (
 @job_file
 def other_names_of_torch_cuda_are_refused_by_name() -> None:
     for name in REFUSED:
-        with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Leave it out"):
+        with pytest.raises(Unsupported, match=rf"torch\.cuda\.{name} is called at imagined.py:\d+(.|\n)*Do not use it"):
             getattr(torch.cuda, name)()
 
 
@@ -346,7 +346,9 @@ def functions_of_other_modules_of_torch_cuda_are_refused_by_name() -> None:
 
 @job_file
 def an_unknown_property_of_the_gpu_is_named() -> None:
-    with pytest.raises(AttributeError, match=r"imagined.py:\d+ reads 'L2_cache_size' of NVIDIA H100.*\n.*Leave it out"):
+    with pytest.raises(
+        AttributeError, match=r"imagined.py:\d+ reads 'L2_cache_size' of NVIDIA H100.*\n.*Do not use it"
+    ):
         str(torch.cuda.get_device_properties(0).L2_cache_size)
 
 

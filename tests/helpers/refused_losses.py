@@ -167,7 +167,7 @@ MODELS = {
         at=f"{BATCH_TYPE}::check_model",
     ),
     "an expanded parameter": Row(
-        "several elements of the parameter",
+        "elements of the parameter",
         lambda: compile_alone(expanded(lambda value: value)),
         lambda: assert_trains(expanded(torch.clone)),
     ),
@@ -190,12 +190,12 @@ MODELS = {
         at=f"{BATCH_TYPE}::check_model",
     ),
     "a written buffer that is expanded": Row(
-        "several elements of which lie in one place",
+        "whose elements overlap in memory",
         lambda: compile_alone(Writes(torch.zeros(2, 1).expand(2, 4)[0])),
         lambda: assert_trains(Writes(torch.zeros(2, 1).expand(2, 4)[0].clone())),
     ),
     "a written buffer that shares memory": Row(
-        "lies too: a captured step would not see",
+        "a captured step would not see",
         lambda: compile_alone(Shares(lambda kept: kept[2:])),
         lambda: assert_trains(Shares(lambda kept: kept[2:].clone())),
     ),
@@ -249,7 +249,7 @@ RAGGED = [torch.ones(3), torch.ones(2)]
 
 BATCHES = {
     "a nested tensor": Row(
-        "Pad it, and pass lengths beside it",
+        "Pad it, and pass the lengths as well",
         with_third(lambda: torch.nested.nested_tensor(RAGGED)),
         trains_with_third(nn.utils.rnn.pad_sequence(RAGGED)),
         at=f"{BATCH_TYPE}::_leaf_type",
@@ -661,7 +661,7 @@ LOSSES = {
     "a size that decides": Row("mask with torch.where", *losses(by_size, masked), at=f"{FAITHFUL}::explaining"),
     "a value that decides": Row("select with torch.where", *losses(by_value, selected), at=f"{FAITHFUL}::explaining"),
     "a number for a log": Row(
-        "return the tensor beside the loss", *losses(logs, returns_it), at=f"{FAITHFUL}::explaining"
+        "return the tensor with the loss", *losses(logs, returns_it), at=f"{FAITHFUL}::explaining"
     ),
     "a distribution's check": Row(
         "validate_args=False", *losses(distribution(True), distribution(False)), at=f"{FAITHFUL}::explaining"
@@ -700,7 +700,7 @@ LOSSES = {
     "bilinear under autocast": Row("torch.autocast(..., enabled=False)", *losses(bilinear(False), bilinear(True))),
     "an assignment to data": Row("tensor.copy_(value)", *losses(assigns, copies)),
     "a gradient that is read": Row("with torch.autograd.grad", *losses(reads_grad, penalty)),
-    "a text of a tensor": Row("return the tensor beside the loss", *losses(prints, returns_it)),
+    "a text of a tensor": Row("return the tensor with the loss", *losses(prints, returns_it)),
     "a text of the batch": Row(
         "The text of a number read from the batch (.item())",
         with_third(torch.ones(2), names_number),
@@ -742,7 +742,7 @@ LOSSES = {
         "preserve_rng_state", *losses(lambda m, b: checkpointed(m, b, preserve_rng_state=False), checkpointed)
     ),
     "a tensor in a cache": Row(
-        "that it has kept while it was traced before", compiled_twice, lambda: assert_trains(small(), loss=cached(True))
+        "that it kept from an earlier trace", compiled_twice, lambda: assert_trains(small(), loss=cached(True))
     ),
     "a sparse gradient": Row("Build the layer with sparse=False", *losses(gathers(True), gathers(False))),
     "a long list": Row(
@@ -762,7 +762,7 @@ LOSSES = {
         lambda: compile_alone(marked("fake_mode")),
         lambda: assert_trains(marked("my_mode")),
     ),
-    "a number that may be nan": Row("return the number beside the loss", *losses(nan_check, returns_it)),
+    "a number that may be nan": Row("return the number with the loss", *losses(nan_check, returns_it)),
     "counts of rows": Row(
         "Sum it up in loss_fn",
         lambda: compile_alone(small(), weighted(torch.ones_like)),

@@ -254,7 +254,7 @@ OPTIMIZERS = {
         "Build the optimizer without it", refused(of(torch.optim.Adam, capturable=True)), trains(of(torch.optim.Adam))
     ),
     "an optimizer inside": Row(
-        "calls that of another optimizer", refused(lambda m: Around(sgd(m))), trains(lambda m: Around(sgd(m)).inner)
+        "calls the step of another optimizer", refused(lambda m: Around(sgd(m))), trains(lambda m: Around(sgd(m)).inner)
     ),
     "another model's optimizer": Row("Build the optimizer from this model's parameters", of_another, trains(sgd)),
     "two optimizers of one parameter": Row("Give each parameter to one of them", two_of_one, each_its_own),
@@ -594,7 +594,7 @@ GUARDS = {
         lambda: assert_trains(CountsInBuffer()),
     ),
     "a first call": Row(
-        "call it once, with such a batch, before the step",
+        "call it once, with a batch like this one, before the step",
         lambda: compile_alone(SetsUp()),
         lambda: assert_trains(already_called()),
     ),

@@ -109,7 +109,7 @@ OPTIONS_ROWS = {
         options(ignore=["0.bia"], model=model()),
         options(ignore=["0.bias"], model=model()),
     ),
-    "Inductor": Row("leave it out for what is usual", options(inductor="yes"), options()),
+    "Inductor": Row("leave it out for the default", options(inductor="yes"), options()),
     "no module in no_sync": Row(
         "takes the model that was compiled",
         lambda: fxcomp.no_sync(small).__enter__(),

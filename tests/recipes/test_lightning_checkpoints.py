@@ -151,7 +151,7 @@ def test_what_a_rank_keeps_lies_beside_a_checkpoint_elsewhere(tmp_path: Path):
         "0 the same True",
         "0 written bucket/runs/a.ckpt bucket/runs/a.ckpt.fxcomp-rank0.pt bucket/runs/a.ckpt.fxcomp-rank1.pt",
         "0 left",
-        "0 warning fxcomp: 'bare.ckpt' has no state beside it: what compression left out before is lost, once.",
+        "0 warning fxcomp: 'bare.ckpt' has no state next to it: earlier residuals are lost, once.",
         "0 without False",
         "1 the same True",
         "1 left",
@@ -184,13 +184,13 @@ say("without", trainer.global_step)
 @pytest.mark.slow
 def test_a_file_of_another_step_is_not_used_and_a_missing_one_is_named(tmp_path: Path):
     first, *others = said(OF_ANOTHER_STEP, tmp_path)
-    assert first.startswith("0 warning fxcomp: nobody loads what rank 1 of 2 saved")
+    assert first.startswith("0 warning fxcomp: no rank loads the state of rank 1 of 2:")
     assert others[0] == "0 went on 20 True"
-    assert others[1].startswith("0 warning fxcomp: nobody loads what rank 1 of 2 saved")
+    assert others[1].startswith("0 warning fxcomp: no rank loads the state of rank 1 of 2:")
     assert "put the missing files (fxcomp-rank1 in a name) back where the others are" in others[1]
     assert others[2] == "0 without 20"
     assert others[3].startswith(
-        "1 warning fxcomp: 'a.ckpt' is of step 16, and rank 1's file beside it of step 8: a job ended while it saved."
+        "1 warning fxcomp: 'a.ckpt' is of step 16, and rank 1's file next to it of step 8: a job ended while it saved."
     )
     assert others[4:] == ["1 went on 20 True", "1 without 20"]
 

@@ -215,7 +215,7 @@ def test_ranks_that_compress_the_same_sum_hold_the_same_where_one_brings_nothing
     owed = {name: sum(float(piece.weight) * piece.values.double() for rank in (0, 2, 3)
                       for piece in before[rank].residuals.slices[name]) for name in SIZES}  # fmt: skip
     job = job_of(summed_inside, (2, 2))
-    with pytest.warns(UserWarning, match="nobody loads what rank 1 of 4 saved"):
+    with pytest.warns(UserWarning, match="no rank loads the state of rank 1 of 4:"):
         job.load([states[0], None, *states[2:]])
     held = [kept.residuals.of(0) for kept in job.carried]
     assert held[0].any()

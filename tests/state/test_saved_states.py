@@ -54,7 +54,7 @@ def test_one_state_on_two_ranks_is_refused_on_all():
     job, _ = trained(compressed("int4"))
     first, second = job.saved()
     for text in refusals([first, [second, first]]):
-        assert "rank 0 and rank 1 load the state of rank 0: what that rank owes would count twice" in text
+        assert "rank 0 and rank 1 load the state of rank 0: its residuals would count twice" in text
 
 
 def test_states_of_other_steps_or_of_another_number_of_ranks_are_refused_on_all():
@@ -81,7 +81,7 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda _: {}, r"not a saved state: it has no residuals.*\n.*what state_dict\(\) or checkpoint\(\) returned"),
+        (lambda _: {}, r"not a saved state: it has no residuals.*\n.*the result of state_dict\(\) or checkpoint\(\)"),
         (lambda _: "state.pt", "not a saved state"),
         (_without("ranks"), r"the state is not whole: KeyError: 'ranks'.*\n.*as state_dict\(\) returned it"),
         (_with_residual("z"), r"residuals are of another model: they hold 'z', which this model does not have"),
@@ -89,7 +89,7 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
         (_with_residual("a", start=1), r"another model: 'a' had 30 elements"),
         (_with_residual("a", values=None), "the state is not whole: AttributeError"),
         (lambda s: {**s, "owed": {"b": torch.zeros(9)}}, "'b' had 9 elements, and has 7 here"),
-        (lambda s: {**s, "rank": 2}, "says that it is of rank 2 of 2"),
+        (lambda s: {**s, "rank": 2}, "the state is of rank 2 of 2"),
         (
             lambda s: {**s, "version": 4},
             "this state has version 4; this fxcomp reads version 3.*\n.*saved it, or start",
@@ -123,7 +123,7 @@ def test_a_state_with_velocities_of_momentum_correction_is_refused_on_all():
 def test_what_nobody_loads_is_told():
     job, _ = trained(compressed("int4", (1, 3)))
     states = job.saved()
-    with pytest.warns(UserWarning, match=r"nobody loads what rank 1, 2 of 3 saved: .*\[state, another\]"):
+    with pytest.warns(UserWarning, match=r"no rank loads the state of rank 1, 2 of 3: .*\[state, another\]"):
         compressed("topk(0.1)").load([states[0], None])
 
 
@@ -139,7 +139,7 @@ def test_what_was_left_out_of_a_parameter_that_is_frozen_now_is_dropped_with_a_w
         assert agreed is not None
         restore(agreed, kept, {name: SIZES[name] for name in sorted({*SIZES} - {"a", "b"})}, peer.sharing("restoring"))
 
-    with pytest.warns(UserWarning, match="'a' gets no gradient any more, and 1 others: what compression left out"):
+    with pytest.warns(UserWarning, match="'a' gets no gradient any more, and 1 others: the residuals are dropped"):
         assert not any(isinstance(outcome, Exception) for outcome in try_virtual(2, work))
 
 

@@ -79,7 +79,7 @@ def test_state_that_one_rank_has_loaded_is_rank_0s_on_all(loaded: list[dict[str,
     assert first[on_second][:2] == first[on_none][:2]
     assert first[on_both][:2] != first[on_none][:2]
     assert [bool(case[2]) for case in first] == [False, True, True, False]
-    assert "it was another one on rank 1" in first[on_first][2][0]
+    assert "it differed on rank 1" in first[on_first][2][0]
 
 
 # Numbers, in every step

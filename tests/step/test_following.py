@@ -293,7 +293,7 @@ def test_what_cannot_be_returned_again_is_refused_by_name():
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
         return square(model, batch), {"found": [object(), 1]}
 
-    with pytest.raises(Unsupported, match=r"returns a object beside the loss.*\n.*Return tensors, numbers"):
+    with pytest.raises(Unsupported, match=r"returns a object with the loss.*\n.*Return tensors, numbers"):
         Pair(linear(), sgd(), loss)
 
 

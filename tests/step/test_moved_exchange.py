@@ -405,7 +405,7 @@ def loaded_elsewhere() -> str:
 
 def test_residuals_of_another_unit_are_refused():
     outcomes = try_ranks(2, loaded_elsewhere)
-    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
+    assert all("residuals have another unit" in outcome.text for outcome in outcomes), outcomes
 
 
 def never_seen() -> tuple[float, float]:

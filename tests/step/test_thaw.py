@@ -179,7 +179,7 @@ def rolled_back_beyond_a_thaw() -> None:
 
 def test_a_state_of_momenta_is_refused_after_a_thaw():
     outcomes = try_ranks(2, rolled_back_beyond_a_thaw)
-    assert all("what was left out has another unit" in outcome.text for outcome in outcomes), outcomes
+    assert all("residuals have another unit" in outcome.text for outcome in outcomes), outcomes
 
 
 def restarted_by_the_saved_plan() -> list[str]:

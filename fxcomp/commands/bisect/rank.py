@@ -119,9 +119,9 @@ class Trainings:
         if _sum(float(self._seen.setdefault((what, seed), digest) != digest)):
             raise BadOption(
                 f"two trainings of {self.job!r} from seed {seed} differ in their {what}, so their losses"
-                " cannot be compared: something lives on from one training to the next.\n"
-                "  Make model, optimizer and what next_batch draws from inside of the job's function, or in its file,"
-                " which runs again for each training; what it imports does not."
+                " cannot be compared: some state is kept from one training to the next.\n"
+                "  Make model, optimizer and the source of next_batch inside the job's function, or in its file,"
+                " which runs again for each training; modules that it imports do not."
             )
 
 

@@ -199,13 +199,13 @@ def _verdict(result: Result) -> tuple[str, str]:
     if cost.counts():
         limit = f"--least {_percent(result.least)}"
         return "small", f"{some}Compression {costs} over {trials}, up to {limit}: nothing is searched."
-    return "noise", f"{some}Compression costs the loss nothing that {trials} could tell{rest}: {_with_noise(cost)}."
+    return "noise", f"{some}Compression costs the loss nothing that {trials} could show{rest}: {_with_noise(cost)}."
 
 
 _NOISE = (
     "Costs are shares of dense's loss, seed by seed: both trainings have seen the same batches. Noise is how far the"
-    " mean of so few seeds may be off by chance, in 39 of 40 comparisons; what is smaller is not told apart. Only where"
-    " all seeds diverge are tensors guilty of that."
+    " mean of these seeds may be off by chance, in 39 of 40 comparisons; smaller costs cannot be distinguished. Only"
+    " where all seeds diverge are tensors guilty of that."
 )
 
 _COLUMNS = ("tensors", "cost", "noise", "of all", "MB more if dense", "sent by")
@@ -258,8 +258,8 @@ def _remarks(found: SearchFindings) -> Iterator[str]:
     yield "A row is the cost of these alone, with everything else dense; rows need not add up to all."
     if any(len(names) > 1 for names in found.guilty):
         yield (
-            "Of tensors in one row no smaller set costs more than noise by itself: they cost a little each, or only"
-            " together. More --seeds or --steps may tell them apart."
+            "No part of the tensors in one row costs more than noise by itself: each costs a little, or they cost only"
+            " together. More --seeds or --steps may separate them."
         )
     if found.rest is not None:
         yield f"With them dense, the rest of the plan costs {_with_noise(found.rest)}."
@@ -273,11 +273,11 @@ def _advice(result: Result) -> Iterator[str]:
     if result.saved is not None:
         yield f"{result.saved} holds this plan with those tensors dense."
     elif is_given and not line:
-        yield "No pins say it: search again with --save-plan FILE, which writes this plan with those tensors dense."
+        yield "No pins express it: search again with --save-plan FILE, which writes this plan with those tensors dense."
     elif is_given and not after.is_dense:
         yield "fxcomp chooses the buckets of these pins. --save-plan FILE writes this plan with those tensors dense."
     if not result.is_spread and result.refusal(after):
-        yield "compile_step refuses what is left, too: the line allows it, and longer trainings may diverge."
+        yield "compile_step refuses the rest, too: the line allows it, and longer trainings may diverge."
     sent, before = mb(result.sent_bytes(after)), mb(result.sent_bytes(result.plan))
     yield f"A rank then sends {sent} MB a step over the slowest links, not {before}."
 

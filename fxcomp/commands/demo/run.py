@@ -217,8 +217,8 @@ def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, w
     else:
         compared = [f"{count(steps, 'step')} of each are too few to compare; {_FEW_STEPS} are the least."]
     foot = (
-        f"Medians of {steps} steps, taken in turns, and what a host sent in one; losses after the same number of steps"
-        " on the same batches."
+        f"Medians of {steps} steps, taken in turns, and bytes sent by a host in one; losses after the same number of"
+        " steps on the same batches."
     )
     compared += [f"{other.spoken} took {other.median_ms:.0f} ms a step.", f"fxcomp's plan: {plan}." if plan else ""]
     return "\n".join([title, "", *filter(None, compared), foot, "", *chart([ddp, hook, fxcomp, free], width)])
@@ -249,7 +249,7 @@ def _against(found: tuple[float, float, float], other: str) -> str:
     if low > 1.0:
         return f"fxcomp makes a step {times} as {other} ({interval})."
     slower, equal = "SLOWER here than", "not faster here than"
-    chance = "" if high < 1.0 else ", as far as can be told"
+    chance = "" if high < 1.0 else ", within the measurement's error"
     return f"fxcomp is {slower if high < 1.0 else equal} {other}{chance}: {times} ({interval})."
 
 
