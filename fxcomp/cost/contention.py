@@ -2,8 +2,7 @@
 
 The transport's processor time is measured while the main thread waits. In a step it competes with compute for caches
 and memory, and takes longer. `contention` is a factor on it, fitted so that compute is slowed in the simulated step as
-in the measured one. The step's length is not fitted: its residual is the prediction's error, mostly due to links, which
-lengthen the step without slowing compute.
+in the measured one. The step time is not fitted: its error is mostly due to links, which do not slow compute.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def under_contention(tasks: Sequence[Task], factor: float) -> list[Task]:
 class FittedContention:
     factor: float
     error: float
-    """Largest relative error of a step's length, predicted with the factor of the other steps, or with its own if it is
-    the only step.
-    """
+    """Largest relative error of a step time, predicted with the other steps' factor, or its own if alone."""
 
 
 def fit_contention(steps: Sequence[SeenStep], processors: Processors) -> FittedContention:

@@ -44,7 +44,6 @@ class Difference:
 
 
 def _conflicts(first: CostTable, second: CostTable) -> list[Difference]:
-    """Return the conflicting entries, largest differences first."""
     found = [one for one in _differences(first, second) if one.apart > max(CONFLICT, one.expected)]
     return sorted(found, key=lambda one: (-one.apart, one.what))
 
@@ -53,7 +52,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if field.name in _SHARING:
-            continue  # depends on the job
+            continue
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
             unit = "GB/s" if field.name.endswith("gb_per_s") else ""
             yield Difference(field.name, float(mine), float(theirs), unit)
@@ -116,8 +115,8 @@ class Merged:
 def merge(first: CostTable, second: CostTable) -> Merged:
     """Merge two tables of one machine.
 
-    A measured entry wins over an assumed one, then the newer table wins, then `second`. A number that differs from the
-    default wins over the default. Roofline entries are not mixed. Transport, processors and contention were measured
+    Measured entries win over assumed ones, then newer over older, then `second`. Other numbers win over defaults.
+    Roofline entries are not mixed. Transport, processors and contention were measured
     together and come from one table: the winning one if it has any of them. Raises BadOption for different machines.
     """
     default = CostTable()
@@ -151,7 +150,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
 
 _SHARING = ("transport", "processors", "contention")
-"""Entries measured together."""
+"""Entries measured together, which depend on the job."""
 
 
 def _filled(one: CostTable, other: CostTable) -> CostTable:

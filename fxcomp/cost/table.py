@@ -45,7 +45,7 @@ class CostTable:
 
     `hardware`, `versions`, `date` and `source` describe the measurement. `compute` is keyed by operation and shapes,
     `aten.mm f32[512,384] f32[384,384]`; `roofline` prices other operations. `collectives`, keyed by topology as
-    `all_reduce@4x1`, win over the cluster's links. `transport` is collectives' processor time, `contention` a factor on
+    `all_reduce@4x1`, override the cluster's links. `transport` is collectives' processor time, `contention` a factor on
     it fitted to the job's steps, `launch_us` the time to start a collective. `compressors` are keyed by text, device
     and threads, `int8@cpu*2`; `threads` is their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s`
     between host and device, `processors` are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the
@@ -125,7 +125,7 @@ class CostTable:
         return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
     def collective_breaks(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> list[float]:
-        """Return the sizes between which the time is linear or a minimum of lines."""
+        """Return the sizes between which the time is linear, or a minimum of linear functions."""
         measured = self.measured(kind, level, cluster)
         if measured is None:
             return []
@@ -136,13 +136,13 @@ class CostTable:
 
     @property
     def offloads(self) -> bool:
-        """True if the pool may compress: a processor is free, and times are known."""
+        """True if the CPU pool may compress: a processor is free, and times were measured."""
         is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
         return is_known and self.processors.has_spare
 
     @property
     def pool_load(self) -> float:
-        """Compute's processors used by the pool: 0 if compute has a separate device."""
+        """Processors that the CPU pool takes from compute: 0 if compute has a separate device."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
@@ -224,7 +224,7 @@ class CostTable:
             raise BadOption(f"this is not a cost table: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the table to `path` atomically, since several ranks may read or write it."""
+        """Write the table to `path` atomically, because several ranks may use it."""
         compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -256,7 +256,7 @@ class CostTable:
         return None
 
     def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
-        """Return the nearest measured compressor, on any device if host and device are one."""
+        """Return the nearest measured compressor, on any device if the device is the host."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         key = nearest_key(self.compressors, compressor, places, self.threads)
         return (key, self.compressors[key]) if key else ("", None)

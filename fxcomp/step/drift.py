@@ -1,10 +1,10 @@
-"""Detect changed step times. It never switches plans.
+"""Detect changed step times (drift).
 
-    every WINDOW steps under a plan     median step time, on the slowest rank
-    first median                        the settled time, until another plan is followed
-    later median, off by FACTOR         drift: measure the links again, and let plans race
+    every WINDOW steps under a plan     median step time on the slowest rank
+    first median                        settled time, until another plan is followed
+    later median, off by FACTOR         drift; the schedule measures the links again or races plans
 
-All ranks judge the same medians after the same steps.
+All ranks compare the same medians.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Race of the best predicted plans in the running job: they take turns, and the fastest stays.
+"""Race the plans with the best predictions in the running job (*runners*), and keep the fastest.
 
-    heats    every runner, the plan in force first: HEAT steps
-    rounds   the remaining runners, TURN steps each, until one is left or all have COUNTED steps
-    appeals  runners that dropped out after their heat, though predicted to be near the best: HEAT more steps
-    end      the least median wins; among statistical ties, the least error
+A *turn* is a few steps in a row under one runner.
+
+    heat     first turn of each runner, HEAT steps; the plan in force begins
+    rounds   turns of TURN steps for the remaining runners, until one is left or all have COUNTED counted steps
+    appeal   another heat for a runner that is out after one heat, if its prediction is near the best runner's
+    end      the shortest median step time wins, or the smallest compression error in a statistical tie
 
 The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
 timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` neither communicates nor switches plans.
 
-Other load only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
+A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
-A race costs the time above the winner's, in steps of the winner: HEAT · (x - 1) for a runner that takes x times as
-long. A turn expected to exceed BUDGET is cut to one step, or skipped. BUDGET is 2 % of the first thousand steps: 20.
-Dense at five times the winner's time costs 8, bf16 at three times 4. A race can exceed the budget if the prediction is
-far too low.
+The cost of a race is its time above the winner's, in steps of the winner: a heat of dense costs 8 if dense takes five
+times as long. A turn expected to exceed BUDGET is cut to one step, or skipped. A race exceeds the budget if a
+prediction is far too low.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
-"""Steps under a plan before the race; they allocate."""
+"""Steps under the plan in force before the race, which allocate."""
 
 TURN = 4
-"""Steps per turn."""
+"""Steps of a turn after the heat."""
 
 HEAT = 2
 """Steps of the first turn."""
@@ -43,7 +44,7 @@ LONGEST = 100
 """Maximum length of a race, in steps."""
 
 BUDGET = 0.02 * 1000
-"""Maximum cost, in steps of the best runner."""
+"""Maximum cost, in steps of the best runner: 2 % of the first thousand."""
 
 SPREAD = 0.05
 """Relative standard deviation of a step's time (assumed), until ENOUGH steps are counted."""
@@ -52,13 +53,13 @@ LEAST_SPREAD = 0.005
 """Lower bound of the measured spread."""
 
 OUT = 3.0
-"""Standard errors. A runner that is slower than the best by more is out."""
+"""A runner is out if it is slower than the best by more than this, in standard errors."""
 
 OUT_AT_FIRST = 0.5
-"""Drop a runner after its first step if it is more than 50 % slower than the best."""
+"""A runner without counted steps is out if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""A runner with fewer counted steps is judged by its shortest step."""
+"""A runner with fewer counted steps is compared by its shortest step."""
 
 NEAR = 0.25
 """A beaten runner predicted within 25 % of the best gets a second heat."""
@@ -102,7 +103,7 @@ class Race:
     """State of a race, identical on every rank."""
 
     def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
-        """Begin after `step` steps with the plan in force. `free_steps` is the calendar's method."""
+        """Begin at `step` with the plan in force. `free_steps` is `Calendar.free_steps`."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._free_steps = free_steps
@@ -113,7 +114,7 @@ class Race:
         self.result: Raced | None = None
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
-        """Record the times of a turn's steps, None if unknown, then choose the next turn or end the race."""
+        """Record a turn's step times in ms (None: not timed), then choose the next turn or end the race."""
         entrant, step = self._entrants[self.turn.number], self.turn.ends
         entrant.turns += 1
         first, *counted = slowest_ms
@@ -135,7 +136,7 @@ class Race:
             self._entrants[number].is_too_dear = True
 
     def _length_for(self, entrant: _Entrant) -> int:
-        """Return the length of the turn; 0 if one step exceeds the budget. A turn without expected cost always runs."""
+        """Return the steps of a runner's turn, 0 if one step exceeds the budget. A turn without cost always runs."""
         best_ms, length = self._best_ms, HEAT if entrant.turns == 0 or entrant.is_beaten else TURN
         if best_ms is None:
             return length
@@ -153,7 +154,7 @@ class Race:
 
     @property
     def _best(self) -> _Entrant | None:
-        """Runner with the least median; counted steps come before first steps."""
+        """Runner with the shortest median; runners without counted steps come last."""
         return min(self._known, key=lambda each: (not each.times_ms, each.median_ms), default=None)
 
     @property
@@ -161,7 +162,6 @@ class Race:
         return None if self._best is None else self._best.median_ms
 
     def _end_round(self, step: int) -> None:
-        """Drop beaten runners, then begin another round or end the race."""
         best, left = self._best, self._left
         if best is not None:
             for entrant in self._known:
@@ -181,7 +181,7 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Return beaten runners with one heat that were predicted to be near the best."""
+        """Return the beaten runners with a single turn whose prediction is near the best runner's."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -201,7 +201,7 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Return the fastest runner; among ties, the least error."""
+        """Return the index of the fastest runner, or of the tied runner with the least compression error."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays
