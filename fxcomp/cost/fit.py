@@ -1,4 +1,4 @@
-"""Fit times by size with one line, or several if caches, bursts or another algorithm require it.
+"""Fit times by size with one straight line, or several if caches, bursts or another algorithm require it.
 
     time
       |                      . '      A piece is a straight line from its first size on. It may

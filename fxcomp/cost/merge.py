@@ -115,9 +115,9 @@ class Merged:
 def merge(first: CostTable, second: CostTable) -> Merged:
     """Merge two tables of one machine.
 
-    Measured entries win over assumed ones, then newer over older, then `second`. Other numbers win over defaults.
-    Roofline entries are not mixed. Transport, processors and contention were measured
-    together and come from one table: the winning one if it has any of them. Raises BadOption for different machines.
+    Measured entries win over assumed ones, then newer over older, then `second`. A number other than the default wins
+    over it. Roofline entries are not mixed. Transport, processors and contention were measured together and come from
+    one table: the winning one if it has any of them. Raises BadOption for different machines.
     """
     default = CostTable()
     known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))

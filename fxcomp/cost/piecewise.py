@@ -1,7 +1,7 @@
 """Piecewise linear times by size.
 
 Below the smallest measured size the first line continues to 0. Beyond the largest, time grows by the steeper of the
-last line and the chord over all measurements. `trace` approximates any price by lines.
+last line and the chord over all measurements. `trace` approximates any price by straight lines.
 """
 
 from __future__ import annotations

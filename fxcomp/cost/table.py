@@ -209,7 +209,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from the `data` of `to_json`. Raise BadOption with the place of an error."""
+        """Build a table from the `data` of `to_json`. Raise BadOption with the path of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)

@@ -1,8 +1,8 @@
 """Compare numbers and options of the optimizers' parameter groups between ranks in every step.
 
 Without this check replicas would drift apart, for example if a rank schedules its learning rate by its own loss. A
-digest is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the
-numbers through the store, and all raise an error.
+digest is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
+store, and all raise an error.
 
 A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
 `verified_after`.

@@ -125,7 +125,7 @@ class Calendar:
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
         """Return the first `count` steps from `step` on that are not in `verified`.
 
-        `verified_too` is ignored, since ranks learn of it at different times.
+        `verified_too` is ignored, because ranks receive it in different steps.
         """
         found: list[int] = []
         while len(found) < count:

@@ -99,7 +99,7 @@ class Freeze:
         force = self._force
         force.momenta.freeze_again(
             step, self._at_momenta
-        )  # before the switch: residuals get the unit of the frozen moments
+        )  # before the switch, which scales residuals by the frozen moments
         force.switch(replace(force.decision, plan=self._at_momenta), topic)
         self._follow(step)
         self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")

@@ -35,7 +35,7 @@ TURN = 4
 """Steps of a turn after the heat."""
 
 HEAT = 2
-"""Steps of the first turn."""
+"""Steps of a runner's first turn."""
 
 COUNTED = 12
 """Counted steps that suffice for a median."""

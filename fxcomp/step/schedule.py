@@ -87,7 +87,7 @@ class Schedule:
         self._race = self.calendar.turn = None
 
     def between(self, steps: int) -> None:
-        """After a turn, agree on its times, then start the next turn or keep the best plan."""
+        """After a turn, exchange its times, then start the next turn or keep the best plan."""
         race = self._race
         if race is None or steps != race.turn.ends:
             return

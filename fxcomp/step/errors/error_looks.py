@@ -1,10 +1,9 @@
 """Measure compression errors in single steps (*looks*), and average them to an error table.
 
-    look at a family of compressors ─► average ─► `table`, the same on every rank
-             ▲                                        │
-             └── after max(20, ⌈time of look / (0.007 · step time)⌉) steps
+    look at one family of compressors ─► average ─► `table`, the same on every rank
+    next look, at another family: after max(20, ⌈time of look / (0.007 · step time)⌉) steps
 
-Families alternate. The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the
+The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the
 job. The first looks, one per family, are close together, and the wait for them follows. Every rank calls the methods at
 the same steps.
 """
@@ -24,7 +23,7 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 LOOKS, LOOKS_SHARE = 20, 0.007
-"""Minimum number of steps between looks, and maximum share of a job's time for looks."""
+"""Minimum number of steps between looks, and maximum fraction of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
 """Maximum time of the first looks, in steps, and the number of steps between them."""

@@ -172,7 +172,7 @@ def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, 
 
 
 def _copied(batch: Any) -> Any:
-    """Copy a batch, since a forward pass may write to it."""
+    """Copy a batch, because a forward pass may write to it."""
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ Updates use the average of the ranks' gradients. The check exchanges two numbers
 of the average is the average of the weighted sums.
 
 If ranks exchange momenta, the update follows from formulas (docs/where_the_mean_stands.md), with v the frozen second
-moment and d its root:
+moment and d its bias-corrected root:
 
     x = m(g) / d                        payload: momentum that a rank's optimizer computes from its gradient g
     m <- d M                            M: average of payloads, clamped to LARGEST_MEAN
